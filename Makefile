@@ -4,6 +4,11 @@
 PYTHON ?= python3
 JAX    ?=
 ARGS   ?=
+# Of the tests: a script to run in place of pytest, more packages (installed without those that they need), more options
+# of ctest.
+RUN    ?=
+WITH   ?=
+CTEST  ?=
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -15,12 +20,13 @@ DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
 BENCH := .venv/bench-$(TAG)
 LINT  := .venv/lint-$(TAG)
-WHEELS := .venv/wheels-$(TAG)
 WHEEL := .venv/wheel-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 XLA_GPU := .venv/xla-gpu-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
 XLA_GPU_JAX := 0.12.0.1
+# The folder in build of the C++ tests.
+CPP_BUILD ?= cpp-$(TAG)
 
 COMMA := ,
 # Two workers (WORKERS=n for another number), since most of a test is one thread that traces and compiles. One that is
@@ -51,6 +57,7 @@ endef
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments>"
+	@echo "  Of the tests: RUN=<a script in place of pytest>, WITH=<more packages>, CTEST=<options of ctest>"
 
 .PHONY: demo
 demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
@@ -65,53 +72,17 @@ examples: $(DEMO)/.ready ## Run every example of one process
 	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
 .PHONY: test
-test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests
-
-.PHONY: test-all
-test-all: test-cpp ## Run the C++ tests and every case of the Python tests
-	$(TEST)/bin/pytest $(PARALLEL) --exhaustive $(ARGS)
+test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests (ARGS=--exhaustive: every case)
 
 .PHONY: test-python
-test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
-	$(TEST)/bin/pytest $(PARALLEL) $(ARGS)
-
-FLAG_TESTS = tests/ops/test_layers.py tests/ops/test_mlp.py tests/ops/test_einsum.py
-.PHONY: test-flags
-test-flags: $(TEST)/.ready ## Run a part of the Python tests under each flag that JAX marks as a coming default
-	@for flag in $$($(TEST)/bin/python tests/coming_flags.py); do echo "== $$flag"; \
-	  env $$flag $(TEST)/bin/pytest $(PARALLEL) $(FLAG_TESTS) --share 1/60 $(ARGS); done
-
-.PHONY: fuzz
-fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
-	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/ops/test_drawn.py -k drawn_products --timeout=0 $(ARGS)
-
-.PHONY: fuzz-attributes
-fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, under the sanitizers (N=1000000: how often)
-	@export JAXMP_FUZZ=$(or $(N),1000000); \
-	$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined,attribute_fuzz,--verbose)
+test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some), or RUN="tests/process/soak.py", a script
+	$(with)
+	$(TEST)/bin/$(if $(RUN),python $(RUN),pytest $(PARALLEL)) $(ARGS)
 
 .PHONY: test-cpp
-test-cpp: $(TEST)/.ready ## Run the C++ tests only
-	@$(call cpp_tests,cpp-$(TAG),Release,)
-
-# What it needs of Debian's, on another machine than ARM's; nothing is installed here.
-ARM_PACKAGES := g++-aarch64-linux-gnu qemu-user libstdc++6:arm64 zlib1g:arm64
-.PHONY: test-aarch64
-test-aarch64: $(TEST)/.ready ## Run the C++ tests for ARM's processors (aarch64) in an emulator
-	@for needed in aarch64-linux-gnu-g++ qemu-aarch64 /lib/ld-linux-aarch64.so.1 /lib/aarch64-linux-gnu/libz.so.1; do \
-	  command -v $$needed > /dev/null || [ -e $$needed ] || { echo "make test-aarch64 needs $$needed; on Debian and Ubuntu, as root:" >&2; \
-	  echo "  dpkg --add-architecture arm64 && apt-get update && apt-get install $(ARM_PACKAGES)" >&2; exit 1; }; done
-	@openblas=scipy-openblas32==$$($(TEST)/bin/python -c 'import importlib.metadata as m; print(m.version("scipy-openblas32"))'); \
-	$(TEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --target build/aarch64 --no-deps --only-binary=:all: \
-	  --platform=manylinux2014_aarch64 $(foreach glibc,17 24 26 27 28,--platform=manylinux_2_$(glibc)_aarch64) $$openblas
-	@export CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64-linux-gnu.cmake \
-	  JAXMP_BLAS=$$(echo $(CURDIR)/build/aarch64/scipy_openblas32/lib/*openblas*.so); \
-	$(call cpp_tests,cpp-aarch64-$(TAG),Release,)
-
-.PHONY: mutations
-mutations: $(TEST)/.ready ## Seed every fault of tests/mutations and see which test notices it (ARGS="--only name")
-	@$(TEST)/bin/pip install --quiet --disable-pip-version-check nanobind
-	$(TEST)/bin/python tests/mutations/run.py $(ARGS)
+test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
+	$(with)
+	@$(call cpp_tests,$(CPP_BUILD),Release,)
 
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
@@ -139,33 +110,15 @@ test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: 
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
 
-.PHONY: schedules
-schedules: $(TEST)/.ready ## Run programs of many calls with random delays on each rank (N=200: how many, SEED=1, MEMORY=off: over gloo)
-	$(TEST)/bin/python tests/process/schedules.py --programs $(or $(N),200) --seed $(or $(SEED),0) --memory $(or $(MEMORY),on) $(ARGS)
-
-.PHONY: soak
-soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
-	$(TEST)/bin/python tests/process/soak.py $(ARGS)
-
-.PHONY: test-abi
-test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from their wheels (Linux)
-	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
-	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/project/test_abi.py $(ARGS)
-
-.PHONY: test-cublasmp
-test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp does without a GPU (wheels of 700 MB)
-	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-nccl-cu13 nvidia-cublas
-	@export JAXMP_CUDA_WHEELS=$$($(TEST)/bin/python -c 'import nvidia.cublasmp as c; print(list(c.__path__)[0].rpartition("/")[0])'); \
-	$(call cpp_tests,cpp-$(TAG),Release,)
-
-.PHONY: determinism
-determinism: $(DEMO)/.ready ## Check products and every promise about bits on this machine (ARGS=--quick for a short run)
-	$(DEMO)/bin/python -P -m jaxmp selftest $(ARGS)
-
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
 	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
+
+# Tests that look for NVIDIA's wheels find those of WITH.
+define with
+$(if $(WITH),$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITH))
+endef
 
 # $(call cpp_build,build folder,build type,sanitizers,the one target). PATH gives CMake the environment's own ninja.
 define cpp_build
@@ -176,36 +129,27 @@ cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON
 cmake --build build/$(1) $(if $(4),--target $(4))
 endef
 
-# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest). Sanitizers leave out the
-# runs with smaller instruction sets, which take as long again.
+# $(call cpp_tests,build folder,build type,sanitizers). Sanitizers leave out the runs with smaller instruction sets, which
+# take as long again.
 define cpp_tests
-$(call cpp_build,$(1),$(2),$(3),$(4)); \
-ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5)) $(if $(3),-E '_with_(avx|portable)')
+$(call cpp_build,$(1),$(2),$(3)); \
+$(if $(findstring cublasmp,$(WITH)),JAXMP_CUDA_WHEELS=$$(echo $(CURDIR)/$(TEST)/lib/python3*/site-packages/nvidia)) \
+ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(CTEST) $(if $(3),-E '_with_(avx|portable)')
 endef
 
 .PHONY: lint
-lint: $(LINT)/.ready ## Check style, formatting, types and layers (ruff, mypy, import-linter, clang-format)
-	$(LINT)/bin/ruff check .
-	$(LINT)/bin/ruff format --check .
+lint: $(LINT)/.ready ## Check style, formatting, types and layers; ARGS=--fix rewrites the sources in the project's style
+	$(LINT)/bin/ruff check $(ARGS) .
+	$(LINT)/bin/ruff format $(if $(ARGS),,--check) .
 	$(LINT)/bin/mypy
 	$(LINT)/bin/mypy --strict --follow-imports=silent --cache-dir=.mypy_cache/strict tests/typing
 	$(LINT)/bin/lint-imports --no-cache
-	@echo "clang-format --dry-run -Werror, $(words $(CXX_STYLED)) files"
-	@$(LINT)/bin/clang-format --dry-run -Werror $(CXX_STYLED)
-
-.PHONY: format
-format: $(LINT)/.ready ## Rewrite the sources in the project's style
-	$(LINT)/bin/ruff check --fix .
-	$(LINT)/bin/ruff format .
-	$(LINT)/bin/clang-format -i $(CXX_STYLED)
+	@echo "clang-format, $(words $(CXX_STYLED)) files"
+	@$(LINT)/bin/clang-format $(if $(ARGS),-i,--dry-run -Werror) $(CXX_STYLED)
 
 .PHONY: bench
 bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
-
-.PHONY: bench-quick
-bench-quick: $(TEST)/.ready ## See that the benchmarks run, in the environment of the tests
-	$(TEST)/bin/python benchmarks/run.py --quick $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
@@ -215,14 +159,6 @@ bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of
 docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warnings are errors; nothing is read from a network
 	$(TEST)/bin/python -m sphinx -W --keep-going -n -q -d build/docs-doctrees docs build/docs $(ARGS)
 	@echo "build/docs/index.html; to read it: python3 -m http.server -d build/docs"
-
-.PHONY: wheels
-wheels: $(WHEELS)/.ready ## Build the source distribution and this machine's wheels in dist, and try them in each Python
-	.ci/wheels $(WHEELS)/bin
-
-.PHONY: clean
-clean: ## Remove the environments and everything that was built
-	rm -rf .venv build dist docs/api docs/pictures .cache .mypy_cache .pytest_cache .ruff_cache
 
 # The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand.
 $(WHEEL)/.ready: $(ALL_SOURCES)
@@ -256,6 +192,3 @@ $(BENCH)/.ready: $(ALL_SOURCES)
 
 $(LINT)/.ready: .ci/requirements-lint.txt
 	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)
-
-$(WHEELS)/.ready: .ci/requirements-wheels.txt
-	$(call new_venv,$(WHEELS),-r .ci/requirements-wheels.txt)

@@ -1,5 +1,5 @@
-# Compiles for 64-bit ARM on another Linux machine, and runs the tests under qemu's user-mode emulation: `make
-# test-aarch64`, which names the packages.
+# Compiles for 64-bit ARM on another Linux machine, and runs the tests under qemu's user-mode emulation:
+# .ci/aarch64, which names the packages.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

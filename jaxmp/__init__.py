@@ -9,7 +9,8 @@ from jaxmp._src.advise.program import ProgramAdvice
 from jaxmp._src.audit.audit import audit
 from jaxmp._src.audit.table import Audit
 from jaxmp._src.draw.draw import Drawing, draw
-from jaxmp._src.explain.explain import explain
+from jaxmp._src.explain.compiled import CompiledExplanation
+from jaxmp._src.explain.explain import assert_no_collectives, explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
 from jaxmp._src.hardware.hardware import Hardware
@@ -45,6 +46,7 @@ __all__ = [
     "BlockCyclic",
     "BlockCyclicArray",
     "CommOptions",
+    "CompiledExplanation",
     "DistributedError",
     "Drawing",
     "Epilog",
@@ -55,6 +57,7 @@ __all__ = [
     "Scaling",
     "advise",
     "all_gather_matmul",
+    "assert_no_collectives",
     "audit",
     "block_matmul",
     "distributed",

@@ -50,8 +50,13 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1)."""
-    return float(jnp.finfo(dtype).max)
+    """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1).
+
+    Raises TypeError for any other type.
+    """
+    if getattr(jnp.dtype(dtype), "name", "").startswith(("float8", "float4")):
+        return float(jnp.finfo(dtype).max)
+    raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {jnp.dtype(dtype).name}")
 
 
 def amax(x: Array) -> jax.Array:
@@ -99,6 +104,8 @@ def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) 
 
 def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows,)): one float32 scale a row."""
+    if not jnp.ndim(x):
+        raise ValueError("quantize.rows: x must have rows, got a scalar")
     scale = scale_for(low_precision.amax(_wide(x), -1), dtype)
     return low_precision.encode(_wide(x) / scale[..., None], dtype), scale
 
@@ -163,8 +170,11 @@ def expand(scale: Scale, q: Array) -> jax.Array:
 def swizzle(scale: Array) -> jax.Array:
     """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
 
-    `jaxmp.matmul` does this itself; it is for data that other libraries share.
+    `jaxmp.matmul` does this itself; it is for data that other libraries share. Raises ValueError where `scale` is no
+    matrix, or its elements are wider than a byte.
     """
+    if scale.ndim != 2 or scale.dtype.itemsize != 1:
+        raise ValueError(f"quantize.swizzle: scale must be (rows, blocks) of one byte each, got {_described(scale)}")
     return low_precision.swizzle(low_precision.as_bytes(jnp.asarray(scale)))
 
 
@@ -185,12 +195,18 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
 
 
 def pack_fp4(q: Array) -> jax.Array:
-    """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
+    """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte.
+
+    Raises TypeError for another type, ValueError where k is odd.
+    """
+    _check_type("pack_fp4", q, "float4_e2m1fn")
+    _check_blocks("pack_fp4", q, 2, ndim=1)
     return low_precision.as_bytes(jnp.asarray(q))
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
-    """The inverse of `pack_fp4`."""
+    """The inverse of `pack_fp4`. Raises TypeError for another type than uint8."""
+    _check_type("unpack_fp4", packed, "uint8")
     return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
@@ -201,11 +217,22 @@ def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def _wide(x: Array) -> jax.Array:
+    if not hasattr(x, "astype"):
+        raise TypeError(f"quantize: takes an array, got {x!r}")
     return jnp.asarray(x.astype(jnp.float32))
 
 
-def _check_blocks(name: str, x: Array, size: int) -> None:
-    if x.ndim < 2 or x.shape[-1] % size:
+def _described(x: Array) -> str:
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def _check_type(name: str, x: Array, dtype: str) -> None:
+    if x.dtype.name != dtype:
+        raise TypeError(f"quantize.{name}: takes {dtype}, got {_described(x)}")
+
+
+def _check_blocks(name: str, x: Array, size: int, ndim: int = 2) -> None:
+    if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(
             f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"
         )

@@ -105,12 +105,6 @@ class Case:
         """Into how many parts d's columns are cut; a packed relu mask is padded in each."""
         return self._shards(self.out[1])
 
-    def takes(self, epilog: Epilog) -> bool:
-        """Whether the operands are stored so that the epilog can sum one of them."""
-        if epilog == Epilog.BGRADA:
-            return self.transposition[0] == "T"
-        return epilog != Epilog.BGRADB or self.transposition[1] == "N"
-
     def spec_of(self, name: str) -> P:
         """The sharding of an operand or result beside a and b, by name."""
         rows, cols = self.out
@@ -133,7 +127,7 @@ class Case:
 
         Without zeros no product is -0, so equal sums are equal to the bit.
         """
-        return tuple(self._store(_integers(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
+        return tuple(self._store(small_integers(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
 
     def values(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Stored operands from the normal distribution, rounded to the case's dtype."""
@@ -177,7 +171,7 @@ def normal(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     return x.astype(jnp.dtype(dtype))
 
 
-def _integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     def draw():
         return rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)
 
@@ -254,21 +248,6 @@ MATRIX = tuple(
         "gather-b",
     )
 )
-
-# Extents (m, n, k) per shard: ones, odd ones, tall, wide, long contractions, empty dimensions.
-SHAPES = (
-    (1, 1, 1),
-    (2, 3, 1),
-    (3, 1, 5),
-    (1, 7, 2),
-    (5, 2, 3),
-    (13, 17, 7),
-    (17, 5, 13),
-    (33, 1, 2),
-    (1, 65, 3),
-    (2, 3, 65),
-)
-EMPTY_SHAPES = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 0, 0))
 
 TRANSPOSITIONS = ("NN", "NT", "TN", "TT")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")

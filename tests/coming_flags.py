@@ -1,6 +1,15 @@
-"""Flags that JAX marks as its coming defaults, for `make test-flags`: NAME=VALUE of an environment variable a line."""
+"""Flags that JAX marks as its coming defaults.
+
+`make test-python RUN=tests/coming_flags.py` runs a part of the tests under each of them.
+"""
+
+import os
+import subprocess
+import sys
 
 from jax._src import config
+
+TESTS = ("tests/product/test_frameworks.py", "tests/product/test_layers.py", "tests/product/test_einsum.py", "--share", "1/60")
 
 # Said beside the default, in JAX's source or changelog, and not by the mark that others have.
 SAID_ELSEWHERE = {"jax_auto_pcast": False, "eager_constant_folding": True}
@@ -18,4 +27,7 @@ def coming() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    print(*(f"{name.upper()}={int(value)}" for name, value in coming().items()), sep="\n")
+    for name, value in coming().items():
+        print(f"== {name}={value}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-n", "2", *TESTS, *sys.argv[1:]]
+        subprocess.run(command, env=os.environ | {name.upper(): str(int(value))}, check=True)

@@ -107,21 +107,25 @@ def spec_of_scale(scale, spec):
     return P(*tuple(spec)[: np.ndim(scale)])
 
 
-def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
-    mesh = case.jax_mesh(axis_type)
-    spec_a, spec_b = case.stored
-    placed = [cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b)]
-    placed += [
+def place_scaled(mesh, case, a, b, *scales):
+    """The operands and their scales where the case wants them."""
+    operands = [cases.put(x, mesh, spec) for x, spec in zip((a, b), case.stored, strict=True)]
+    return *operands, *(
         None if scale is None else cases.put(scale, mesh, spec_of_scale(scale, spec))
-        for scale, spec in ((scale_a, spec_a), (scale_b, spec_b))
-    ]
+        for scale, spec in zip(scales, case.stored, strict=True)
+    )
+
+
+def sharded_call(case, a, b, scale_a, scale_b, axis_type, **options):
     flags = case.transpose | options
     if axis_type == AxisType.Auto:
-        flags |= {"in_shardings": case.stored, "mesh": mesh}
+        flags |= {"in_shardings": case.stored, "mesh": case.jax_mesh(axis_type)}
+    return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
 
-    @jax.jit
-    def program(a, b, scale_a, scale_b):
-        return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
 
+def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
+    """The product of arrays that are placed first, by a program of its own."""
+    mesh = case.jax_mesh(axis_type)
     with jax.set_mesh(mesh):
-        return program(*placed)
+        placed = place_scaled(mesh, case, a, b, scale_a, scale_b)
+        return jax.jit(lambda *x: sharded_call(case, *x, axis_type, **options))(*placed)

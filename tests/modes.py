@@ -42,7 +42,7 @@ class Mode:
         if self.axis_type is None:
             return case.name == "local"
         if self.product is in_checked_shard_map or self.product is in_unchecked_shard_map:
-            return not case.computes_transposed and not case.gathers
+            return not (case.computes_transposed or case.gathers or case.name == "local-sliced")
         return True
 
     @contextlib.contextmanager

@@ -8,55 +8,28 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from suite import BIASED, FORWARD, WITH_AUX
 
 from jaxmp import Epilog
-from jaxmp._src.spec import activations, epilogs
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+}
 
 
-def matmul(
-    a,
-    b,
-    c=None,
-    *,
-    alpha=1.0,
-    beta=None,
-    transpose_a=False,
-    transpose_b=False,
-    conjugate_a=False,
-    conjugate_b=False,
-    epilog=Epilog.NONE,
-    epilog_inputs=None,
-    relu_aux_shards=1,
-    is_majorant=False,
-):
-    """`d`, or `(d, {name: aux})`, of `epilog(alpha * op(a) @ op(b) + beta * c)` in the operands' common type.
-
-    Arguments are those of `jaxmp.matmul`; a packed mask is padded in each of the `relu_aux_shards` of d's columns.
-    """
-    a, b = _operand(a, transpose_a, conjugate_a), _operand(b, transpose_b, conjugate_b)
-    row = epilogs.RULES[Epilog(int(epilog) & ~Epilog.ALLREDUCE)]
-    factor = abs if is_majorant else lambda scalar: scalar
-    z = factor(alpha) * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    if c is not None:
-        z = z + factor(beta) * c
-    if row.has_bias:
+def matmul(a, b, *, alpha=1.0, epilog=Epilog.NONE, epilog_inputs=None, is_majorant=False):
+    """`d`, or `(d, {"gelu_aux": z})`, of `epilog(alpha * a @ b)`; suite.py has all that may be asked of a product."""
+    z = (abs(alpha) if is_majorant else alpha) * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    if epilog in BIASED:
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
-    d = activate(row.activation, z, is_majorant)
-    if row.derivative == "relu" and not is_majorant:
-        d = jnp.where(_unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards), z, jnp.zeros_like(z))
-    elif row.derivative == "gelu":
-        x = epilog_inputs["gelu_aux"]
-        # |gelu'| < 1.2, and its derivatives are as in `activate`: this dominates it order by order.
-        d = z * (1.2 + 2 * x + 2 * x * x if is_majorant else activations.gelu_derivative(x))
-    if row.gradient:
-        sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
-        return d, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(d, tuple(range(d.ndim - 1))))()}
-    if row.aux is None:
-        return d
-    if row.aux == "gelu_aux" or is_majorant:
-        return d, {row.aux: z}
-    masks = [activations.pack_relu_aux(x) for x in jnp.split(z > 0, relu_aux_shards, axis=-1)]
-    return d, {row.aux: jnp.concatenate(masks, axis=-1)}
+    d = activate(FORWARD[epilog], z, is_majorant)
+    return (d, {"gelu_aux": z}) if epilog in WITH_AUX else d
 
 
 def linear(x, w, bias=None, *, activation=None, is_majorant=False):
@@ -85,24 +58,11 @@ def activate(activation, z, is_majorant=False):
     if is_majorant:
         is_plain = activation in (None, "relu")
         return z if is_plain else 1.2 * z + z * z + 2 * z * z * z / 3 + (0.5 if activation == "sigmoid" else 0)
-    found = activations.find(activation)
-    if found is None:
-        return z
-    return (activations.FUNCTIONS[found] if isinstance(found, str) else found)(z)
+    return z if activation is None else ACTIVATIONS.get(activation, activation)(z)
 
 
 matmul_majorant = functools.partial(matmul, is_majorant=True)
 
 
-def _unpack(mask, columns, shards):
-    parts = jnp.split(mask, shards, axis=-1)
-    return jnp.concatenate([activations.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
-
-
 def _as_row(bias, ndim):
     return jnp.expand_dims(bias, tuple(range(ndim - 1)))
-
-
-def _operand(x, is_transposed, is_conjugated):
-    x = jnp.swapaxes(x, -1, -2) if is_transposed else x
-    return jnp.conj(x) if is_conjugated else x

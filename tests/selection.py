@@ -6,7 +6,7 @@ program for each. A fault seldom needs more than two of them to coincide, so `ma
     @pytest.mark.small("pairs")    cases in which every pair of values of two parameters occurs that occurs at all
     @pytest.mark.small("values")   cases in which every value of every parameter occurs
 
-always the same ones; `pytest --exhaustive` (`make test-all`) runs every case. `of` names the columns where the test's
+always the same ones; `pytest --exhaustive` runs every case. `of` names the columns where the test's
 parameters are not the right ones: a function of them that returns a tuple. What the small suite still notices is
 measured in tests/mutations.
 """

@@ -71,8 +71,9 @@ void ASecondNcclIsNamed() {
   CHECK_CONTAINS(CallError(), "two NCCLs");
 }
 
-void WhatCuBlasMpDoesNotComputeIsRefusedWithoutIt() {
-  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Grid(1, 2, 4, 4, 4)).error, "takes square grids only, got 1x2");
+void WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp() {
+  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::AllGather(2, 5, 4, 4)).error,
+                 "needs m to be a multiple of 2, got m=5");
 }
 
 void TheFirstSuccessHolds() {
@@ -97,7 +98,7 @@ void TheFirstSuccessHolds() {
 
 int main() {
   jaxmp::NothingIsLoadedAtFirst();
-  jaxmp::WhatCuBlasMpDoesNotComputeIsRefusedWithoutIt();
+  jaxmp::WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp();
   jaxmp::WhatIsMissingIsNamed();
   jaxmp::WrongVersionsAreNamed();
   jaxmp::ASecondNcclIsNamed();

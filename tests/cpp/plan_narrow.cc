@@ -127,7 +127,8 @@ void TestAux() {
 void TestRefusals() {
   Attributes attributes = Local(32, 32, 32);
   attributes["scale_mode_a"] = std::string("scalar_fp32");
-  check::contains(Refusal(attributes), "asks for scaling or an absolute maximum, which f32 does not take", __FILE__, __LINE__);
+  check::contains(Refusal(attributes), "asks for scaling or an absolute maximum, which f32 does not take", __FILE__,
+                  __LINE__);
   attributes["scale_mode_a"] = std::string("tensor");
   check::contains(Refusal(attributes), "scale_mode_a must be one of none, scalar_fp32", __FILE__, __LINE__);
   attributes = Narrow(Local(32, 32, 32), "f8e4m3", "f64");

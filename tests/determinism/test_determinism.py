@@ -4,7 +4,7 @@ Numbers within their bound would not show any of this: that a row has other bits
 sixty-four, that a loss curve moves with the number of devices, that exp(f(x) - f(x)) is not one, or that an accumulator
 became a double. Every promise here has a control, in which a path without it breaks it.
 
-The long sweep is `make determinism`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
+The long sweep is `jaxmp selftest`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
 level "topology", test_determinism_programs.py what programs and `explain` say.
 """
 
@@ -186,33 +186,38 @@ def test_a_plain_product_knows_its_batch():
 # jit = eager = recomputed -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.small("values", of=lambda case, epilog, level: ((case, level), (epilog, level)))
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
-@pytest.mark.parametrize(
-    "case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag", "rs", "grid", "rs-transposed")])
-)
-def test_every_way_to_run_gives_the_same_bits(case, level):
-    """Eager, jit, remat, scan; from a cold cache and a warm one."""
+@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_every_way_to_run_gives_the_same_bits(case, epilog, level):
+    """Eager, jit, remat, scan, ahead of time and a second run; from a cold cache and a warm one."""
     cases.require("host")
-    case = case.replace(per_shard=(7, 5, 33))
+    case, rng = case.replace(per_shard=(7, 5, 33)), np.random.default_rng(0)
     with EXPLICIT.scope(case):
-        a, b = (
-            EXPLICIT.put(case, x, s) for x, s in zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
-        )
-        f = EXPLICIT.product(case, determinism=level, epilog=Epilog.GELU)
-        want = np.asarray(jax.jit(f)(a, b))
-        assert np.any(want)
+        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        bias = EXPLICIT.put(case, cases.normal(rng, case.extents[1], case.dtype), P(case.out[1]))
+        product = EXPLICIT.product(case, determinism=level, epilog=epilog)
+
+        def f(a, b):
+            return product(a, b, None, bias if "BIAS" in epilog.name else None)
+
+        jitted = jax.jit(f)
+        want = jax.tree.map(np.asarray, jitted(a, b))
+        assert all(map(np.any, jax.tree.leaves(want))), "zeros have the same bits whatever computed them"
+        scanned = jax.jit(lambda a, b: jax.lax.scan(lambda x, _: (x, f(a, b)), 0, None, length=2)[1])(a, b)
         ways = {
+            "second run": jitted(a, b),
             "eager": f(a, b),
             "remat": jax.jit(jax.checkpoint(f))(a, b),
-            "scan": np.asarray(
-                jax.jit(lambda a, b: jax.lax.scan(lambda x, _: (x, f(a, b)), 0, None, length=2)[1])(a, b)
-            )[1],
+            "ahead of time": jitted.lower(a, b).compile()(a, b),
+            **{f"step {i} of a scan": jax.tree.map(lambda x, i=i: np.asarray(x)[i], scanned) for i in range(2)},
         }
         jaxmp.plan_cache_clear()
         jax.clear_caches()
         ways["cold"] = jax.jit(f)(a, b)
         for way, got in ways.items():
-            testing.assert_bitwise_equal(got, want, way)
+            jax.tree.map(functools.partial(testing.assert_bitwise_equal, err_msg=way), got, want)
 
 
 def end_of_softmax(f, g, a, b):

@@ -318,6 +318,7 @@ def test_the_order_of_devices_does_not_matter():
 
 
 def test_what_cannot_keep_the_level_is_refused_by_name():
+    """Beside the epilogs that the table of products refuses (suite.py)."""
     cases.require("host")
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
     level = {"determinism": "topology"}
@@ -339,28 +340,6 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
     cyclic = jaxmp.to_block_cyclic(jnp.ones((8, 8), "float32"), jaxmp.BlockCyclic((2, 2), (3, 3)), mesh=plane)
     with pytest.raises(NotImplementedError, match="determinism is not available for block-cyclic operands"):
         jaxmp.matmul(cyclic, cyclic, **level)
-    a, b = (cases.put(np.ones((8, 8), np.float32), plane, P("y", None)) for _ in range(2))
-    mask = jnp.zeros((8, 16), jnp.uint8)
-    sums = {"epilog": Epilog.DRELU_BGRAD, "epilog_inputs": {"relu_aux": mask}, "mesh": plane, **level}
-    rows = {"in_shardings": (P("y", None), P()), "out_sharding": P("y", None)}
-    with pytest.raises(NotImplementedError, match="has no epilog DRELU_BGRAD on rows that are sharded over 'y' beside"):
-        jaxmp.matmul(a, b, **rows, **sums)
-    columns = {"in_shardings": (P("y", None), P(None, "y")), "out_sharding": P("y", None)}
-    with pytest.raises(NotImplementedError, match="no epilog DRELU_BGRAD where columns of the result are gathered"):
-        jaxmp.matmul(a, b, **columns, **sums)
-    gathered = {"in_shardings": (P(None, "y"), P("y", None)), "out_sharding": P("y", None), "implementation": "xla"}
-    with pytest.raises(NotImplementedError, match="no epilog DRELU_BGRAD where operands are gathered and the rows of"):
-        jaxmp.matmul(a, b, **gathered, **sums)
-    grid = cases.BY_NAME["grid"].replace(dtype="complex64", transposition="TN", per_shard=(2, 2, 2))
-    with EXPLICIT.scope(grid):
-        a, b = (
-            EXPLICIT.put(grid, x, s) for x, s in zip(grid.values(np.random.default_rng(0)), grid.stored, strict=True)
-        )
-        f = EXPLICIT.product(grid, **level)
-        with pytest.raises(
-            NotImplementedError, match="gradient of a complex a that is stored transposed on a 2-D grid"
-        ):
-            jax.grad(lambda a: jnp.real(jnp.sum(f(a, b))))(a)
 
 
 @pytest.mark.parametrize("name", ["ag", "rs"])

@@ -120,11 +120,6 @@ def operands(model, mesh=None):
     return [jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()]
 
 
-def mesh_of(kind):
-    types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(types[kind],) * 2, devices=jax.devices()[:4])
-
-
 @pytest.fixture(autouse=True)
 def promotion_as_users_have_it():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
@@ -136,7 +131,8 @@ def mesh(request):
     if request.param == "none":
         yield None
         return
-    _MESH[0] = mesh_of(request.param)
+    kind = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}[request.param]
+    _MESH[0] = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(_MESH[0]):
         yield _MESH[0]
     _MESH[0] = None
@@ -167,85 +163,29 @@ def test_values_gradients_types_and_collectives(model, mesh):
             scale = np.abs(w).max() + 1
             exact = model.function in (mlp, fsdp_layers)
             np.testing.assert_array_less(np.abs(w - g) / scale, 1e-30 if exact else 2e-6)
-        if mesh is not None and _of(P()) is not None:
-            assert collectives(program) <= collectives(compiled) | {"all-gather"} & gathered(model)
+        if _of(P()) is not None:
+            # The gradient of a sequence-parallel weight gathers; JAX keeps the gathered rows instead.
+            more = {"all-gather"} if model.function is sequence_parallel else set()
+            assert collectives(program) <= collectives(compiled) | more
 
 
 def collectives(program):
     return set(re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text()))
 
 
-def gathered(model):
-    """What the gradient of a sequence-parallel weight gathers: JAX keeps the gathered rows instead."""
-    return {"all-gather"} if model.function is sequence_parallel else set()
-
-
 @by_name
-def test_what_is_fused(model):
-    _MESH[0] = mesh_of("explicit")
-    try:
-        with jax.set_mesh(_MESH[0]):
-            args = operands(model, _MESH[0])
-            found = jaxmp.explain(jaxmp.fuse(model.function), quiet=True)(*args)
-            assert (found.calls, found.left, found.collectives) == model.forward, str(found)
-            found = jaxmp.explain(jaxmp.fuse(gradient(model.function)), quiet=True)(*args)
-            assert (found.calls, found.left, found.collectives) == model.both, str(found)
-            assert all(row.line.startswith("test_models.py:") for row in found.rows)
-            assert all(row.why.startswith("not fused: ") for row in found.rows if row.operation == "dot_general")
-            found = jaxmp.explain(jaxmp.fuse(gradient(model.function), determinism="batch"), quiet=True)(*args)
-            assert found.left == 0, str(found)
-    finally:
-        _MESH[0] = None
-
-
-def test_the_backward_pass_of_two_layers_is_in_epilogs():
+@pytest.mark.parametrize("mesh", ["explicit"], indirect=True)
+def test_what_is_fused(model, mesh):
     """`fuse(grad(f))` finds gelu's derivative behind a product, and keeps gelu's argument in place of its parts."""
-    _MESH[0] = mesh_of("explicit")
-    try:
-        with jax.set_mesh(_MESH[0]):
-            args = operands(MODELS[1], _MESH[0])
-            rows = jaxmp.explain(jaxmp.fuse(gradient(sequence_parallel)), quiet=True)(*args).rows
-    finally:
-        _MESH[0] = None
-    assert [row.epilog for row in rows if row.epilog not in ("", "NONE")] == ["GELU_AUX_BIAS", "BIAS", "DGELU"]
-
-
-# shard_map -------------------------------------------------------------------------------------------------------
-
-
-def _gathers(x, w):
-    return jax.nn.relu(jax.lax.all_gather(x, "x", tiled=True) @ w)
-
-
-def _scatters(x, w):
-    return jax.lax.psum_scatter(x @ w.T, "x", tiled=True, scatter_dimension=0)
-
-
-def _reduces(x, w):
-    return jax.lax.psum(x @ w.T, "x") + 1
-
-
-SHARD_MAPS = {
-    "all_gather": (_gathers, (P("x", None), P(None, "x")), P(None, "x")),
-    "reduce_scatter": (_scatters, (P(None, "x"), P(None, "x")), P("x", None)),
-    "all_reduce": (_reduces, (P(None, "x"), P(None, "x")), P(None, None)),
-}
-
-
-@pytest.mark.parametrize("pattern", SHARD_MAPS)
-def test_inside_shard_map(pattern):
-    body, in_specs, out_specs = SHARD_MAPS[pattern]
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    function = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    rng = np.random.default_rng(1)
-    x, w = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in ((8, 12), (12, 12)))
-    fused = jaxmp.fuse(function)
-    rows = jaxmp.explain(fused, quiet=True)(x, w).rows
-    assert [row.pattern for row in rows] == [pattern]
-    for f, g in (
-        (function, fused),
-        (gradient(function), gradient(fused)),
-        (gradient(function), jaxmp.fuse(gradient(function))),
-    ):
-        for want, got in zip(jax.tree.leaves(jax.jit(f)(x, w)), jax.tree.leaves(jax.jit(g)(x, w)), strict=True):
-            np.testing.assert_array_equal(want, got)
+    args = operands(model, mesh)
+    found = jaxmp.explain(jaxmp.fuse(model.function), quiet=True)(*args)
+    assert (found.calls, found.left, found.collectives) == model.forward, str(found)
+    found = jaxmp.explain(jaxmp.fuse(gradient(model.function)), quiet=True)(*args)
+    assert (found.calls, found.left, found.collectives) == model.both, str(found)
+    assert all(row.line.startswith("test_models.py:") for row in found.rows)
+    assert all(row.why.startswith("not fused: ") for row in found.rows if row.operation == "dot_general")
+    if model.function is sequence_parallel:
+        epilogs = [row.epilog for row in found.rows if row.epilog not in ("", "NONE")]
+        assert epilogs == ["GELU_AUX_BIAS", "BIAS", "DGELU"]
+    found = jaxmp.explain(jaxmp.fuse(gradient(model.function), determinism="batch"), quiet=True)(*args)
+    assert found.left == 0, str(found)

@@ -71,37 +71,25 @@ class Counted:
 GLOBAL = {}
 
 
-def in_a_list(state, y):
+def change(state, y):
+    """Everything in which a function may keep y: lists, attributes, closures and others. What is callable shows it."""
     state.setdefault("list", [0]).append(y)
-
-
-def in_a_list_of_dicts(state, y):
     state["nested"] = [{"y": y}, collections.defaultdict(list)]
     state["nested"][1]["y"] += [y, 2 * y]
-
-
-def in_tuples(state, y):
     state["tuple"] = (y, Pair(1, (y, [y, (y,)])))
-
-
-def in_attributes(state, y):
+    state["deque"] = functools.partial(list, collections.deque([y, (y,)]))
+    state["partial"] = functools.partial(lambda x: x, y)
     record = state.setdefault("record", Record())
     record.last, record.calls = y, record.calls + 1
     state["attributes"] = vars(record)
-
-
-def in_slots(state, y):
     slots = Slots()
     slots.last = (y,)
     state["slots"] = lambda: slots.last
-
-
-def in_a_class(state, y):
-    state["class"] = lambda: Counted.last
     Counted.last = y
+    state["class"] = lambda: Counted.last
+    state["default"] = lambda kept=y: kept
+    GLOBAL["y"] = state["global"] = [y]
 
-
-def in_a_closure(state, y):
     def set_it(value):
         nonlocal kept
         kept = value
@@ -111,33 +99,13 @@ def in_a_closure(state, y):
     state["closure"] = lambda: kept
 
 
-def in_a_default(state, y):
-    state["default"] = lambda kept=y: kept
-
-
-def in_a_global(state, y):
-    GLOBAL["y"] = state["global"] = [y]
-
-
-def in_a_deque(state, y):
-    state["deque"] = functools.partial(list, collections.deque([y, (y,)]))
-
-
-def in_a_partial(state, y):
-    state["partial"] = functools.partial(lambda x: x, y)
-
-
-CHANGES = [f for name, f in globals().copy().items() if name.startswith("in_a") or name in ("in_slots", "in_tuples")]
-
-
 def changed(f, transform):
     """What `f` leaves in an object after two calls, and what it returns: with functions called."""
     state = {}
 
     def program(x):
         y = x @ W
-        for change in CHANGES:
-            change(state, y)
+        change(state, y)
         return jnp.sum(y), state["tuple"], state["list"]
 
     run = f(program)
@@ -333,8 +301,6 @@ def state_of(module):
 STEPS = {
     "nnx.jit(fuse(step))": lambda f: nnx.jit(f(train_step)),
     "fuse(nnx.jit(step))": lambda f: f(nnx.jit(train_step)),
-    "fuse(step)": lambda f: f(train_step),
-    "nnx.jit of the gradient of fuse(loss)": lambda f: nnx.jit(functools.partial(train_step, loss_of=f(loss_of))),
     "the gradient of fuse(loss)": lambda f: functools.partial(train_step, loss_of=f(loss_of)),
     "fuse of fuse": lambda f: nnx.jit(f(functools.partial(train_step, loss_of=f(loss_of)))),
 }

@@ -47,6 +47,10 @@ def trials():
         trial = suite.Trial(case, implementation="cublasmp", **scalars)
         if trial.is_possible():
             yield pytest.param(trial, id=trial.id)
+    for batch in ("rows", "columns", "both"):
+        case = alone(cases.BY_NAME["local"]).replace(per_shard=(40, 48, 56))
+        trial = suite.Trial(case, implementation="cublasmp", batch=batch, has_remat=True)
+        yield pytest.param(trial, id=trial.id)
 
 
 @pytest.mark.parametrize("trial", list(trials()))

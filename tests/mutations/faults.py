@@ -39,57 +39,59 @@ def seeded(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[
 # Layouts ---------------------------------------------------------------------------------------------------------
 
 
-@seeded("contraction.moves:entry", "sharding/test_any_sharding.py")
+@seeded("contraction.moves:entry", "product/test_drawn_contractions.py")
 def a_gathered_operand_has_no_sum_in_its_gradient(original, *args):
     dims, gathers = original(*args)
     return dims, tuple(gather._replace(varies=not gather.varies) for gather in gathers)
 
 
-@seeded("contraction.moves:received", "sharding/test_grids_along_k.py", "sharding/test_hlo.py")
+@seeded("contraction.moves:received", "product/test_grids_along_k.py", "product/test_hlo.py")
 def nothing_costs_to_move(original, *args):
     return 0
 
 
-@seeded("contraction.contraction:Contraction.dimension", "primitive/test_batching.py", "ops/test_dot_general.py")
+@seeded("contraction.contraction:Contraction.dimension", "product/test_batches.py", "product/test_dot_general.py")
 def rows_behind_a_batch_are_gathered_as_the_batch(original, contraction):
     return 0
 
 
-@seeded("contraction.contraction:Contraction.columns", "ops/test_dot_general.py")
+@seeded(
+    "contraction.contraction:Contraction.columns", "product/test_dot_general.py", "product/test_drawn_contractions.py"
+)
 def shared_columns_do_not_come_first(original, contraction):
     return contraction.cols
 
 
 @seeded(
     "contraction.planner:_divides",
-    "sharding/test_any_sharding.py::test_axes_that_do_not_divide_a_dimension_do_not_split_it",
+    "product/test_any_sharding.py::test_axes_that_do_not_divide_a_dimension_do_not_split_it",
 )
 def axes_need_not_divide_a_dimension(original, call, extents, mesh):
     return True
 
 
-@seeded("primitive.collectives:all_gather", "sharding/test_any_sharding.py", "primitive/test_transforms.py")
+@seeded("primitive.collectives:all_gather", "product/test_drawn_contractions.py", "product/test_table.py")
 def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("spec.process_grid:numroc", "lowering/test_plans.py", "ops/test_block_cyclic.py")
+@seeded("spec.process_grid:numroc", "product/test_plans.py", "product/test_block_cyclic.py")
 def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
     return original(n, nb, iproc, 0, nprocs)
 
 
-@seeded("lowering.xla_matmul:without_padding", "ops/test_block_cyclic.py")
+@seeded("lowering.xla_matmul:without_padding", "product/test_block_cyclic.py")
 def what_lies_in_the_padding_of_c_reaches_d(original, spec, d):
     return d
 
 
-@seeded("spec.low_precision:swizzle", "ops/test_quantize.py", "spec/test_low_precision.py")
+@seeded("spec.low_precision:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
 def scales_of_blocks_lie_row_by_row(original, scales):
     swizzled = original(scales)
     return swizzled.reshape(-1, 32, 16).swapaxes(1, 2).reshape(-1)
 
 
-@seeded("ops.einsum:_permuted", "ops/test_dot_general.py", "ops/test_einsum.py")
+@seeded("ops.einsum:_permuted", "product/test_dot_general.py", "product/test_einsum.py")
 def operands_that_change_places_leave_their_shardings(original, *args):
     return args[1]
 
@@ -97,70 +99,70 @@ def operands_that_change_places_leave_their_shardings(original, *args):
 # Rules of the primitives -----------------------------------------------------------------------------------------
 
 
-@seeded("primitive.transpose:cotangent_of_a", "ops/test_numerics.py", "primitive/test_transforms.py")
+@seeded("primitive.transpose:cotangent_of_a", "product/test_table.py")
 def a_cotangent_ignores_conjugation(original, ct, a, b, *, spec):
     return original(ct, a, b, spec=spec.replace(conjugate_b=False))
 
 
-@seeded("primitive.transpose:reduced_cotangent", "primitive/test_transforms.py", "spec/test_epilogs.py")
+@seeded("primitive.transpose:reduced_cotangent", "product/test_table.py", "product/test_transforms.py")
 def without_types_a_cotangent_of_a_sum_is_of_one_rank(original, spec, ct):
     return ct
 
 
-@seeded("primitive.jvp:_widened", "spec/test_low_precision_transforms.py")
+@seeded("primitive.jvp:_widened", "product/test_low_precision_transforms.py")
 def a_derivative_ignores_the_scale_of_an_operand(original, operands, spec):
     return original({name: x for name, x in operands.items() if name != "scale_b"}, spec)
 
 
-@seeded("primitive.batching:_front", "primitive/test_transforms.py", "primitive/test_batches.py")
+@seeded("primitive.batching:_front", "product/test_batches.py")
 def vmap_takes_the_first_dimension(original, x, dim):
     return x
 
 
-@seeded("primitive.batching:_crosses_blocks", "primitive/test_batching.py", "primitive/test_batches.py")
+@seeded("primitive.batching:_crosses_blocks", "product/test_table.py", "product/test_batches.py")
 def a_batch_of_blocks_becomes_columns(original, *args):
     return False
 
 
-@seeded("primitive.bias_grad:_gather_whole", "spec/test_epilogs.py")
+@seeded("primitive.bias_grad:_gather_whole", "product/test_table.py")
 def a_bias_gradient_has_the_rows_of_one_rank(original, x, axes, source_line):
     return x
 
 
-@seeded("sharding.shard_local:_sum_over_data", "spec/test_epilogs.py")
+@seeded("sharding.shard_local:_sum_over_data", "product/test_table.py")
 def a_bias_gradient_is_not_summed_over_data(original, spec, outputs, axes):
     return outputs
 
 
-@seeded("spec.activations:unpack_relu_aux", "ops/test_suite.py", "spec/test_epilogs.py")
+@seeded("spec.activations:unpack_relu_aux", "product/test_epilogs.py", "product/test_table.py")
 def a_mask_is_read_from_the_other_end_of_a_byte(original, aux, n):
     import jax.numpy as jnp
 
     return jnp.unpackbits(aux, axis=-1, count=n).astype(bool)
 
 
-@seeded("spec.activations:_constants", "spec/test_epilogs.py", "ops/test_suite.py")
+@seeded("spec.activations:_constants", "product/test_epilogs.py", "product/test_table.py")
 def gelu_is_off_in_the_fifth_digit(original, z):
     first, second = original(z)
     return first, second * 1.001
 
 
-@seeded("spec.low_precision:encode", "spec/test_low_precision_results.py", "ops/test_quantize.py")
+@seeded("spec.low_precision:encode", "product/test_low_precision_results.py", "product/test_quantize.py")
 def large_results_do_not_saturate(original, x, dtype):
     return x.astype(dtype)
 
 
-@seeded("ops.activated:activate", "ops/test_gated_mlp.py")
+@seeded("ops.activated:activate", "product/test_layers.py")
 def a_gated_layer_activates_the_other_product(original, f, zs):
     return original(f, zs[::-1])
 
 
-@seeded("lowering.ffi_call:_transposition", "sharding/test_placement.py")
+@seeded("lowering.ffi_call:_transposition", "product/test_table.py")
 def a_call_forgets_conjugation(original, is_transposed, is_conjugated):
     return original(is_transposed, False)
 
 
-@seeded("lowering.ffi_call:_aliases", "sharding/test_in_place.py")
+@seeded("lowering.ffi_call:_aliases", "product/test_in_place.py")
 def c_is_copied_for_d(original, spec):
     return {}
 
@@ -178,7 +180,7 @@ def interleaved_rows_count_as_contiguous(original, layout):
     return True
 
 
-@seeded("primitive.batching:may_batch", "determinism/test_determinism.py", "primitive/test_batches.py")
+@seeded("primitive.batching:may_batch", "determinism/test_determinism.py", "product/test_batches.py")
 def a_batch_under_a_level_may_go_to_xla(original, spec):
     return original(dataclasses.replace(spec, determinism="run_to_run"))
 
@@ -201,11 +203,11 @@ CPP = {
     for name, function, *tests in (
         ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_ordered"),
         ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_ordered"),
-        ("bf16_is_cut", "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "ops/test_numerics.py"),
+        ("bf16_is_cut", "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "product/test_table.py"),
         ("large_is_encoded_as_zero", "hostmp::Encode", "cpp:hostmp_narrow"),
         ("scale_of_decoded_numbers", "hostmp::Decode(…, jaxmp::hostmp::BFloat16*)", "cpp:hostmp_narrow"),
-        ("half_byte_that_begins_a_row", "hostmp::Unpack", "primitive/test_mixed_types.py"),
-        ("amax_behind_the_scale", "hostmp::DownconvertTile", "spec/test_low_precision_results.py"),
+        ("half_byte_that_begins_a_row", "hostmp::Unpack", "product/test_mixed_types.py"),
+        ("amax_behind_the_scale", "hostmp::DownconvertTile", "product/test_low_precision_results.py"),
         ("slope_of_gelu", "hostmp::GeluSlope(float*, long)", "cpp:hostmp_epilog"),
         ("padding_of_aux", "hostmp::FinishTile", "cpp:hostmp_epilog"),
         ("last_piece_of_a_bias_gradient", "hostmp::SumPiece", "cpp:hostmp_epilog"),

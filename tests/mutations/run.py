@@ -1,7 +1,7 @@
 """Seed each fault of `faults.py`, and see which test notices it.
 
-    make mutations                                   every fault
-    make mutations ARGS="--only slope_of_gelu"       some of them
+    make test-python RUN=tests/mutations/run.py                                  every fault
+    make test-python RUN=tests/mutations/run.py ARGS="--only slope_of_gelu"      some of them
 
 The tests that a fault names run until one fails; the checkout is only read. A fault of C++ is linked into the extension
 and the tests of a build of its own (build/mutations), in place of the function that it stands for. The status is 1 if a

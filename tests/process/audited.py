@@ -1,4 +1,4 @@
-"""What `audit(vary="processes")` finds. Run by `ranks.py audit` on 4 devices of 2 processes, and on 2 of 2."""
+"""What `audit(vary="processes")` finds. Run by `ranks.py audited` on 4 devices of 2 processes, and on 2 of 2."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ K = 4096
 audit = functools.partial(jaxmp.audit, vary="processes", quiet=True)
 
 
-def main(initialize):
-    initialize(timeout=30)
+def main(initialize, process):
+    initialize()
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
     jax.set_mesh(mesh)
     a = put(mesh, normal(6, K), P(None, "x"))

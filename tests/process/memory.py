@@ -23,8 +23,8 @@ SHARDS["ar-two-axes"] = ((103, 101, 7),)
 OF_XLA = r" (all-gather|all-reduce|reduce-scatter)(-start)?\("
 
 
-def main(initialize):
-    initialize(timeout=30)
+def main(initialize, process):
+    initialize()
     is_on = os.environ.get("JAXMP_SHARED_MEMORY") != "off"
     everybody = frozenset(range(jax.process_count()))
     assert native.shared_processes() == (everybody if is_on else frozenset()), native.shared_processes()
@@ -39,6 +39,7 @@ def main(initialize):
         use = native.extension().arena_use()
         assert use["touched"] < 4 << 20, use  # blocks are written to again
     print("RAN", dict(products.RAN))
+    products.RAN.clear()
 
 
 def multiply(case, is_on):

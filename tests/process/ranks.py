@@ -1,5 +1,7 @@
 """What one rank of a test does: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
 
+A scenario is a key of SCENARIOS or a module of this folder; several in one job, which begins once, are joined by "+".
+
 A rank prints FAULT and the time when it goes wrong, SAW, the time and the error's cause when it catches one, and ENDED.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import code
 import contextlib
+import functools
+import importlib
 import os
 import resource
 import signal
@@ -32,6 +36,10 @@ IS_VICTIM = VICTIM == PROCESS
 
 def initialize(**options):
     jaxmp.distributed.initialize(f"{os.environ.get('HOST', '127.0.0.1')}:{PORT}", NPROCESSES, PROCESS, **options)
+
+
+if "+" in SCENARIO:
+    initialize = functools.cache(initialize)
 
 
 def fault():
@@ -432,18 +440,25 @@ def share_under_a_limit():
     print("KEEPS", native.extension().arena_use()["touched"] >> 20, "MB")
 
 
+def of_signals(name, number):
+    """Scenarios in which the victim gets a signal."""
+    before, first = lambda: around_a_call(before=send(number)), lambda: first_step(send(number))
+    return {
+        f"{name}-before": before,
+        f"{name}-of-rank-0": before,
+        f"{name}-during": lambda: during_a_call(number),
+        f"{name}-after": lambda: around_a_call(after=send(number)),
+        f"first-{name}": first,
+        f"first-{name}-of-rank-0": first,
+    }
+
+
 SCENARIOS = {
     "fine": lambda: around_a_call(),
-    "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
-    "killed-during": lambda: during_a_call(signal.SIGKILL),
-    "killed-after": lambda: around_a_call(after=send(signal.SIGKILL)),
+    **of_signals("killed", signal.SIGKILL),
+    **of_signals("stopped", signal.SIGSTOP),
     "killed-and-caught": catch_the_error,
-    "killed-of-rank-0": lambda: around_a_call(before=send(signal.SIGKILL)),
-    "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
-    "stopped-during": lambda: during_a_call(signal.SIGSTOP),
-    "stopped-after": lambda: around_a_call(after=send(signal.SIGSTOP)),
     "stopped-behind": stopped_behind_another,
-    "stopped-of-rank-0": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "raised": lambda: around_a_call(before=raise_error),
     "left": lambda: around_a_call(before=leave_early),
     "slow": lambda: around_a_call(before=be_slow),
@@ -454,14 +469,8 @@ SCENARIOS = {
     "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
     "program": lambda: disagree(call_program, {"is_other": True}),
     "two-names": one_program_under_two_names,
-    "first-killed": lambda: first_step(send(signal.SIGKILL)),
-    "first-killed-of-rank-0": lambda: first_step(send(signal.SIGKILL)),
-    "first-stopped": lambda: first_step(send(signal.SIGSTOP)),
-    "first-stopped-of-rank-0": lambda: first_step(send(signal.SIGSTOP)),
     "first-raised": lambda: first_step(raise_error),
     "step-rows": lambda: disagree(step_with, {"m": 96}),
-    "step-k": lambda: disagree(step_with, {"k": 96}),
-    "step-dtype": lambda: disagree(step_with, {"dtype": "bfloat16"}),
     "opening": dies_while_the_transport_opens,
     "backend": dies_while_backends_start,
     "joining": dies_while_all_join,
@@ -485,32 +494,12 @@ def main():
     # A shell has what it runs in the background ignore interrupts, and so would the tests that it started.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if SCENARIO == "products":
-            import products
-
-            products.main(initialize)
-        elif SCENARIO == "memory":
-            import memory
-
-            memory.main(initialize)
-        elif SCENARIO == "schedules":
-            import schedules
-
-            schedules.main(initialize, PROCESS)
-        elif SCENARIO == "audit":
-            import audited
-
-            audited.main(initialize)
-        elif SCENARIO == "chaos":
-            import chaos_rank
-
-            chaos_rank.main(initialize, PROCESS)
-        elif SCENARIO == "float-state":
-            import float_state
-
-            float_state.main(initialize)
-        else:
-            SCENARIOS[SCENARIO]()
+        for name in SCENARIO.split("+"):
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users have them
+                if name in SCENARIOS:
+                    SCENARIOS[name]()
+                else:
+                    importlib.import_module(name).main(initialize, PROCESS)
     except Exception as error:
         seen = jaxmp.distributed.cause(error) or error
         if not isinstance(seen, ValueError):

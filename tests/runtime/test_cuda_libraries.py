@@ -45,12 +45,22 @@ def load(tmp_path, *paths):
     (tmp_path / "maps").write_text("".join(lines))
 
 
-def test_the_wheels_are_found_where_they_put_their_files(wheels):
+def test_the_wheels_are_found_where_they_put_their_files_or_the_loader_looks(wheels, tmp_path, monkeypatch):
+    wheels()
+    found = cuda_libraries.find()
+    assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
+    load(tmp_path, "/opt/libnccl.so.2")  # is loaded, and serves where no wheel has one
+    assert cuda_libraries.find().nccl == "/opt/libnccl.so.2"
+    load(tmp_path)
     root = wheels("cu13", "nccl")
     found = cuda_libraries.find()
     assert found.cublasmp == str(root / "cublasmp/cu13/lib/libcublasmp.so.0")
     assert found.nccl == str(root / "nccl/lib/libnccl.so.2")
     assert found.driver == "libcuda.so.1"
+    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "absent"))  # of a system without maps
+    assert cuda_libraries.mapped_files("libnccl") == []
+    monkeypatch.setattr(cuda_libraries, "_MAPS", "/proc/self/maps")
+    assert any(".so" in path for path in cuda_libraries.mapped_files("lib"))
 
 
 def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch):
@@ -61,12 +71,6 @@ def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
     assert {tmp_path / "one/nvidia", tmp_path / "two/nvidia"} <= set(cuda_libraries._wheel_roots())
-
-
-def test_without_wheels_the_loader_looks(wheels):
-    wheels()
-    found = cuda_libraries.find()
-    assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
 
 
 def test_without_a_plugin_both_cudas_will_do_and_the_newer_is_taken(wheels, monkeypatch):
@@ -114,22 +118,6 @@ def test_two_nccls_in_the_process_are_named(wheels, tmp_path):
     load(tmp_path, "/a/libnccl.so.2", "/b/libnccl.so.2.29.7")
     with pytest.raises(RuntimeError, match=r"two NCCLs, /a/libnccl\.so\.2 and /b/libnccl\.so\.2\.29\.7; .*uninstall"):
         cuda_libraries.find()
-
-
-def test_an_nccl_that_is_loaded_serves_where_no_wheel_has_one(wheels, tmp_path):
-    wheels("cu13")
-    load(tmp_path, "/opt/libnccl.so.2")
-    assert cuda_libraries.find().nccl == "/opt/libnccl.so.2"
-
-
-def test_a_system_without_maps_has_loaded_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "absent"))
-    assert cuda_libraries.mapped_files("libnccl") == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_maps_of_this_process_are_read():
-    assert any(path.endswith(".so") or ".so." in path for path in cuda_libraries.mapped_files("lib"))
 
 
 def test_what_the_processes_of_a_job_compare(monkeypatch):
@@ -205,38 +193,32 @@ def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch,
     assert native.cublasmp_log() == ["a line"]
 
 
-def test_the_deadline_on_gpus_ends_ahead_of_xlas(opening, monkeypatch):
-    """XLA:GPU ends a process whose devices have waited 30 s for each other, without a word about the call."""
+def test_deadlines(opening, monkeypatch):
+    """XLA:GPU ends a process whose devices have waited 30 s for each other, without a word about the call: ours is
+    shorter, unless somebody asks for more. That of `initialize` goes before that of the environment."""
     module = opening()
     monkeypatch.setattr(native, "config", lambda: config_lib.parse({}))
     native.why_no_cublasmp()
-    (seconds,) = (call[1] for call in module.calls if call[0] == "set_timeout")
-    assert seconds == 25
-    assert config_lib.parse({"JAXMP_TIMEOUT": "60"}).gpu_timeout == 60, "who asks for more gets it"
-    assert config_lib.parse({}).timeout == 60, "processes on CPUs wait as long as before"
-
-
-def test_the_deadline_of_initialize_goes_before_that_of_the_environment(opening, monkeypatch):
-    module = opening()
+    assert ("set_timeout", 25) in module.calls
+    assert config_lib.parse({"JAXMP_TIMEOUT": "60"}).gpu_timeout == config_lib.parse({}).timeout == 60
     monkeypatch.setattr(native, "_timeout", 3.0)
+    monkeypatch.setattr(native, "_why_no_cublasmp", None)
     native.why_no_cublasmp()
     assert ("set_timeout", 3.0) in module.calls
 
 
-def test_why_it_cannot_be_opened_stays(opening):
+def test_why_it_cannot_be_opened_stays(opening, monkeypatch):
     module = opening(why := "libcuda.so.1 cannot be opened")
     assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == (why, why)
     assert [call[0] for call in module.calls].count("load_cublasmp") == 1
     assert native.cublasmp_log() == []
 
-
-def test_a_conflict_of_libraries_opens_none(opening, monkeypatch):
-    module = opening()
-
     def refuse():
         raise RuntimeError("two NCCLs")
 
     monkeypatch.setattr(cuda_libraries, "find", refuse)
+    monkeypatch.setattr(native, "_why_no_cublasmp", None)
+    module.calls.clear()
     assert (native.why_no_cublasmp(), module.calls) == ("two NCCLs", [])
 
 
@@ -306,9 +288,6 @@ def test_ids_travel_through_the_store(monkeypatch):
     assert store.waits == [5000]
     with pytest.raises(TimeoutError, match=r"nobody has published nccl/y/1 within 0\.25 s; a process of"):
         native._exchange("nccl/y/1", None, 0.25)
-
-
-def test_without_a_store_nothing_travels(monkeypatch):
     monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: None)
     with pytest.raises(RuntimeError, match=r"no store is left for nccl/y/0: jax\.distributed\.shutdown\(\)"):
         native._exchange("nccl/y/0", None, 1.0)

@@ -4,6 +4,7 @@ Silently wrong without these: a stale extension read with new attributes, a plan
 that starts JAX's backend before `jax.distributed.initialize`.
 """
 
+import concurrent.futures
 import functools
 import importlib.metadata
 import logging
@@ -11,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import types
 
 import cases
@@ -88,19 +88,22 @@ def custom_call(a, b, **changes):
 # ---- loading
 
 
-def run_python(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+IMPORT = """
+import sys, jaxmp
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert "jaxmp._jaxmp" not in sys.modules
+jaxmp._src.runtime.native.blas_info()
+"""
 
 
-def test_import_loads_no_extension_and_starts_no_backend():
-    program = (
-        "import sys, jaxmp\n"
-        "from jax._src import xla_bridge\n"
-        "assert not xla_bridge.backends_are_initialized()\n"
-        "assert 'jaxmp._jaxmp' not in sys.modules\n"
-    )
-    done = run_python(program)
-    assert done.returncode == 0, done.stderr
+def test_import_loads_no_extension_starts_no_backend_and_names_a_misspelt_variable(extension):
+    """Where nothing else reads the configuration, at the line of the import. A BLAS that is not there is named."""
+    env = os.environ | {f"JAXMP_{'TIMOUT'}": "5", "JAXMP_TIMEOUT": "5", "JAXMP_BLAS": "/nowhere/libblas.so"}
+    ran = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, timeout=120)
+    assert re.findall(r"(\S+): UserWarning: .* variable (\w+)", ran.stderr) == [("<string>:2", f"JAXMP_{'TIMOUT'}")]
+    assert ran.returncode == 1
+    assert "/nowhere/libblas.so" in ran.stderr.splitlines()[-1]
 
 
 def fake_module(**values):
@@ -108,23 +111,16 @@ def fake_module(**values):
     return types.SimpleNamespace(**{name: (lambda value=value: value) for name, value in known.items()})
 
 
-def test_another_abi_version_names_both_and_the_remedy():
+def test_other_versions_name_both_and_the_remedy():
     with pytest.raises(ImportError) as caught:
         native._check_versions(fake_module(abi_version=1))
     assert str(caught.value) == (
         f"jaxmp's Python files need extension ABI {native.ABI_VERSION} but jaxmp._jaxmp (jaxmp 9.9.9) has ABI 1; "
         "reinstall jaxmp so that both come from one version."
     )
-
-
-def test_a_jaxlib_older_than_the_headers_names_both_and_the_remedy():
     with pytest.raises(ImportError, match=r"FFI headers of jaxlib 99\.1\.2 but jaxlib .* is installed; upgrade jaxlib"):
         native._check_versions(fake_module(jaxlib_version="99.1.2"))
-
-
-def test_versions_compare_by_their_numbers():
-    assert native._release("0.10.2") < native._release("0.12.0.1")
-    assert native._release("0.9.9") < native._release("0.10.2")
+    assert native._release("0.9.9") < native._release("0.10.2") < native._release("0.12.0.1")
     assert native._release("0.10.2.dev20260101") == (0, 10, 2)
 
 
@@ -133,19 +129,6 @@ def test_a_missing_extension_says_how_to_get_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxmp._jaxmp", None)
     with pytest.raises(ImportError, match=r'extension cannot be loaded.*pass implementation="xla"'):
         native.extension()
-
-
-def test_a_blas_that_is_not_there_is_named(extension):
-    program = "from jaxmp._src.runtime import native; native.blas_info()"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "JAXMP_BLAS": "/nowhere/libblas.so"},
-    )
-    assert done.returncode != 0
-    assert "/nowhere/libblas.so" in done.stderr
 
 
 PRODUCTS = """
@@ -180,27 +163,15 @@ def test_an_instruction_set_is_used_or_refused_by_name(name, extension):
     assert (found[1:] == best) == (name != "portable" or products_with("")[1] == "portable")
 
 
-def test_the_processor_has_an_instruction_set(extension):
+def test_the_processors_instruction_set_and_the_blas_are_named(extension):
     assert products_with("")[1] in config_lib.INSTRUCTION_SETS
-
-
-def test_blas_info_names_the_library_and_a_kernel_for_each_dtype(extension):
-    info = native.blas_info()
-    assert set(info) == {"library", "config", "instruction set", "f32", "f64", "c64", "c128", "bf16", "f16"}
+    info, dtypes = native.blas_info(), ("f32", "f64", "c64", "c128", "bf16", "f16")
+    assert set(info) == {"library", "config", "instruction set", *dtypes}
     assert "openblas" in info["library"]
-    assert all(info[dtype] for dtype in ("f32", "f64", "c64", "c128", "bf16", "f16"))
-
-
-def test_versions_of_the_extension(extension):
-    assert extension.abi_version() == native.ABI_VERSION
-    assert extension.version() == importlib.metadata.version("jaxmp")
+    assert all(info[dtype] for dtype in dtypes)
 
 
 # ---- configuration
-
-
-def test_configuration_defaults():
-    assert config_lib.parse({}) == config_lib.Config(log=frozenset(), plan_cache_size=512, blas=None)
 
 
 @pytest.mark.parametrize(
@@ -248,19 +219,6 @@ def test_known_variables_are_not_warned_of(monkeypatch):
     config_lib.config.__wrapped__()
 
 
-def test_the_import_names_a_misspelt_variable():
-    """Where nothing else reads the configuration, and at the line of the user's import."""
-    ran = subprocess.run(
-        [sys.executable, "-c", "import jaxmp"],
-        env=os.environ | {f"JAXMP_{'TIMOUT'}": "5", "JAXMP_TIMEOUT": "5"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert re.findall(r"(\S+): UserWarning: .* variable (\w+)", ran.stderr) == [("<string>:1", f"JAXMP_{'TIMOUT'}")]
-
-
 # ---- plans
 
 
@@ -272,16 +230,13 @@ def test_plan_cache_counts_hits_and_misses(extension):
     assert info == {"hits": 1, "misses": 2, "size": 2, "capacity": config_lib.config().plan_cache_size}
     native.plan_cache_clear()
     assert native.plan_cache_info() == {"hits": 0, "misses": 0, "size": 0, "capacity": info["capacity"]}
-
-
-def test_plan_cache_is_bounded(extension):
     extension.set_plan_cache_capacity(2)
     try:
         for k in (1, 2, 3):
             native.describe_plan(attributes(k=k))
         assert native.plan_cache_info()["size"] == 2
     finally:
-        extension.set_plan_cache_capacity(config_lib.config().plan_cache_size)
+        extension.set_plan_cache_capacity(info["capacity"])
 
 
 @pytest.mark.parametrize(
@@ -331,20 +286,14 @@ def test_a_plan_miss_is_logged_on_one_line(extension, caplog):
         with pytest.raises(ValueError, match="needs m to be a multiple of 4"):
             native.describe_plan(attributes(pattern="all_gather", mesh=(4,), m=6))
     native.describe_plan(attributes(m=13))
-    record, refused = caplog.records
+    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):  # XLA compiles on threads that do not hold Python's lock
+        a, b = jax.ShapeDtypeStruct((7, 5), "float32"), jax.ShapeDtypeStruct((5, 3), "float32")
+        jax.jit(functools.partial(jaxmp.matmul, implementation="host")).lower(a, b).compile()
+    record, refused, of_xla = caplog.records
+    assert "m=7 n=3 k=5" in of_xla.message or "m=3 n=7 k=5" in of_xla.message
     assert (record.name, record.levelname) == ("jaxmp.plan", "DEBUG")
     assert "needs m to be a multiple of 4, got m=6" in refused.message
     assert re.fullmatch(r"\d+ us, hostmp, .*pattern=local m=11 n=5 k=6.*", record.message)
-
-
-def test_a_plan_that_xla_asks_for_is_logged_from_its_thread(extension, caplog):
-    """XLA compiles on threads that do not hold Python's lock."""
-    a = jax.ShapeDtypeStruct((7, 5), "float32")
-    b = jax.ShapeDtypeStruct((5, 3), "float32")
-    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):
-        jax.jit(functools.partial(jaxmp.matmul, implementation="host")).lower(a, b).compile()
-    (record,) = caplog.records
-    assert "m=7 n=3 k=5" in record.message or "m=3 n=7 k=5" in record.message
 
 
 def test_a_handler_that_raises_does_not_fail_the_call(extension, monkeypatch):
@@ -398,48 +347,25 @@ def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
 # ---- the custom call
 
 
-def test_registration_is_idempotent_and_safe_from_threads(extension):
-    failures = []
-
-    def register():
-        try:
-            native.register()
-        except Exception as error:  # reported below, on the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=register) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+def on_threads(count, run):
+    """`run(i)` on each of so many threads; an exception is raised here."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_one_device_product(extension, rng, wrap):
-    a = rng.integers(-4, 5, (7, 6)).astype(np.float32)
-    b = rng.integers(-4, 5, (6, 5)).astype(np.float32)
-    np.testing.assert_array_equal(wrap(custom_call)(a, b), a @ b)
-
-
-def test_many_threads_run_one_executable_at_once(extension, rng):
+def test_many_threads_register_and_run_one_executable_at_once(extension, rng):
+    on_threads(8, lambda i: native.register())
     a = rng.integers(-4, 5, (8, 200, 100)).astype(np.float32)
     b = rng.integers(-4, 5, (100, 300)).astype(np.float32)
     product = jax.jit(custom_call)
-    product(a[0], b).block_until_ready()
-    results = [None] * len(a)
+    np.testing.assert_array_equal(custom_call(a[0], b), a[0] @ b)  # eagerly
 
     def run(i):
         for _ in range(20):
-            results[i] = np.asarray(product(a[i], b))
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(a))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, result in enumerate(results):
+            result = np.asarray(product(a[i], b))
         np.testing.assert_array_equal(result, a[i] @ b)
+
+    on_threads(len(a), run)
 
 
 def test_the_call_itself_checks_its_buffers(extension):

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
+from jaxmp._src.validation import comm_options
 
 PATTERNS = {
     "all_gather": (P("y", None), P(None, "y"), P(None, "y")),
@@ -160,31 +160,6 @@ def test_an_all_reduce_with_c_is_right_wherever_the_library_adds_it(transpositio
         np.testing.assert_array_equal(shard.data, a @ b + 2 * c)
 
 
-def test_one_program_of_several_calls():
-    mesh = mesh_over(range(4))
-    a, b = integers((24, 16)), integers((16, 32), 1)
-
-    def layer(x, w, v):
-        hidden = jaxmp.matmul(x, w, out_sharding=P(None, "y"), epilog=Epilog.RELU)
-        return jaxmp.matmul(hidden, v, out_sharding=P("y", None))
-
-    with jax.set_mesh(mesh):
-        given = put(a, mesh, P("y", None)), put(b, mesh, P(None, "y")), put(b.T.copy(), mesh, P("y", None))
-        np.testing.assert_array_equal(jax.jit(layer)(*given), np.maximum(a @ b, 0) @ b.T)
-
-
-def test_a_gradient_is_a_call():
-    mesh = mesh_over(range(4))
-    a, b, t = integers((24, 16)), integers((16, 32), 1), integers((24, 32), 2)
-
-    def pulled_back(x, w, t):
-        return jax.vjp(lambda x: jaxmp.matmul(x, w, out_sharding=P("y", None)), x)[1](t)[0]
-
-    with jax.set_mesh(mesh):
-        given = put(a, mesh, P(None, "y")), put(b, mesh, P("y", None)), put(t, mesh, P("y", None))
-        np.testing.assert_array_equal(jax.jit(pulled_back)(*given), t @ b.T)
-
-
 @pytest.mark.parametrize("name", PATTERNS)
 def test_gradients(name):
     mesh = mesh_over(range(4))
@@ -267,11 +242,15 @@ def test_a_donated_c_is_updated_in_place():
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_run_puts_two_events_on_the_device_or_nothing(name):
-    """Of ours, beside the library's work: a kernel, a copy or a memset at every run would stand here."""
+    """Of ours, beside the library's work: a kernel, a copy or a memset at every run would stand here.
+
+    The program writes no position: the ids of its devices say where each stands.
+    """
     mesh = mesh_over(range(4))
     with jax.set_mesh(mesh):
         product, given, _ = operands(name, mesh)
-        compiled = jax.jit(product)
+        compiled = jax.jit(product).lower(*given).compile()
+        assert "partition-id" not in compiled.as_text()
         jax.block_until_ready([compiled(*given), compiled(*given)])
         time.sleep(0.1)  # what XLA does behind a run, it does on threads of its own
         for device in range(4):
@@ -282,16 +261,6 @@ def test_a_run_puts_two_events_on_the_device_or_nothing(name):
         for device in range(4):
             calls = [call for call in fake_gpus.driver_calls(device) if call != "StreamSynchronize"]
             assert sorted(calls) == sorted(ours + XLAS)
-
-
-def test_a_program_writes_no_position(tmp_path):
-    """The ids of its devices say where each stands."""
-    mesh = mesh_over(range(4))
-    with jax.set_mesh(mesh):
-        product, given, _ = operands("all_gather", mesh)
-        text = jax.jit(product).lower(*given).compile().as_text()
-    assert "jaxmp_matmul" in text
-    assert "partition-id" not in text
 
 
 def test_dispatch_does_not_wait_for_the_device():
@@ -384,3 +353,24 @@ def test_ids_of_devices_are_not_their_ordinals():
         os._exit(0)
     """)
     assert said.rstrip().endswith("right"), said
+
+
+@pytest.mark.parametrize("algorithm", comm_options.ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "local"])
+def test_the_library_says_which_algorithms_it_has(name, algorithm, monkeypatch):
+    """On every rank, and its answer is the user's error; our own table, of one version, is not asked."""
+    is_taken = name in {each.value for each in comm_options.ALGORITHMS[algorithm]}
+    monkeypatch.setattr(comm_options, "ALGORITHMS", dict.fromkeys(comm_options.ALGORITHMS, ()))
+    mesh = mesh_over((0, 1))
+    product, given, expected = operands(name, mesh)
+    with jax.set_mesh(mesh):
+        call = jax.jit(functools.partial(product, comm=jaxmp.CommOptions(algorithm=algorithm)))
+        if is_taken:
+            np.testing.assert_array_equal(call(*given), expected)
+            return
+        for device in (0, 1):
+            fake_gpus.cublasmp_calls(device)
+        message = rf"\[cublasMpMatmul_bufferSize\].*algorithm={algorithm}"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(call(*given))
+    assert not any("Matmul" in fake_gpus.cublasmp_calls(device) for device in (0, 1))

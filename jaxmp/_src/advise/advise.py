@@ -173,8 +173,8 @@ def advise(
         return Advised(m, _count("devices", devices), hardware_of("advise", hardware), quiet)
     m, k, n, devices = (_count(name, x) for name, x in (("m", m), ("k", k), ("n", n), ("devices", devices)))
     machine = hardware_of("advise", hardware)
-    operand = np.dtype(jnp.dtype("bfloat16" if dtype is None else dtype))
-    out = np.dtype(jnp.dtype(operand if out_dtype is None else out_dtype))
+    operand = _dtype("dtype", "bfloat16" if dtype is None else dtype)
+    out = _dtype("out_dtype", operand if out_dtype is None else out_dtype)
     found = [
         (mesh, way)
         for mesh in _meshes(devices)
@@ -196,6 +196,13 @@ def advise(
     if not quiet:
         print(advice)
     return advice
+
+
+def _dtype(argument: str, value: DTypeLike) -> np.dtype:
+    try:
+        return np.dtype(jnp.dtype(value))
+    except TypeError:
+        raise TypeError(f"advise: {argument} must be a dtype, such as jnp.bfloat16, got {value!r}") from None
 
 
 def _count(name: str, value: Any) -> int:

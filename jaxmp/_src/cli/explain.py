@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, require_devices
 from jaxmp._src.explain import explain as explain_lib
+from jaxmp._src.explain.compiled import CompiledExplanation
+from jaxmp._src.explain.table import Explanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", metavar="TYPE", nargs="*", help="types of its arguments: f32[512@x,1024]")
     parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
     parser.add_argument("--hardware", help="predict times on this, h100-8, h200-8 or gb200-nvl72")
+    parser.add_argument("--compiled", action="store_true", help="compile it: every collective, its cause, and memory")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -44,12 +47,23 @@ def run(options: argparse.Namespace) -> int:
         function = load(options.function)
         arguments = [argument_of(text, mesh) for text in options.arguments]
         check_count(options.function, function, arguments)
-        explanation = explain_lib.explain(function, quiet=True, hardware=hardware)(*arguments)
+        explanation = explain_lib.explain(function, quiet=True, hardware=hardware, compiled=options.compiled)(
+            *arguments
+        )
     if options.json:
-        print_json([dataclasses.asdict(row) for row in explanation.rows])
+        print_json(_json_of(explanation))
     else:
         print(explanation)
     return 0
+
+
+def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
+    """The rows; of a compiled program also its memory, and the rows of its calls."""
+    rows = [dataclasses.asdict(row) for row in explanation.rows]
+    if isinstance(explanation, Explanation):
+        return rows
+    memory = dataclasses.asdict(explanation.memory) if explanation.memory is not None else None
+    return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from jaxmp._src.explain.arrays import is_array, returns_arrays, split_arrays
+from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
+from jaxmp._src.explain.hlo import COLLECTIVES
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
@@ -22,8 +26,8 @@ from jaxmp._src.validation.public import public
 
 @public
 def explain(
-    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None
-) -> Callable[..., Explanation]:
+    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
+) -> Callable[..., Any]:
     """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
 
     `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
@@ -35,10 +39,13 @@ def explain(
       quiet: whether to return without printing.
       hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
         `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
+      compiled: whether to compile `fn` and show every collective of the program, XLA's own included, with its cause,
+        and the memory that the program needs (docs/notebooks/why.md); works on any program of JAX.
 
     Returns:
       A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
-      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions.
+      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions. With `compiled`
+      it returns a `CompiledExplanation`, with `.rows`, `.memory`, and `.calls`, the `Explanation`.
 
     Raises: TypeError where `fn` is no function; ValueError for unknown hardware; and what `fn` raises.
 
@@ -55,69 +62,90 @@ def explain(
         raise TypeError(
             f"explain: takes a function, got {type(fn).__name__}; write explain(fn)(*args) for the calls of fn(*args)"
         )
-    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware))
+    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware), compiled)
+
+
+@public
+def assert_no_collectives(
+    fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = ()
+) -> Callable[..., CompiledExplanation]:
+    """Compile `fn` and fail where the program has a collective that is not allowed.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      allowed: kinds of collectives, "all-reduce", or kinds with the one mesh axis over which they may run,
+        ("all-reduce", "data").
+
+    Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
+      `CompiledExplanation`.
+    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function; ValueError
+      where `allowed` names no kind of collective.
+
+    >>> import jax, jaxmp
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
+    CompiledExplanation(0 collectives, 0 B received by each device)
+    """
+    kinds = {each if isinstance(each, str) else each[0] for each in allowed}
+    if unknown := sorted(kinds - {*COLLECTIVES}):
+        raise ValueError(f"assert_no_collectives: allowed has {unknown[0]!r}; it takes {', '.join(COLLECTIVES)}")
+    explained = explain(fn, quiet=True, compiled=True)
+
+    @functools.wraps(fn, updated=())
+    def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
+        explanation: CompiledExplanation = explained(*args, **kwargs)
+        check_allowed(explanation, allowed)
+        return explanation
+
+    return checked
 
 
 class _Explained:
     """`explain(fn)`, whose text says how it is called."""
 
-    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None) -> None:
+    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None, compiled: bool) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._quiet, self._hardware = fn, quiet, hardware
+        self._fn, self._quiet, self._hardware, self._compiled = fn, quiet, hardware, compiled
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__name__", type(self._fn).__name__)
         return f"<jaxmp.explain of {name}: call it with the arguments of {name}, as jaxmp.explain({name})(...)>"
 
     @jax_compat.hides_frames
-    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
-        explanation = Explanation(tuple(_rows(self._fn, args, kwargs)), tuple(native.cublasmp_log()), self._hardware)
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
+        traced = self._trace(args, kwargs)
+        rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
+        is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)
+        compiled = None
+        if is_open or self._compiled:
+            with _observe() as (settled, batches):
+                compiled = compile_program(traced.lower())
+        if is_open:
+            # On one device there is nothing to settle.
+            rows = [_on_one_device(row, bool(batches)) for row in _with_settled(rows, settled)]
+        explanation: Explanation | CompiledExplanation
+        explanation = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
+        if compiled is not None and self._compiled:
+            explanation = compiled_explanation(*compiled, explanation)
         if not self._quiet:
             print(explanation)
         return explanation
 
-
-def _rows(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
-    # A function of its own, so that neither tracing nor the partitioner answers from a cache.
-    arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
-    jitted = jax.jit(fn_of_arrays)
-    jaxpr = jax_compat.without_dead_code(jax.make_jaxpr(jitted)(arrays).jaxpr)
-    rows = list(rows_of(jaxpr, jax_compat.user_line()))
-    if any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows):
-        settled, partitions_batches = _settled_by_partitioner(jitted, arrays)
-        # On one device there is nothing to settle.
-        rows = _with_settled(rows, settled)
-        rows = [_on_one_device(row, partitions_batches) for row in rows]
-    return rows
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function, traced; a compiled one with its own shardings, donation and names of arguments if it can."""
+        if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
+            return self._fn.trace(*args, **kwargs)
+        if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
+            return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
+        arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+        return jax.jit(fn_of_arrays).trace(arrays)
 
 
-def split_arrays(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[..., Any]]:
-    """The arrays among the arguments, and `fn` as a function of them alone, which also returns what `fn` changes."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def fn_of_arrays(arrays: Sequence[Any]) -> list[Any]:
-        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, given.values())
-        results = jax.tree.leaves(fn(*args, **kwargs))
-        unchanged = {*map(id, arrays)}
-        results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
-        return [leaf for leaf in results if is_array(leaf)]
-
-    return [leaves[i] for i in places], fn_of_arrays
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether this is an array or the type of one; np.float32 has attributes of the same names."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
-
-
-def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Row], bool]:
-    """(the calls that XLA's partitioner has settled, whether there were batches for it to partition)."""
+@contextlib.contextmanager
+def _observe() -> Iterator[tuple[list[Row], list[MatmulSpec]]]:
+    """(the calls that XLA's partitioner settles meanwhile, the batches that it partitions)."""
     rows: list[Row] = []
-    batches = []
+    batches: list[MatmulSpec] = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
     def on_call(spec: MatmulSpec, avals: Sequence[ArrayType] | None) -> None:
@@ -127,8 +155,7 @@ def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Ro
             rows.append(matmul_row(spec, avals[0], avals[1], why=why))
 
     with partitioner.observe(on_call), jax.disable_jit(False):
-        jitted.lower(arrays).compile()
-    return rows, bool(batches)
+        yield rows, batches
 
 
 def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:

@@ -121,6 +121,8 @@ def to_block_cyclic(
         raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
     if len(x.shape) != 2:
         raise InvalidValue(f"x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     found = _find_mesh(x, mesh)
     names = _find_axes(found, axes, layout)
     data = spread(jnp.asarray(x), found, names, layout)

@@ -111,9 +111,11 @@ def product(request: Request, entry: eager_calls.Entry | None = None) -> Results
         result = _result(jaxmp_call(call, operands))
         return result if conversion is NOTHING else conversion.of_result(result)
     given = eager_calls.operands_of(request)
-    compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
-    entry.append(compiled)
-    return compiled(*given.values())
+    types = tuple((key, operands[key].dtype) for key in given)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
+    kept = functools.partial(_traced, call, conversion, types) if is_traced else _compiled(call, conversion, types)
+    entry.append(kept)
+    return kept(*given.values())
 
 
 def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
@@ -273,6 +275,18 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of a call by name."""
     return call(operands)
+
+
+def _traced(
+    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], *operands: jax.Array
+) -> Results:
+    """The result of a call of operands in this order, which are cast to these types as `validated` casts them."""
+    named = {}
+    for (name, dtype), given in zip(types, operands, strict=True):
+        x = conversion.of(name, given)
+        named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
+    result: Results = conversion.of_result(_result(jaxmp_call(call, named)))
+    return result
 
 
 @functools.lru_cache(eager_calls.CAPACITY)

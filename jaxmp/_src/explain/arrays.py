@@ -1,0 +1,42 @@
+"""A function of any arguments as one of its arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+def split_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[..., Any]]:
+    """The arrays among the arguments, and `fn` as a function of them alone, which also returns what `fn` changes."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def fn_of_arrays(arrays: Sequence[Any]) -> list[Any]:
+        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, given.values())
+        results = jax.tree.leaves(fn(*args, **kwargs))
+        unchanged = {*map(id, arrays)}
+        results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
+        return [leaf for leaf in results if is_array(leaf)]
+
+    return [leaves[i] for i in places], fn_of_arrays
+
+
+def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """`fn`, of arrays alone, whose result is the arrays of its result."""
+
+    @functools.wraps(fn)
+    def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if is_array(leaf)]
+
+    return arrays_of
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether this is an array or the type of one; np.float32 has attributes of the same names."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)

@@ -1,0 +1,324 @@
+"""What `explain(fn, compiled=True)` returns: every collective and product of a compiled program, with its cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tempfile
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmp._src.explain import hlo
+from jaxmp._src.explain.causes import cause
+from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
+from jaxmp._src.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
+from jaxmp._src.explain.partitioned import Program
+from jaxmp._src.explain.table import Explanation
+from jaxmp._src.explain.text import aligned, as_html
+from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.jax_internals import jax_compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A collective or a product of a compiled program, on one device.
+
+    Attributes:
+      kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+        "collective-permute", "collective-broadcast"; "dot" for a product.
+      line: the line of the program that wants it, "train.py:41"; empty where XLA does not tell.
+      axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
+      nbytes: bytes that a device receives each time; 0 for a product.
+      count: how often the program runs it; None in a loop without a known number of iterations.
+      shape: the result's type as XLA writes it.
+      cause, remedy: why it runs, and what to do where something can be done, in words.
+      cause_kind: the cause in one word: "contraction", "shared axis", "product", "constraint", "elementwise",
+        "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
+        "gradient", "out_shardings", "written", "jaxmp", "whole" or "unplaced".
+      flops: floating-point operations of a product each time.
+      behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
+      is_hidden: whether XLA has put other work between its start and its end.
+    """
+
+    kind: str
+    line: str
+    axes: tuple[str, ...]
+    nbytes: int
+    count: int | None
+    shape: str
+    cause: str
+    remedy: str
+    cause_kind: str
+    flops: int = 0
+    behind: tuple[str, ...] = ()
+    is_hidden: bool = False
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledExplanation:
+    """A compiled program: `str` gives the table, and notebooks show it.
+
+    Attributes:
+      rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program.
+      calls: the `Explanation` of its jaxmp calls.
+      memory: a `Memory`, or None where the platform does not tell.
+      hardware: the machine whose memory it has to fit, or None.
+    """
+
+    rows: tuple[Operation, ...]
+    calls: Explanation
+    memory: Memory | None = None
+    hardware: Hardware | None = None
+
+    @property
+    def collectives(self) -> tuple[Operation, ...]:
+        """The rows that communicate."""
+        return tuple(row for row in self.rows if row.kind != "dot")
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a device receives in all collectives; those of loops without a known number of iterations once."""
+        return sum(_total(row) for row in self.collectives)
+
+    @property
+    def bytes_hidden(self) -> int:
+        """Bytes that devices receive while they compute: within jaxmp's calls, and where XLA overlaps a collective."""
+        return self.calls.bytes_in_calls + sum(_total(row) for row in self.collectives if row.is_hidden)
+
+    def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
+        """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
+        sums: dict[Any, int] = {}
+        for row in self.collectives:
+            sums[key(row)] = sums.get(key(row), 0) + _total(row)
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __repr__(self) -> str:
+        return f"CompiledExplanation({self._totals()})"
+
+    def __str__(self) -> str:
+        lines, remedies = list[str](), set[str]()
+        for line, row in zip(aligned(_narrow(self._table())), [None, *_merged(self.rows)], strict=True):
+            lines.append(line)
+            for text in _words(row, remedies) if row is not None else ():
+                lines += textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ")
+        lines = lines if self.rows else ["no collective and no product of XLA's in this program"]
+        notes = [part for note in self._notes() for part in textwrap.wrap(note, 80, subsequent_indent="  ")]
+        return "\n".join([*lines, *notes, *([str(self.calls)] if self.calls.rows else [])])
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        head, *cells = self._table()
+        words = [["cause", "remedy"], *([row.cause, row.remedy] for row in _merged(self.rows))]
+        table = [[*line, *more] for line, more in zip([head, *cells], words, strict=True)]
+        calls = self.calls._repr_html_() if self.calls.rows else ""
+        return as_html([table], self._notes()) + calls
+
+    def _table(self) -> list[list[str]]:
+        head = ["line", "operation", "over", "result", "received", "times"]
+        return [head, *map(_cells, _merged(self.rows))]
+
+    def _totals(self) -> str:
+        count = len(self.collectives)
+        hidden = self.bytes_hidden
+        every = self.bytes_moved + self.calls.bytes_in_calls
+        share = f", {100 * hidden / every:.0f} % of it hidden behind products" if every else ""
+        return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
+
+    def _notes(self) -> list[str]:
+        notes = [f"total: {self._totals()}"]
+        for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
+            sums = list(self.bytes_by(key).items())
+            if len(sums) > 1:
+                listed = ", ".join(f"{name} {size_of(nbytes)}" for name, nbytes in sums[:6])
+                notes.append(f"by {what}: {listed}{', ...' * (len(sums) > 6)}")
+        if self.memory is not None:
+            notes += memory_notes(self.memory, self.hardware)
+        return notes
+
+
+def compile_program(lowered: Any) -> tuple[Any, Program]:
+    """A `jax.stages.Lowered`, compiled, and what XLA tells of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"}
+        compiled = jax_compiled.compile_anew(lowered, options)
+        whole, parts = (_dumped(folder, when) for when in ("before", "after"))
+    return compiled, Program(Module(compiled.as_text()), _mesh(lowered, compiled), whole, parts)
+
+
+def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
+    """The rows of a compiled program; `calls` has those of jaxmp's calls."""
+    left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
+    return CompiledExplanation(
+        tuple(_rows(program, left)), calls, memory_of(compiled, program.compiled), calls.hardware
+    )
+
+
+def _dumped(folder: str, when: str) -> Module | None:
+    """The module ahead of XLA's partitioner, or behind it; None where no partitioner ran."""
+    found = sorted(Path(folder).glob(f"*{when}_spmd-partitioning*.txt"))
+    return Module(max(found, key=lambda file: file.stat().st_size).read_text()) if found else None
+
+
+def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
+    """The program's mesh, of the shardings of its arguments and results, or of its own text."""
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+            return dict(sharding.mesh.shape)
+    return jax_compiled.lowered_mesh(lowered)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
+    """`left` has, by line, why `fuse` has left a product to XLA."""
+    module = program.compiled
+    size = math.prod(program.mesh.values())
+    for computation, count in module.executed():
+        independent = _Independent(module, computation)
+        for each in computation.instructions.values():
+            if each.kind in COLLECTIVES:
+                behind, is_hidden = independent.products(each), independent.is_hidden(each)
+                for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
+                    why = cause(program, computation, each, i)
+                    what = (each.kind, why.line, program.axes(each), nbytes, count, shape)
+                    yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
+            elif each.opcode == "dot":
+                line, flops = module.line(each), _flops(computation, each)
+                yield Operation(
+                    "dot", line, (), 0, count, shape_of(each.shapes), left.get(line, ""), "", "product", flops
+                )
+
+
+def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
+    """(type, bytes that a device receives) of each array that a collective moves; XLA combines several in one.
+
+    As a ring or direct sends move them; an all-reduce is a reduce-scatter and an all-gather.
+    """
+    groups = hlo.groups(each, ndevices)
+    p = max(map(len, groups), default=1)
+    share = (p - 1) / p
+    factor = {"all-gather": p - 1, "all-reduce": 2 * share, "collective-permute": bool(groups)}.get(each.kind, share)
+    factor = float(p > 1) if each.kind == "collective-broadcast" else factor
+    operands = computation.operands(each)
+    if "all-to-all" in each.kind:  # the parts of one array
+        return [(shape_of(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
+    results = each.shapes[len(operands) :] if len(each.shapes) >= 2 * len(operands) else each.shapes
+    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
+
+
+def _flops(computation: Computation, dot: Instruction) -> int:
+    """2 m n k of a device's product; a complex one counts 4 real ones."""
+    (kind, shape), *_ = computation.operands(dot)[0].shapes
+    k = math.prod(shape[i] for i in dot.numbers("lhs_contracting_dims"))
+    return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
+
+
+class _Independent:
+    """Which products of a computation do not depend on a collective, nor the collective on them."""
+
+    def __init__(self, module: Module, computation: Computation) -> None:
+        self._computation, self._order = computation, list(computation.instructions.values())
+        self._place = {each.name: i for i, each in enumerate(self._order)}
+        self._products = [(i, module.line(each)) for i, each in enumerate(self._order) if _multiplies(module, each)]
+
+    @functools.cached_property
+    def _needs(self) -> list[int]:
+        """For each instruction a bit for each that it needs."""
+        needs: list[int] = []
+        for i, each in enumerate(self._order):
+            bits = 1 << i
+            for name in each.operands:
+                bits |= needs[self._place[name]]
+            needs.append(bits)
+        return needs
+
+    def products(self, collective: Instruction) -> tuple[str, ...]:
+        at = self._place[collective.name]
+        needed = self._needs[at]
+        lines = [line for i, line in self._products if not needed >> i & 1 and not self._needs[i] >> at & 1]
+        return tuple(dict.fromkeys(line for line in lines if line))
+
+    def is_hidden(self, collective: Instruction) -> bool:
+        """Whether work stands between the start and the end of a collective."""
+        at = self._place[collective.name]
+        if not collective.opcode.endswith("-start"):
+            return False
+        end = next((self._place[u.name] for u in self._computation.users[collective.name] if "-done" in u.opcode), at)
+        work = ("fusion", "dot", "custom-call", "convolution", "while")
+        return any(each.opcode in work for each in self._order[at + 1 : end])
+
+
+def _multiplies(module: Module, each: Instruction) -> bool:
+    """Whether an instruction is a product, or holds one."""
+    if each.opcode == "custom-call":
+        return "jaxmp" in each.attribute("custom_call_target") or "gemm" in each.attribute("custom_call_target")
+    is_fusion = each.opcode == "fusion"
+    return each.opcode == "dot" or (
+        is_fusion and any(module.computations[n].multiplies for n, _ in hlo.called_by(each))
+    )
+
+
+# Words ---------------------------------------------------------------------------------------------------------
+
+
+def _merged(rows: Sequence[Operation]) -> list[Operation]:
+    """The rows, with those that are alike in all but their order as one."""
+    counts: dict[Operation, int | None] = {}
+    for row in rows:
+        key, before = dataclasses.replace(row, count=1, behind=()), counts.get(row, 0)
+        before = counts.get(key, 0)
+        counts[key] = None if None in (row.count, before) else row.count + before  # type: ignore[operator]
+    behind: dict[Operation, tuple[str, ...]] = {}
+    for row in rows:
+        behind.setdefault(dataclasses.replace(row, count=1, behind=()), row.behind)
+    return [dataclasses.replace(row, count=count, behind=behind[row]) for row, count in counts.items()]
+
+
+def _narrow(table: list[list[str]]) -> list[list[str]]:
+    """The table in 80 columns, as far as the ends of the files' names and of the types allow."""
+    for column, least in ((0, 12), (3, 12)):
+        width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
+        most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))
+        for row in table:
+            row[column] = row[column] if len(row[column]) <= most else "..." + row[column][3 - most :]
+    return table
+
+
+def _cells(row: Operation) -> list[str]:
+    times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
+    kind = "product" if row.kind == "dot" else row.kind
+    return [row.line or "?", kind, " ".join(row.axes), row.shape, size_of(row.nbytes) if row.nbytes else "", times]
+
+
+def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
+    """The lines below a row; `remedies` has those that a row above has told."""
+    if row.cause:
+        yield f"{row.cause}{'; hidden behind other work' * row.is_hidden}"
+    if row.remedy not in remedies | {""}:
+        remedies.add(row.remedy)
+        yield f"remedy: {row.remedy}"
+    if row.behind and not row.is_hidden:
+        lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)
+        yield f"could run behind the product{'s' * (len(row.behind) > 1)} of {lines}"
+
+
+def _total(row: Operation) -> int:
+    return row.nbytes * (1 if row.count is None else row.count)
+
+
+def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
+    """Raise AssertionError with the table of the collectives that are not allowed."""
+    rows = tuple(row for row in explanation.collectives if not _is_allowed(row, allowed))
+    if rows:
+        found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
+        raise AssertionError(f"assert_no_collectives: the compiled program has collectives\n{found}")
+
+
+def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
+    return row.kind in allowed or any(set(row.axes) == {axis} and (row.kind, axis) in allowed for axis in row.axes)

@@ -1,0 +1,299 @@
+"""XLA's programs, read from their text: instructions, the lines that they come from, and how often each runs.
+
+The grammar is that of xla/hlo/parser (HloParser); `compiled.as_text()` of JAX prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxmp._src.jax_internals import source_lines
+
+# Instructions that pass their operand on in another order, place or type.
+MOVES = {"bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element"}
+MOVES |= {"optimization-barrier", "reshape", "transpose", "tuple", "slice", "dynamic-slice", "opt-barrier", "pad"}
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
+    "collective-broadcast",
+)
+
+# An axis, or a part of it, in a sharding or in replica groups.
+_AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
+_HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_BRACKET = re.compile(r'\\.|["(){}\[\]]')
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction: `operands` are names of others of its computation, `attributes` the text behind them.
+
+    `parts` has for each operand which part of a tuple it is, or "" for a whole value; for a parameter its number.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    parts: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it has the name of one of the program's arguments."""
+        return bool(self.op_name) and "/" not in self.op_name
+
+    @property
+    def primitive(self) -> str:
+        """The primitive of JAX's equation, or the empty string: arguments have names without a slash."""
+        return self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
+
+    @property
+    def kind(self) -> str:
+        """The opcode; of the parts of an asynchronous operation that of the whole."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(type, extents) of the result, or of each part of a tuple."""
+        found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", self.type)
+        return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in self.shapes)
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute, without the braces around it, or the empty string."""
+        found = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
+        if found is None:
+            return ""
+        text = self.attributes[found.end() :]
+        if text[:1] == "{":
+            return text[1 : _closing(text, 0)]
+        return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", self.attribute(name))))
+
+
+class Computation:
+    """The instructions in the order of the text; a scheduled module runs them so."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self._lines = name, lines
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        return {each.name: each for each in map(_instruction, self._lines) if each is not None}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next(each for each in self.instructions.values() if each.is_root)
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for each in self.instructions.values():
+            for name in dict.fromkeys(each.operands):
+                users[name].append(each)
+        return users
+
+    @functools.cached_property
+    def multiplies(self) -> bool:
+        """Whether an instruction is a product."""
+        return any(" dot(" in line for line in self._lines)
+
+    def operands(self, of: Instruction) -> list[Instruction]:
+        return [self.instructions[name] for name in of.operands]
+
+
+class Module:
+    """A program of XLA from its text; what no one asks for is not read."""
+
+    def __init__(self, text: str) -> None:
+        self.entry = ""
+        header, *bodies = re.split(r"^(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", text, flags=re.M)
+        self.computations: dict[str, Computation] = {}
+        for body in bodies:
+            head, *lines = body.splitlines()
+            name = head.removeprefix("ENTRY ").partition(" ")[0].lstrip("%")
+            self.computations[name] = Computation(name, lines)
+            self.entry = name if head.startswith("ENTRY ") else self.entry
+        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(header, "FileNames"), re.M))
+        locations = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _section(header, "FileLocations"), re.M)
+        self._locations = {name: (files[file], int(line)) for name, file, line in locations}
+        frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        frames = re.findall(frame, _section(header, "StackFrames"), re.M)
+        # Whether XLA chooses the shardings of results.
+        self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
+        # The text counts parents from 1, and 0 or none stands for the outermost.
+        self._frames = {int(name): (location, int(parent or 1) - 1) for name, location, parent in frames}
+
+    def line(self, of: Instruction) -> str:
+        """The user's line of an instruction, "train.py:41": the innermost that no library of layers has."""
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
+            return source_lines.line_name(old[1], int(old[2]))
+        found = re.search(r"stack_frame_id=(\d+)", of.attributes)
+        frames: list[tuple[str, int]] = []
+        at = int(found[1]) if found else 0
+        while at in self._frames and len(frames) < 100:
+            location, at = self._frames[at]
+            frames.append(self._locations[location])
+        frames = [frame for frame in frames if not source_lines.is_of_library(frame[0])] or frames
+        return source_lines.line_name(*frames[0]) if frames else ""
+
+    def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
+        """The computations that the program runs, from the entry, and how often; None where a loop does not tell.
+
+        Of fused ones those with a product.
+        """
+        computation = self.computations[name or self.entry]
+        yield computation, count
+        for each in computation.instructions.values():
+            for called, times in called_by(each):
+                if each.opcode == "fusion" and not self.computations[called].multiplies:
+                    continue  # nothing but operations on elements
+                yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
+
+
+def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
+    """The computations that an instruction runs, and how often each; none that it applies to elements."""
+    if instruction.opcode == "while":
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+        return [(instruction.attribute("body").lstrip("%"), int(trips[1]) if trips else None)]
+    names = {
+        "conditional": ("branch_computations", "true_computation", "false_computation"),
+        "call": ("to_apply",),
+        "fusion": ("calls",),
+        "async-start": ("calls",),
+    }.get(instruction.opcode, ())
+    return [(name, 1) for key in names for name in re.findall(r"[\w.\-]+", instruction.attribute(key))]
+
+
+def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
+    """The devices that communicate with each other, by their numbers within the program."""
+    if pairs := instruction.attribute("source_target_pairs"):
+        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
+    found = re.search(
+        r"replica_groups=(?P<all>\{[\d,{} ]*\}|mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? "
+        r"\{(?P<axes>[^}]*)\}|\[(?P<tile>[\d,]+)\]<=\S+)",
+        instruction.attributes,
+    )
+    if found is None:
+        return ()
+    if found["mesh"]:
+        # A part of an axis is 'x':(2)4: of size 4, with 2 times as many devices ahead of it.
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
+        ids = _iota(found["ids"]) if found["ids"] else np.arange(math.prod(sizes.values()))
+        within = {n: (int(a or 1), int(b or sizes[n])) for n, a, b in re.findall(_AXIS, found["axes"])}
+        split = [(a, b, sizes[n] // (a * b)) for n in sizes for a, b in [within.get(n, (1, sizes[n]))]]
+        ids = ids.reshape([extent for each in split for extent in each])
+        inner = [3 * i + 1 for i, name in enumerate(sizes) if name in within]
+        outer = [i for i in range(ids.ndim) if i not in inner]
+        table = ids.transpose(outer + inner).reshape(-1, math.prod(ids.shape[i] for i in inner))
+    elif found["tile"]:
+        table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(_ints(found["tile"]))
+    else:
+        listed = re.findall(r"\{([\d,]+)\}", found["all"])
+        return tuple(tuple(_ints(each)) for each in listed) or (tuple(range(ndevices)),)
+    return tuple(map(tuple, table.tolist()))
+
+
+def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """For each dimension the mesh axes that shard it, from the sharding of an instruction; None where it has none.
+
+    A tuple has no such list; ask for the sharding of one of its parts.
+    """
+    if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
+        return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
+    found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)
+    if found is None:
+        return () if "replicated" in text else None
+    tile = _ints(found[1])
+    ids = _iota(found[3]) if found[2] else np.array(_ints(found[3]))
+    place = np.empty(ids.size, int)
+    place[ids] = np.arange(ids.size)
+    axes: list[tuple[str, ...]] = []
+    for dim in np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile):
+        varies = [name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()]
+        axes.append(tuple(varies))
+    rank = len(tile) - ("last_tile_dim_replicate" in text)
+    return tuple(axes[:rank])
+
+
+def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The mesh axes along which the devices of a group, or of a pair, differ; None for devices that the mesh lacks."""
+    size = math.prod(mesh.values())
+    if not found or not mesh or any(device >= size for group in found for device in group):
+        return None
+    places = [np.array(np.unravel_index(np.array(group), tuple(mesh.values()))) for group in found]
+    return tuple(name for i, name in enumerate(mesh) if any(np.ptp(place[i]) for place in places))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Device numbers from "[2,4]T(1,0)": counted up in this shape, then transposed."""
+    shape, _, order = text.partition("T")
+    dims = _ints(shape)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _bits(kind: str) -> int:
+    digits = re.match(r"[a-z]+(\d+)", kind)
+    return _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 0
+
+
+def _section(header: str, title: str) -> str:
+    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", header, re.M | re.S)
+    return found[1] if found else ""
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = _HEAD.match(line)
+    if head is None:
+        return None
+    at = head.end()
+    end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+    start = line.index("(", end)
+    stop = line.index(")", start)
+    stop = stop if line.find("(", start + 1, stop) < 0 else _closing(line, start)
+    opcode = line[end:start].strip()
+    operands = [("", line[start + 1 : stop])] if opcode == "parameter" else []
+    operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(line, start, stop)
+    names, parts = tuple(name for name, _ in operands if name), tuple(part for _, part in operands)
+    return Instruction(head[2], opcode, line[at:end], names, parts, line[stop + 1 :].lstrip(", "), bool(head[1]))
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket that opens at `at` closes; texts in quotes count for nothing."""
+    depth, quoted = 0, False
+    for found in _BRACKET.finditer(text, at):
+        token = found[0]
+        if token == '"':
+            quoted = not quoted
+        elif not quoted and token in "({[":
+            depth += 1
+        elif not quoted and token in ")}]":
+            depth -= 1
+            if depth == 0:
+                return found.start()
+    raise ValueError(f"brackets do not close: {text[at : at + 200]}")

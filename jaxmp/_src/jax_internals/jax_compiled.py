@@ -1,0 +1,34 @@
+"""Compiled programs of JAX: compile one apart from JAX's caches, and find the mesh of a lowered one."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from jax._src import config as _config
+from jaxlib.mlir import ir as _ir
+
+
+def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:
+    """Compile a `jax.stages.Lowered` with options of XLA, neither from the persistent compilation cache nor into it.
+
+    The cache's key leaves out where XLA dumps to, so a hit would dump nothing.
+    """
+    module = lowered.compiler_ir("stablehlo").operation
+    with module.context, _config.persistent_cache_min_compile_time_secs(float("inf")):
+        module.attributes["jaxmp.compiled_anew"] = _ir.StringAttr.get(uuid.uuid4().hex)
+        try:
+            return lowered.compile(compiler_options=dict(options))
+        finally:
+            del module.attributes["jaxmp.compiled_anew"]
+
+
+def lowered_mesh(lowered: Any) -> dict[str, int]:
+    """The axes of the largest mesh that a lowered program names, in the order of its devices; empty without one."""
+    operations = lowered.compiler_ir("stablehlo").body.operations
+    meshes = (str(each) for each in operations if each.operation.name == "sdy.mesh")
+    found = [{name: int(size) for name, size in re.findall(r'"([^"]*)"=(\d+)', text)} for text in meshes]
+    return max(found, key=lambda mesh: math.prod(mesh.values()), default={})

@@ -1,0 +1,411 @@
+"""A product of any two types of JAX, weak ones too, raises where JAX raises, and elsewhere has JAX's type and value;
+also where no kernel multiplies them. Results and cotangents are as weak as JAX's."""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import require_devices
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+NAMES = ("bool", "int2", "int4", "int8", "int16", "int32", "uint2", "uint4", "uint8", "uint16", "uint32")
+NAMES += ("float4_e2m1fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz")
+NAMES += ("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16", "float32", "complex64")
+WIDE = ("int64", "uint64", "float64", "complex128")
+WEAK = ("int32", "bfloat16", "float32", "complex64")
+BELOW_8_BITS = {"int2", "int4", "uint2", "uint4", "float4_e2m1fn"}
+NN = (((1,), (0,)), ((), ()))
+
+
+def of(module):
+    """The products of a module by name."""
+    lax_like = jaxmp if module is jaxmp else lax
+    return {
+        "matmul": module.matmul,
+        "einsum": functools.partial(module.einsum, "ij,jk->ik"),
+        "dot_general": lambda a, b, **options: lax_like.dot_general(a, b, NN, **options),
+    }
+
+
+@pytest.fixture(autouse=True)
+def on_host():
+    cases.require("host")
+
+
+def preferred(dtype):
+    return {} if dtype is None else {"preferred_element_type": dtype}
+
+
+def types_of(product, combinations, types):
+    """(dtype, whether it is weak) of each product, None where it raises; all in one trace, which takes least time."""
+    found = []
+
+    def trace(arrays):
+        for a, b, out in combinations:
+            try:
+                d = product(arrays[a], arrays[b], **preferred(out))
+                found.append((d.dtype.name, d.weak_type))
+            except (TypeError, ValueError, NotImplementedError):
+                found.append(None)
+
+    jax.eval_shape(trace, types)
+    return found
+
+
+def check_types(name, wide, npreferred):
+    names = NAMES + WIDE if wide else NAMES
+    types = {name: jax.ShapeDtypeStruct((16, 16), name) for name in names}
+    types |= {f"weak {name}": jax.ShapeDtypeStruct((16, 16), name, weak_type=True) for name in WEAK}
+    combinations = []
+    for i, (a, b) in enumerate(itertools.product(types, types)):  # with others of the types from pair to pair
+        outs = (None, *(names[(7 * i + 5 * j) % len(names)] for j in range(npreferred)))
+        combinations += [(a, b, out) for out in outs]
+    want, got = (types_of(of(module)[name], combinations, types) for module in (jnp, jaxmp))
+    wrong = [case for case in zip(combinations, want, got, strict=True) if case[1] != case[2]]
+    assert not wrong, (len(wrong), wrong[:10])
+    assert None in want  # there is something to refuse
+    assert len(set(want)) > len(names)
+
+
+@pytest.mark.parametrize("name", ["matmul", "einsum", "dot_general"])
+def test_types_of_every_pair(name):
+    with jax.numpy_dtype_promotion("standard"):
+        check_types(name, wide=False, npreferred=1 if name == "einsum" else 2)
+
+
+@pytest.mark.parametrize("name", ["matmul", "dot_general"])
+def test_types_of_every_pair_under_strict_promotion(name):
+    with jax.numpy_dtype_promotion("strict"):
+        check_types(name, wide=False, npreferred=1)
+
+
+def test_types_of_every_pair_of_sixty_four_bits():
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(True):
+        check_types("dot_general", wide=True, npreferred=1)
+
+
+# Values ----------------------------------------------------------------------------------------------------------
+
+
+def is_compiled(a, b, out, dtype):
+    """Whether XLA (JAX 0.10 to 0.12) compiles a product, and its result may be 0.
+
+    It has none of 2 bits, and of fewer than 8 none into another type.
+    """
+    changes = out is not None and not BELOW_8_BITS.isdisjoint({out, a if a == b else out})
+    return not changes and dtype not in ("int2", "uint2", "float8_e8m0fnu")
+
+
+USED = ("bool", "int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2")
+USED += ("bfloat16", "float16", "float32", "complex64")
+MIXED = (("int32", "float32"), ("bool", "bfloat16"), ("int8", "float32"), ("int8", "uint8"), ("bfloat16", "float16"))
+
+
+def test_values_of_pairs(standard_promotion):
+    """Each type that has a kernel or is often met into each such type, and some of the other pairs, in one program."""
+    some = [(a, b, (None, *NAMES)[i % (1 + len(NAMES))]) for i, (a, b) in enumerate(itertools.product(NAMES, NAMES))]
+    combinations = [(a, a, out) for a in USED for out in (None, *USED)] + [(*pair, None) for pair in MIXED] + some[::5]
+    types = {name: jax.ShapeDtypeStruct((4, 4), name) for name in NAMES}
+    known = types_of(jnp.matmul, combinations, types)
+    combinations = [
+        case for case, found in zip(combinations, known, strict=True) if found and is_compiled(*case, found[0])
+    ]
+    assert len(combinations) > 200
+    bits = np.arange(16).reshape(4, 4) % 3 % 2
+    x = {name: jnp.asarray(bits + (name == "float8_e8m0fnu")).astype(name) for name in NAMES}
+
+    def transposed(product):
+        """a @ b.T as b lies, as kernels of float8 want it; and otherwise."""
+        return lambda a, b, **options: product(a, b, transpose_b=True, **options)
+
+    forms = {
+        "jnp": [lambda a, b, **options: jnp.matmul(a, b.T, **options)],
+        "jaxmp": [transposed(jaxmp.matmul), lambda a, b, **options: jaxmp.matmul(a, b.T, **options)],
+    }
+
+    def run(products, x):
+        return [products[i % len(products)](x[a], x[b], **preferred(out)) for i, (a, b, out) in enumerate(combinations)]
+
+    want, got = (jax.jit(functools.partial(run, forms[name]))(x) for name in forms)
+    for case, w, g in zip(combinations, want, got, strict=True):
+        assert (w.dtype, w.shape) == (g.dtype, g.shape), case
+        w, g = (np.asarray(d).astype(np.complex64) for d in (w, g))
+        np.testing.assert_array_equal(g, w, err_msg=str(case))
+
+
+# Types that JAX multiplies, and of which no kernel has a product.
+NARROW = ("int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz")
+PAIRS = [("int8", "bool"), ("bool", "int8"), ("uint4", "bool"), ("float8_e3m4", "int32")]
+PAIRS += [(name, name) for name in (*NARROW, "float8_e8m0fnu")]
+
+
+def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
+    """Of matrices, vectors and with a bias; sums beyond the narrow integers wrap around."""
+    operands = [
+        (jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype), jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other))
+        for dtype, other in PAIRS
+    ]
+
+    def run(module, operands):
+        linear = jaxmp.linear if module is jaxmp else lambda a, b, bias: jnp.matmul(a, b) + bias[None]
+        biases = [jnp.ones(8, jnp.matmul(a, b).dtype) for a, b in operands]
+        return [
+            (module.matmul(a, b), module.einsum("ij,jk->ki", a, b), module.matmul(a[0], b), linear(a, b, bias))
+            for (a, b), bias in zip(operands, biases, strict=True)
+        ]
+
+    results = (jax.jit(functools.partial(run, module))(operands) for module in (jaxmp, jnp))
+    for pair, *both in zip(PAIRS, *results, strict=True):
+        for got, want in zip(*both, strict=True):
+            assert got.dtype == want.dtype, pair
+            step = 0.25 if jnp.issubdtype(want.dtype, jnp.floating) else 0  # JAX may round more than once
+            got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+            np.testing.assert_allclose(got, want, rtol=step, err_msg=str(pair))
+
+
+@pytest.mark.parametrize("narrow", ["int8", "uint4", "float8_e4m3fn", "float4_e2m1fn"])
+def test_weights_of_few_bits_beside_wide_operands(narrow, rng):
+    """Without promotion, as in `lax.dot_general`: with an epilog, to another type, and with gradients."""
+    x, w = jnp.asarray(rng.integers(-2, 3, (8, 16)), jnp.bfloat16), jnp.asarray(rng.integers(0, 4, (16, 8)))
+    w, bias = w.astype(narrow), jnp.arange(8, dtype=jnp.bfloat16)
+
+    def run(dot_general, linear):
+        def loss(x):
+            return (dot_general(x, w, NN) * bias[None]).sum()
+
+        wide = [dot_general(x.astype(t), w, NN, preferred_element_type="float32") for t in ("bfloat16", "float16")]
+        relu = linear(x, w, bias, activation="relu", preferred_element_type="bfloat16")
+        return [*wide, dot_general(w.T, x.T, NN), relu, jax.grad(loss)(x)]
+
+    def linear_of_jax(x, w, bias, *, activation, preferred_element_type):
+        return jax.nn.relu(lax.dot_general(x, w, NN, preferred_element_type=preferred_element_type) + bias[None])
+
+    got = jax.jit(functools.partial(run, jaxmp.dot_general, jaxmp.linear))()
+    for g, w_ in zip(got, jax.jit(functools.partial(run, lax.dot_general, linear_of_jax))(), strict=True):
+        assert g.dtype == w_.dtype
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w_, np.float32))
+
+
+def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
+    a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 64), (64, 8)))
+    want = jnp.asarray(np.asarray(a, np.float64) @ np.asarray(b, np.float64), jnp.bfloat16)
+    got = jaxmp.matmul(a, b, preferred_element_type="bfloat16")
+    assert np.mean(np.asarray(got != want)) < 0.05  # double rounding alone
+    with jax.enable_x64(True):
+        wide = jaxmp.matmul(a, b, preferred_element_type="float64")
+        exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+        assert wide.dtype == np.float64
+        np.testing.assert_allclose(wide, exact, rtol=1e-13, atol=1e-13)
+        both = jaxmp.matmul(a, b, preferred_element_type="complex128")
+        np.testing.assert_allclose(both, exact, rtol=1e-13, atol=1e-13)
+
+
+def test_the_other_options_apply(rng):
+    """Epilogs with their further results, levels and c, before the result is converted."""
+    a, b = (jnp.asarray(rng.integers(-2, 3, (8, 8)), jnp.float32) for _ in range(2))
+    bias = jnp.arange(8, dtype=jnp.float32)
+    row = bias[None]
+    d, more = jaxmp.matmul(
+        a, b, epilog=jaxmp.Epilog.GELU_AUX_BIAS, epilog_inputs={"bias": bias}, preferred_element_type="float16"
+    )
+    assert (d.dtype, more["gelu_aux"].dtype) == (np.float16, np.float32)
+    np.testing.assert_array_equal(more["gelu_aux"], a @ b + row)
+    d = jaxmp.matmul(a, b, row + a * 0, beta=2.0, determinism="topology", preferred_element_type="float16")
+    np.testing.assert_array_equal(d, (a @ b + 2 * row).astype("float16"))
+    d = jaxmp.linear(a, b, bias, activation="silu", preferred_element_type="bfloat16")
+    np.testing.assert_allclose(d.astype("float32"), jax.nn.silu(a @ b + row), rtol=1e-2)
+    grad = jax.grad(lambda a: jaxmp.matmul(a, b, preferred_element_type="float16").astype("float32").sum())(a)
+    assert grad.dtype == np.float32
+    np.testing.assert_array_equal(grad, jnp.ones((8, 8)) @ b.T)
+
+
+@pytest.mark.parametrize("out", ["bfloat16", "int32"])
+def test_conversions_on_meshes(out):
+    require_devices(4)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    a, b = (np.random.default_rng(0).integers(0, 2, shape).astype(np.float32) for shape in ((8, 16), (16, 8)))
+    with jax.set_mesh(mesh):
+        x, y = jax.device_put(a, P(None, "x")), jax.device_put(b, P("x", None))
+        d = jax.jit(lambda x, y: jaxmp.matmul(x, y, out_sharding=P("x", None), preferred_element_type=out))(x, y)
+        local = functools.partial(jaxmp.matmul_reduce_scatter, axis_name="x", preferred_element_type=out)
+        specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P("x", None)}
+        by_hand = jax.jit(jax.shard_map(local, **specs))(x, y)
+    assert d.sharding == NamedSharding(mesh, P("x", None))
+    np.testing.assert_array_equal(np.asarray(d), np.asarray(by_hand))
+    np.testing.assert_array_equal(np.asarray(d), np.asarray(jnp.matmul(a, b, preferred_element_type=out)))
+
+
+# Weak types ------------------------------------------------------------------------------------------------------
+
+
+def weak(dtype=jnp.float32, shape=(8, 8)):
+    x = lax.full(shape, 1.0 if jnp.issubdtype(dtype, jnp.floating) else 1)
+    return x if x.dtype == dtype else jax.jit(lambda: lax.full(shape, 1).astype(dtype) * 1)()
+
+
+def type_of(x):
+    return x.dtype.name, x.weak_type
+
+
+# Functions of two arrays and a module's products.
+PRODUCTS = {
+    "matmul": lambda m, a, b: m.matmul(a, b),
+    "float32": lambda m, a, b: m.matmul(a, b, preferred_element_type="float32"),
+    "vectors": lambda m, a, b: m.matmul(a[0], b[:, 0]),
+    "batches": lambda m, a, b: m.matmul(jnp.stack([a, a]), jnp.stack([b, b])),
+    "einsum": lambda m, a, b: m.einsum("ij,jk->ki", a, b),
+    "transpose": lambda m, a, b: m.einsum("ij->ji", a),
+    "sum": lambda m, a, b: m.einsum("ij->j", a, preferred_element_type="bfloat16"),
+    "sums": lambda m, a, b: m.einsum("ij,kl->il", a, b),
+    "three": lambda m, a, b: m.einsum("ij,jk,kl->il", a, b, a),
+    "numbers": lambda m, a, b: m.einsum(",ij->ij", 2.0, a),
+    "dot_general": lambda m, a, b: (jaxmp if m is jaxmp else lax).dot_general(a, b, NN),
+    "dot_general to bfloat16": lambda m, a, b: (jaxmp if m is jaxmp else lax).dot_general(
+        a, b, NN, preferred_element_type="bfloat16"
+    ),
+    "linear": lambda m, a, b: jaxmp.linear(a, b) if m is jaxmp else a @ b,
+    "bias": lambda m, a, b: jaxmp.linear(a, b, b[0]) if m is jaxmp else a @ b + b[:1],
+    "bias of bfloat16": lambda m, a, b: (
+        jaxmp.linear(a, b, b[0].astype("bfloat16")) if m is jaxmp else a @ b + b[:1].astype("bfloat16")
+    ),
+    "bias that gives way": lambda m, a, b: (
+        jaxmp.linear(_half(a), _half(b), a[0]) if m is jaxmp else _half(a) @ _half(b) + a[:1]
+    ),
+    "fuse": lambda m, a, b: jaxmp.fuse(lambda a, b: (a @ b, a @ a * 2.0))(a, b)[0] if m is jaxmp else a @ b,
+}
+
+
+def _half(x):
+    return x.astype("bfloat16")
+
+
+OPERANDS = {
+    "weak": (True, True),
+    "first": (True, False),
+    "second": (False, True),
+    "with bfloat16": (True, jnp.bfloat16),
+    "with int8": (True, jnp.int8),
+}
+
+
+def operand(kind):
+    return weak() if kind is True else jnp.ones((8, 8), kind or jnp.float32)
+
+
+def test_results_and_cotangents_are_as_weak_as_those_of_jax(standard_promotion):
+    def types(module):
+        found = {}
+
+        def trace(a, b, name, which):
+            f = functools.partial(PRODUCTS[name], module)
+            d, backward = jax.vjp(lambda a: f(a, b), a)
+            mapped = jax.vmap(f)(jnp.stack([a, a]), jnp.stack([b, b]))
+            tangent = jax.jvp(lambda a: f(a, b), (a,), (a,))[1]
+            found[name, which] = [type_of(x) for x in (f(a, b), jax.jit(f)(a, b), mapped, d, tangent, *backward(d))]
+
+        for which, kinds in OPERANDS.items():
+            for name in PRODUCTS:
+                if name != "bias of bfloat16" or kinds == (True, True):  # none narrows a strongly typed product
+                    jax.eval_shape(functools.partial(trace, name=name, which=which), *map(operand, kinds))
+        return found
+
+    assert types(jaxmp) == types(jnp)
+
+
+def test_values_and_types_of_eager_calls():
+    a, h = weak(), jnp.ones((8, 8), jnp.bfloat16)
+    for name in ("matmul", "einsum", "dot_general", "linear", "fuse"):
+        for d in (PRODUCTS[name](jaxmp, a, a), PRODUCTS[name](jaxmp, a, a)):  # also from the cache of eager calls
+            assert type_of(d) == ("float32", True)
+            np.testing.assert_array_equal(d, np.full((8, 8), 8.0))
+            assert (d * h).dtype == jnp.bfloat16
+    fused = jaxmp.fuse(lambda a, h: (a @ a) * h)
+    assert fused(a, h).dtype == jax.jit(fused)(a, h).dtype == jnp.bfloat16
+
+
+def test_weak_types_on_meshes():
+    require_devices(4)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        a, b = (_weakened(jax.device_put(jnp.ones((8, 8)), spec)) for spec in SPECS)
+        for out in (P(None, None), P("x", None)):
+            f = functools.partial(jaxmp.matmul, out_sharding=out)
+            gradients = jax.grad(lambda a, b, f=f: f(a, b).sum(), (0, 1))(a, b)
+            for d in (f(a, b), jax.jit(f)(a, b), *gradients):
+                assert type_of(d) == ("float32", True)
+        by_jaxmp = functools.partial(jaxmp.matmul_reduce_scatter, axis_name="x")
+        for local in (by_jaxmp, lambda a, b: lax.psum_scatter(a @ b, "x", tiled=True)):
+            d = jax.jit(jax.shard_map(local, in_specs=SPECS, out_specs=P("x", None)))(a, b)
+            assert type_of(d) == ("float32", True)
+
+
+SPECS = (P(None, "x"), P("x", None))
+
+
+def _weakened(x):
+    return jax.jit(lambda x: jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None))(
+        x
+    )
+
+
+def test_a_weak_integer_does_not_become_narrower():
+    """As in `jnp.matmul`, which promotes int32 to int16, and has no such product."""
+    a, b = jnp.ones((2, 2), jnp.int16), jnp.full((2, 2), 1)
+    for multiply in (jaxmp.matmul, functools.partial(jaxmp.einsum, "ij,jk")):
+        with pytest.raises(
+            NotImplementedError, match=r"operands of dtype int16 \(a int16, b int32\) are not supported"
+        ):
+            multiply(a, b)
+        with pytest.raises(TypeError):
+            jnp.matmul(a, b)
+
+
+# Types of 64 bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["allow", "error", "warn"])
+def explicit_x64(request):
+    before = jax.config.jax_explicit_x64_dtypes
+    jax.config.update("jax_explicit_x64_dtypes", request.param)
+    yield request.param
+    jax.config.update("jax_explicit_x64_dtypes", before)
+
+
+@pytest.mark.parametrize("wide", ["float64", "complex128"])
+def test_explicit_types_of_64_bits(explicit_x64, wide):
+    a = jnp.ones((3, 3))
+    for name in ("matmul", "vectors", "einsum", "transpose", "three", "dot_general", "linear"):
+        for module in (jnp, jaxmp):
+            multiply = functools.partial(WITH_PREFERRED[name], module, a, wide)
+            if explicit_x64 == "error":
+                with pytest.raises(ValueError, match=f"Explicitly requested dtype {wide}"):
+                    multiply()
+                continue
+            if explicit_x64 == "warn":
+                jax.clear_caches()
+                with pytest.warns(UserWarning, match=f"Explicitly requested dtype {wide}"):
+                    d = multiply()
+            else:
+                d = multiply()
+            is_wide = explicit_x64 == "allow"
+            assert d.dtype == (wide if is_wide else {"float64": "float32", "complex128": "complex64"}[wide]), name
+            np.testing.assert_array_equal(d, np.full(d.shape, {"three": 9, "transpose": 1}.get(name, 3)))
+
+
+WITH_PREFERRED = {
+    "matmul": lambda m, a, wide: m.matmul(a, a, preferred_element_type=wide),
+    "vectors": lambda m, a, wide: m.matmul(a[0], a, preferred_element_type=wide),
+    "einsum": lambda m, a, wide: m.einsum("ij,jk", a, a, preferred_element_type=wide),
+    "transpose": lambda m, a, wide: m.einsum("ij->ji", a, preferred_element_type=wide),
+    "three": lambda m, a, wide: m.einsum("ij,jk,kl", a, a, a, preferred_element_type=wide),
+    "dot_general": lambda m, a, wide: (jaxmp if m is jaxmp else lax).dot_general(a, a, NN, preferred_element_type=wide),
+    "linear": lambda m, a, wide: (jaxmp.linear if m is jaxmp else m.matmul)(a, a, preferred_element_type=wide),
+}

@@ -1,0 +1,201 @@
+"""Every sharding that jnp takes has the type that jnp gives it; meshes of two kinds of axes; vmap over an axis.
+
+The cases are generated: every sharding of each operand, and every one that the result may be asked for in.
+test_drawn_contractions.py has values and cotangents. Operands are small integers, so that results are equal to the bit.
+"""
+
+import functools
+import itertools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+MESHES = {
+    "2x2": {"x": 2, "y": 2},
+    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "1x4": {"x": 1, "y": 4},
+}
+PRODUCTS = {
+    "matmul": ("mk,kn->mn", {"m": 8, "k": 16, "n": 24}),
+    "rows of two dimensions": ("smk,kn->smn", {"s": 8, "m": 8, "k": 16, "n": 8}),
+    "batch": ("bmk,bkn->bmn", {"b": 8, "m": 8, "k": 16, "n": 8}),
+    "heads": ("smd,dhk->shmk", {"s": 8, "m": 8, "d": 8, "h": 8, "k": 8}),
+}
+
+
+def make_mesh(name, kind=AxisType.Explicit):
+    sizes = MESHES[name]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
+
+
+def shardings(ndim, axes):
+    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
+    found = []
+    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
+        dims = (tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim))
+        found.append(P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims)))
+    return found
+
+
+def triples(mesh, subscripts, count):
+    """(sharding of the operands, of the result or None) of a product: all of them, or `count` at random."""
+    inputs, output = subscripts.split("->")
+    options = [shardings(len(side), tuple(MESHES[mesh])) for side in inputs.split(",")]
+    options.append([None, *shardings(len(output), tuple(MESHES[mesh]))])
+    total = math.prod(map(len, options))
+    chosen = range(total) if count is None or count >= total else random.Random(0).sample(range(total), count)
+    return [
+        tuple(x[i] for x, i in zip(options, np.unravel_index(i, [*map(len, options)]), strict=True)) for i in chosen
+    ]
+
+
+def product(library, subscripts):
+    """The product by a function of the library that has one for it."""
+    if subscripts in ("mk,kn->mn", "smk,kn->smn"):
+        return lambda a, b, out: library.matmul(a, b, out_sharding=out)
+    return lambda a, b, out: library.einsum(subscripts, a, b, out_sharding=out)
+
+
+def integers(shape, seed):
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
+
+
+def operands(subscripts, extents):
+    return [integers([extents[x] for x in side], i) for i, side in enumerate(subscripts.split("->")[0].split(","))]
+
+
+def result_type(f, mesh, arrays, specs, out):
+    """The type of a product, or the error."""
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    try:
+        return jax.eval_shape(lambda a, b: f(a, b, out), *types)
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_types_are_those_of_jnp(request, mesh_name, name):
+    """Where jnp takes shardings, jaxmp takes them and the result's type is equal; where it refuses, jaxmp names why."""
+    count = 5000 if request.config.getoption("--exhaustive") else 100
+    subscripts, extents = PRODUCTS[name]
+    arrays = operands(subscripts, extents)
+    mesh = make_mesh(mesh_name)
+    ours, theirs = product(jaxmp, subscripts), product(jnp, subscripts)
+    seen = set()
+    with jax.set_mesh(mesh):
+        for *specs, out in triples(mesh_name, subscripts, count):
+            want, got = (result_type(f, mesh, arrays, specs, out) for f in (theirs, ours))
+            seen.add(isinstance(want, Exception))
+            if not isinstance(want, Exception):
+                assert not isinstance(got, Exception), (specs, out, got)
+                assert got.sharding == want.sharding, (specs, out)
+            elif isinstance(got, Exception):
+                assert isinstance(got, ValueError), (specs, out, got)
+                assert "pass out_sharding" in str(got), (specs, out, got)
+            else:  # one operand of a batch may be whole
+                assert name == "batch", (specs, out, want)
+                assert "batch" in str(want), (specs, out, want)
+    assert seen == {True, False}
+
+
+def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
+    """Two axes of two devices each could split the two rows, if rows were four."""
+    mesh = make_mesh("2x2")
+    with jax.set_mesh(mesh):
+        a = jax.device_put(np.arange(16, dtype=np.float32).reshape(2, 8), NamedSharding(mesh, P("x", None)))
+        b = jnp.ones((8, 8), out_sharding=P(None, None))
+        d = jaxmp.matmul(a, b, out_sharding=P("y", None))
+        assert d.sharding.spec == P("y", None)
+        np.testing.assert_array_equal(d, jnp.matmul(a, b, out_sharding=P("y", None)))
+
+
+# vmap over explicit axes, meshes of two kinds of axes, and a shard_map over some axes -----------------------------
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+X, W = integers((8, 8, 16), 2), integers((16, 24), 3)
+
+
+def check_against_jnp(program, *args):
+    """`program(library)` is a function of args; both libraries give equal values in equal shardings."""
+    ours, theirs = (jax.jit(program(library))(*args) for library in (jaxmp, jnp))
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def gradients_of(f):
+    return jax.grad(lambda x, w: (f(x, w) ** 2).sum(), argnums=(0, 1))
+
+
+BATCHED = {
+    "forward": lambda f: jax.vmap(f, in_axes=(0, None)),
+    "per-example gradients": lambda f: jax.vmap(gradients_of(f), in_axes=(0, None)),
+    "gradient of a batch": lambda f: gradients_of(jax.vmap(f, in_axes=(0, None))),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("spec", [P("x", "y"), P("x", None, "y"), P("x")])
+def test_vmap_over_an_explicit_axis(name, spec):
+    mesh = make_mesh("2x2")
+    x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P(None, "y")))
+
+    def program(library):
+        products = [functools.partial(library.matmul, out_sharding=out) for out in (P(None, "y"), P("y", None))]
+        return lambda x, w: [BATCHED[name](product)(x, w) for product in products]
+
+    with jax.set_mesh(mesh):
+        check_against_jnp(program, x, w)
+
+
+@pytest.mark.parametrize(
+    ("spec_x", "spec_w", "out"),
+    [(P("x"), P(), None), (P("x"), P(), P(None, None, "x")), (P(None, None, "x"), P("x"), P("x")), (P(), P(), None)],
+)
+def test_a_mesh_of_explicit_and_automatic_axes(spec_x, spec_w, out):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(EXPLICIT, AUTO), devices=jax.devices()[:4])
+    x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((X, spec_x), (W, spec_w)))
+
+    def program(library):
+        product = functools.partial(library.matmul, out_sharding=out)
+        products = [product] if out is not None else [product, functools.partial(library.einsum, "smk,kn->snm")]
+
+        def run(x, w):
+            narrow = [product(x.astype(dtype), w.astype(dtype)) for dtype in (jnp.bool_, jnp.int32)]
+            return [(f(x, w), gradients_of(f)(x, w)) for f in products], narrow
+
+        return run
+
+    with jax.set_mesh(mesh):
+        check_against_jnp(program, x, w)
+
+
+@pytest.mark.parametrize("kinds", [(AUTO,) * 3, (EXPLICIT,) * 3, (AUTO, EXPLICIT, EXPLICIT), (AUTO, EXPLICIT, AUTO)])
+def test_a_shard_map_that_is_manual_over_some_axes(kinds):
+    mesh = jax.make_mesh((2, 2, 2), ("stage", "x", "y"), axis_types=kinds)
+    spec_x = P("stage", "x" if kinds[1] == EXPLICIT else None)
+    spec_w = P(None, "y" if kinds[2] == EXPLICIT else None)
+
+    def program(library):
+        @functools.partial(jax.shard_map, in_specs=(P("stage"), P()), out_specs=P("stage"), axis_names={"stage"})
+        def stage(x, w):
+            return library.matmul(x, w)
+
+        return lambda x, w: (stage(x, w), gradients_of(stage)(x, w))
+
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((X, spec_x), (W, spec_w)))
+        check_against_jnp(program, x, w)

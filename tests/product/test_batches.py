@@ -1,0 +1,343 @@
+"""Batches that both operands have: one product of XLA's, unless calls one by one are asked for or faster.
+
+Values are small integers, so every result has one right answer. What would go unnoticed without it: a loop over the
+batch where one product does, a collective for each index, gradients of operands that the batch does not have.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import calls_of, collectives_of, compiled_text, other_products_of
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend
+from jaxmp._src.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+
+
+def integers(rng, *shape):
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+NUMBERS = (((2,), (1,)), ((0,), (0,)))
+# Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
+PATTERNS = {
+    "local": (P("x"), P("x"), P("x"), []),
+    "all_gather": (P(None, "x"), P(None, None, "x"), P(None, None, "x"), ["all-gather"]),
+    "reduce_scatter": (P(None, None, "x"), P(None, "x"), P(None, "x"), ["reduce-scatter"]),
+    "all_reduce": (P(None, None, "x"), P(None, "x"), P(), ["all-reduce"]),
+}
+OVER_PATTERNS = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+def mesh_of(kind=AxisType.Explicit):
+    return jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+def product(pattern, **options):
+    return functools.partial(jaxmp.dot_general, dimension_numbers=NUMBERS, out_sharding=PATTERNS[pattern][2], **options)
+
+
+def operands(mesh, pattern, rng, dtype=np.float32):
+    values = [integers(rng, 8, 4, 12).astype(dtype), integers(rng, 8, 12, 16).astype(dtype)]
+    return values, [cases.put(x, mesh, spec) for x, spec in zip(values, PATTERNS[pattern][:2], strict=True)]
+
+
+# What runs -----------------------------------------------------------------------------------------------------
+
+
+@OVER_PATTERNS
+def test_one_product_and_one_collective(pattern, rng):
+    cases.require(None)
+    with jax.set_mesh(mesh_of()):
+        (a, b), placed = operands(mesh_of(), pattern, rng)
+        f = product(pattern)
+        np.testing.assert_array_equal(jax.jit(f)(*placed), a @ b)
+        text = compiled_text(f, *placed)
+        (row,) = jaxmp.explain(f)(*placed).rows
+    assert not calls_of(text)
+    assert " while(" not in text
+    assert collectives_of(text) == PATTERNS[pattern][3]
+    assert (row.pattern, row.implementation) == (pattern, "xla")
+    assert row.count == (2 if pattern == "local" else 8)
+    assert "both operands have a batch" in row.why
+
+
+@pytest.mark.parametrize("options", [{"implementation": "host"}, {"determinism": "batch"}], ids=str)
+@OVER_PATTERNS
+def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
+    cases.require("host")
+    with jax.set_mesh(mesh_of()):
+        (a, b), placed = operands(mesh_of(), pattern, rng)
+        f = product(pattern, **options)
+        np.testing.assert_array_equal(jax.jit(f)(*placed), a @ b)
+        text = compiled_text(f, *placed)
+    assert calls_of(text) == [pattern]
+    assert not other_products_of(text)
+
+
+@pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", False), ("float32", True), ("float32", False)])
+def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
+    """Where ranks share a product, and where its operands are narrower than its sums."""
+    cases.require("host")
+    size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
+    assert 2 * size**3 == LARGE_IN_BATCH
+    with jax.set_mesh(mesh_of()):
+        for n, is_large in ((size, True), (size - 4, False)):
+            specs = PATTERNS["all_gather" if is_shared else "local"]
+            a, b = (
+                jax.ShapeDtypeStruct((4, *shape), dtype, sharding=NamedSharding(mesh_of(), spec))
+                for shape, spec in zip(((size, size), (size, n)), specs, strict=False)
+            )
+            f = product("all_gather" if is_shared else "local")
+            (row,) = jaxmp.explain(f)(a, b).rows
+            calls = calls_of(compiled_text(f, a, b))
+            is_host = is_large and (is_shared or dtype == "bfloat16")
+            assert row.implementation == ("host" if is_host else "xla")
+            assert bool(calls) == is_host
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "nprocesses", "options", "want"),
+    [
+        ("float32", "cpu", 1, {}, ("xla", True)),
+        ("float32", "cpu", 2, {}, ("host+xla", False)),
+        ("float32", "cpu", 2, {"implementation": "xla"}, ("xla", False)),
+        ("float32", "cuda", 1, {}, ("xla", True)),
+        ("float32", "cuda", 2, {}, ("xla", True)),
+        ("float8_e4m3fn", "cuda", 2, {}, ("cublasmp", False)),
+        ("float32", "tpu", 2, {}, ("xla", True)),
+    ],
+    ids=str,
+)
+def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
+    """What is small, by platform and processes; a GPU's library is taken to be there."""
+    monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
+    monkeypatch.setattr(backend.native, "why_no_cublasmp", lambda: "")
+    monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
+    spec = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("x", 2),), ("x",)), transpose_b=True, **options)
+    operands = (np.dtype(dtype), np.dtype(dtype))
+    choice, is_one = backend.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
+    assert (choice.implementation, is_one) == want
+
+
+def test_every_auto_batch_is_counted(rng):
+    """Two batches that are equal, and one in a loop."""
+    cases.require(None)
+    mesh = mesh_of(AxisType.Auto)
+    x = cases.put(integers(rng, 8, 4, 4), mesh, P("x"))
+    batch = jax.vmap(jaxmp.matmul)
+
+    def program(x):
+        return jax.lax.scan(lambda y, _: (batch(y, x), None), batch(batch(x, x), x), length=5)[0]
+
+    rows = jaxmp.explain(program)(x).rows
+    assert [(row.count, row.implementation) for row in rows] == [(8, "xla"), (8, "xla"), (40, "xla")]
+
+
+def test_auto_axes_are_partitioned(rng):
+    """Under a bare jit the batch keeps its sharding, `explain` says who places it, and the program can be exported."""
+    cases.require(None)
+    mesh = mesh_of(AxisType.Auto)
+    (a, b), placed = operands(mesh, "local", rng)
+    f = jax.jit(jax.vmap(jaxmp.matmul))
+    d = f(*placed)
+    np.testing.assert_array_equal(d, a @ b)
+    assert d.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 3)
+    (row,) = jaxmp.explain(f)(*placed).rows
+    assert (row.count, row.implementation) == (8, "xla")
+    assert "XLA partitions" in row.why
+    assert jax.export.export(f)(*placed).out_avals[0].shape == (8, 4, 16)
+
+
+def test_a_further_batch_on_an_explicit_axis(rng):
+    cases.require(None)
+    with jax.set_mesh(mesh_of()):
+        a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
+        d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
+        np.testing.assert_array_equal(d, np.matmul(a, b))
+        assert d.sharding.is_equivalent_to(a.sharding, 4)
+
+
+def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
+    """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
+    cases.require(None)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        a, b = (cases.put(integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
+
+        def product(multiply):
+            return jax.vmap(jax.shard_map(multiply, in_specs=(P("y"), P()), out_specs=P("y")))
+
+        np.testing.assert_array_equal(product(jaxmp.matmul)(a, b), np.matmul(a, b))
+        with pytest.raises(ValueError, match="matmul_all_reduce: the enclosing shard_map is manual over"):
+            product(functools.partial(jaxmp.matmul_all_reduce, axis_name="y"))(a, b)
+
+
+def test_the_policy_keeps_a_batch(rng):
+    a, b = integers(rng, 3, 4, 5), integers(rng, 3, 5, 6)
+
+    def loss(policy):
+        return jax.grad(
+            lambda a: jax.checkpoint(lambda a: jnp.sin(jax.vmap(jaxmp.matmul)(a, b)), policy=policy)(a).sum()
+        )
+
+    kept, again = (
+        str(jax.make_jaxpr(loss(policy))(a)).count("jaxmp_matmul[")
+        for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.nothing_saveable)
+    )
+    assert again == kept + 1
+
+
+def weighted(f):
+    """A sum that weighs every element of f's result in its own way."""
+
+    def loss(*args):
+        d = f(*args)
+        return jnp.sum(d * (1 + jnp.arange(d.size, dtype=d.dtype).reshape(d.shape) % 3))
+
+    return loss
+
+
+def everything(args):
+    return tuple(range(len(args)))
+
+
+TRANSFORMS = {
+    "forward": lambda f, args: f(*args),
+    "grad": lambda f, args: jax.grad(weighted(f), everything(args))(*args),
+    "jvp": lambda f, args: jax.jvp(f, args, args),
+    "linearize": lambda f, args: jax.linearize(f, *args)[1](*args),
+    "forward over reverse": lambda f, args: jax.jvp(jax.grad(weighted(f), everything(args)), args, args),
+    "remat": lambda f, args: jax.grad(weighted(jax.checkpoint(f)), everything(args))(*args),
+}
+
+
+def all_of(f, args):
+    """What every transform makes of f, by one program."""
+    return jax.jit(lambda args: {name: transform(f, args) for name, transform in TRANSFORMS.items()})(args)
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# The axes of an inner vmap, or none, and of an outer one.
+AXES = {
+    "both": (None, (0, 0)),
+    "last": (None, (2, 1)),
+    "both of both": ((0, 0), (0, 0)),
+    "a of both": ((0, 0), (0, None)),
+    "b of both": ((0, 0), (None, 0)),
+}
+
+
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES.keys())
+def test_transforms(axes, rng):
+    """Derivatives of batches, and of batches of batches."""
+    inner, outer = axes
+    a, b = integers(rng, 2, 3, 4), integers(rng, 2, 4, 3)
+    f, g = jaxmp.matmul, jnp.matmul
+    if inner:
+        a, b = (x if axis is None else np.stack([x, x + 1]) for x, axis in zip((a, b), outer, strict=True))
+        f, g = jax.vmap(f, inner), jax.vmap(g, inner)
+    else:
+        a, b = np.moveaxis(a, 0, outer[0]), np.moveaxis(b, 0, outer[1])
+    args = jnp.asarray(a), jnp.asarray(b)
+    assert_same(all_of(jax.vmap(f, outer), args), all_of(jax.vmap(g, outer), args))
+
+
+@pytest.mark.parametrize("bias_axis", [0, None])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_transforms_of_layers(activation, bias_axis, rng):
+    """A layer for each index, as experts have one, with a bias of its own or one for all."""
+    shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
+    args = tuple(jnp.asarray(integers(rng, *shape)) for shape in shapes)
+
+    def plain(x, w, bias):
+        z = x @ w + bias[None]  # ranks are not promoted in these tests
+        return jax.nn.relu(z) if activation else z
+
+    f, g = (
+        jax.vmap(layer, (0, 0, bias_axis)) for layer in (functools.partial(jaxmp.linear, activation=activation), plain)
+    )
+    assert_same(all_of(f, args), all_of(g, args))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("epilog", [Epilog.RELU_BIAS, Epilog.BIAS], ids=lambda epilog: epilog.name)
+def test_layers_in_shard_map(epilog, check_vma, rng):
+    """Experts inside of shard_map, gathered and then scattered."""
+    cases.require(None)
+    x, w = integers(rng, 3, 8, 4), integers(rng, 3, 4, 8)
+    bias, back = integers(rng, 3, 8), integers(rng, 3, 8, 4)
+
+    def layers(x, w, bias, back):
+        h = jaxmp.all_gather_matmul(x, w, "x", epilog=epilog, epilog_inputs={"bias": bias})
+        return jaxmp.matmul_reduce_scatter(h, back, "x")
+
+    mapped = jax.shard_map(
+        jax.vmap(layers),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P(None, "x"), P(None, None, "x"), P(None, "x"), P(None, "x")),
+        out_specs=P(None, "x"),
+        check_vma=check_vma,
+    )
+
+    def plain(x, w, bias, back):
+        z = x @ w + bias[:, None]
+        return (jax.nn.relu(z) if epilog == Epilog.RELU_BIAS else z) @ back
+
+    values = x, w, bias, back
+    assert_same(jax.jit(mapped)(*values), plain(*values))
+    gradients = (jax.jit(jax.grad(lambda *args, f=f: f(*args).sum(), (0, 1, 2, 3)))(*values) for f in (mapped, plain))
+    assert_same(*gradients)
+
+
+def test_no_products_and_products_of_nothing():
+    product = jax.vmap(jaxmp.matmul)
+    for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        a, b = jnp.ones(shape), jnp.ones((shape[0], shape[2], 5))
+        np.testing.assert_array_equal(product(a, b), np.zeros((*shape[:2], 5)))
+        da, db = jax.grad(lambda a, b: product(a, b).sum(), (0, 1))(a, b)
+        assert (da.shape, db.shape) == (a.shape, b.shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 0), (2, 3, 0, 4), (2, 0, 3, 4), (0, 2, 3, 4)], ids=str)
+def test_batches_of_batches_of_nothing(shape):
+    a, b = jnp.ones(shape), jnp.ones((*shape[:2], shape[3], 5))
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(jaxmp.matmul))(a, b), np.zeros((*shape[:3], 5)))
+
+
+def test_extents_that_are_not_known():
+    """Of any batch and rows, which are exported with XLA's product."""
+    m, batch = jax.export.symbolic_shape("m, batch")
+    a, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((batch, m, 8), (batch, 8, 4)))
+    exported = jax.export.export(jax.jit(jax.vmap(jaxmp.matmul)))(a, b)
+    x, y = np.ones((3, 2, 8), "bfloat16"), np.ones((3, 8, 4), "bfloat16")
+    np.testing.assert_array_equal(exported.call(x, y), np.full((3, 2, 4), 8))
+
+
+def test_sums_of_16_bits_are_rounded_once(rng):
+    """4096 times 1 and a small number, which bfloat16 sums would lose one by one."""
+    a = jnp.ones((2, 1, 4097), "bfloat16")
+    b = jnp.concatenate([jnp.full((2, 4096, 1), 2.0**-9), jnp.ones((2, 1, 1))], axis=1).astype("bfloat16")
+    np.testing.assert_array_equal(jax.vmap(jaxmp.matmul)(a, b), np.full((2, 1, 1), 9.0))
+
+
+def test_lax_has_the_same_program(rng):
+    """As many operations of each kind as `lax.dot_general`'s own batch has: nothing is copied."""
+    a, b = integers(rng, 4, 8, 8), integers(rng, 4, 8, 8)
+    ours, lax_s = (
+        compiled_text(functools.partial(f, dimension_numbers=NUMBERS), a, b)
+        for f in (jaxmp.dot_general, lax.dot_general)
+    )
+    assert ours.count(" = ") == lax_s.count(" = ")

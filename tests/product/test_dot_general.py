@@ -1,0 +1,374 @@
+"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers.
+
+What would be silently wrong without it: dimensions put together in another order than they are taken apart, shards that
+a reshape has moved between devices, a batch that is summed, a diagonal of a sharded operand.
+"""
+
+import dataclasses
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import calls_of, collectives_of, compiled_text, other_products_of
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+
+def integers(rng, *shape):
+    return (rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)).astype(np.float32)
+
+
+def numbers_of(subscripts):
+    """dimension_numbers, and the result's indices in `lax.dot_general`'s order."""
+    inputs, output = subscripts.split("->")
+    left, right = inputs.split(",")
+    batch = [x for x in left if x in right and x in output]
+    contracted = [x for x in left if x in right and x not in output]
+    numbers = tuple(tuple(tuple(map(side.index, part)) for side in (left, right)) for part in (contracted, batch))
+    return numbers, "".join(batch + [x for x in left + right if x not in batch + contracted])
+
+
+EXTENTS = dict(zip("abcdefg", (2, 3, 4, 5, 6, 7, 1), strict=True))
+WHOLE = (
+    "ab,bc->ac", "ba,bc->ac", "ab,cb->ac", "ba,cb->ac", "abc,cd->abd", "abc,bd->acd",
+    "cab,cd->abd", "abc,cde->abde", "abcd,cde->abe", "abcd,dce->abe", "abcd,ecd->abe", "abcd,bde->ace",
+    "abd,abe->de", "abc,abcd->d", "a,a->", "a,b->ab", "ab,b->a", "b,ba->a",
+    "ab,cd->abcd", "abc,abd->abcd", "abc,acd->abd", "bac,dca->abd", "abcd,abde->abce", "abcd,ebda->abce",
+    "ga,ab->gb", "ag,gb->ab",
+)  # fmt: skip
+
+# Subscripts for einsum alone, and the shapes of the operands.
+SUBSCRIPTS = {
+    "transposed alone": ("ij->ji", (4, 6)),
+    "diagonal alone": ("ii->i", (6, 6)),
+    "trace": ("ii->", (6, 6)),
+    "diagonal": ("iij,jk->ik", (4, 4, 6), (6, 8)),
+    "contracted diagonal": ("ijj,jk->ik", (4, 6, 6), (6, 8)),
+    "sums of both": ("ij,kl->il", (4, 6), (6, 8)),
+    "spaces": (" i j , j k -> i k ", (4, 6), (6, 8)),
+    "implicit result": ("ij,jk", (4, 6), (6, 8)),
+    "ellipses": ("...ij,...jk->...ik", (2, 1, 4, 6), (3, 6, 8)),
+    "broadcast contraction": ("ij,jk->ik", (4, 6), (1, 8)),
+    "broadcast batch": ("aij,ajk->aik", (1, 4, 6), (3, 6, 8)),
+    "diagonal of which one dimension is broadcast": ("ii,ij->j", (1, 4), (4, 6)),
+    "diagonal of unequal extents": ("ii->i", (1, 4)),
+    "diagonal of unequal extents, the last of them 1": ("ii,jj->ij", (4, 1), (1, 3)),
+    "two diagonals of unequal extents": ("ii,ii->", (1, 4), (1, 4)),
+    "vectors": ("i,i->", (6,), (6,)),
+    "outer": ("i,j->ij", (4,), (6,)),
+    "elementwise": ("ij,ij->ij", (4, 6), (4, 6)),
+    "three": ("ij,jk,kl->il", (4, 6), (6, 8), (8, 3)),
+    "four": ("a,ab,bc,cd->d", (4,), (4, 6), (6, 8), (8, 3)),
+    "three elementwise": ("ij,ij,ij->ij", (4, 6), (4, 6), (4, 6)),
+    "three of which two are disjoint": ("ab,ab,c->c", (4, 6), (4, 6), (5,)),
+    "three with a diagonal and a sum": ("iij,jk,lm->ikl", (4, 4, 6), (6, 8), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_dimension_numbers(implementation, rng):
+    """All of them in one program, as `lax` and `jnp` compute them."""
+    cases.require(implementation)
+    shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
+    operands = [[integers(rng, *shape) for shape in each] for each in shapes]
+    others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
+
+    def program(library, operands, others, **options):
+        dot_general = lax.dot_general if library is jnp else jaxmp.dot_general
+        return {
+            **{text: dot_general(*x, numbers_of(text)[0], **options) for text, x in zip(WHOLE, operands, strict=True)},
+            **{
+                name: library.einsum(text, *x) for (name, (text, *_)), x in zip(SUBSCRIPTS.items(), others, strict=True)
+            },
+        }
+
+    got = cases.quick_jit(functools.partial(program, jaxmp, implementation=implementation))(operands, others)
+    want = cases.quick_jit(functools.partial(program, jnp))(operands, others)
+    for name, value in want.items():
+        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+# On a mesh -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A product on a 2 x 2 mesh, what it is there, and which collectives it was asked for."""
+
+    id: str
+    subscripts: str
+    lhs: P
+    rhs: P
+    out: P
+    pattern: str
+    collectives: tuple[str, ...] = ()
+    can_default: bool = False
+
+    @property
+    def operands(self):
+        """Indices and sharding of lhs, rhs and the result."""
+        return zip(self.subscripts.replace("->", ",").split(","), (self.lhs, self.rhs, self.out), strict=True)
+
+    @property
+    def is_batch(self):
+        return bool(numbers_of(self.subscripts)[0][1][0])
+
+    def values(self, rng):
+        return [integers(rng, *(8 for _ in letters)) for letters, _ in list(self.operands)[:2]]
+
+
+LAYOUTS = (
+    # Activations (batch, seq, d), weights (d, heads, size): sequence parallelism.
+    Layout("gather seq", "bsd,dhk->bshk", P("x", "y"), P(None, "y"), P("x", None, "y"), "all_gather"),
+    Layout("gather batch", "bsd,dhk->bshk", P(("x", "y")), P(None, "y"), P("x", None, "y"), "all_gather"),
+    Layout("gather heads", "bsd,dhk->bshk", P("x", "y"), P(None, "y"), P("x", "y"), "all_gather"),
+    Layout("gather size", "bd,dhk->bhk", P("y"), P(None, "x", "y"), P("y", "x"), "all_gather"),
+    Layout("scatter seq", "bshk,hkd->bsd", P("x", None, "y"), P("y"), P("x", "y"), "reduce_scatter"),
+    Layout("scatter batch", "bshk,hkd->bsd", P("x", None, "y"), P("y"), P(("x", "y")), "reduce_scatter"),
+    Layout("scatter columns", "bhk,hkd->bd", P("x", "y"), P("y"), P("x", "y"), "reduce_scatter"),
+    Layout("scatter size", "bd,dhk->bhk", P(None, "y"), P("y", "x"), P(None, "x", "y"), "reduce_scatter"),
+    Layout("reduce", "bshk,hkd->bsd", P("x", None, None, "y"), P(None, "y"), P("x"), "all_reduce"),
+    Layout("reduce over two dimensions", "bsd,bsf->df", P("x", "y"), P("x", "y"), P(), "all_reduce"),
+    Layout("scatter over two dimensions", "bsd,bsf->df", P("x", "y"), P("x", "y"), P(("x", "y")), "reduce_scatter"),
+    Layout("contraction of one operand", "bshk,hkd->bsd", P("x", None, "y"), P(), P("x", "y"), "reduce_scatter"),
+    Layout("a vector", "d,df->f", P("y"), P("y"), P("y"), "reduce_scatter"),
+    Layout("an inner product", "ab,ab->", P("x", "y"), P("x", "y"), P(), "all_reduce"),
+    Layout("both columns", "bd,dhk->bhk", P(), P(None, "x", "y"), P(None, "x", "y"), "local", can_default=True),
+    Layout("an outer product", "ab,cd->abcd", P("x"), P(None, "y"), P("x", None, None, "y"), "local", can_default=True),
+    Layout("finer", "bsd,dhk->bshk", P(), P(), P("x", None, None, "y"), "local"),
+    Layout(
+        "transposed operand", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local", can_default=True
+    ),
+    Layout("gathered rows", "bsd,dk->bsk", P("x", "y"), P(), P("x"), "local", ("all-gather",)),
+    Layout("gathered columns", "bd,dhk->bhk", P("x"), P(None, None, "y"), P("x"), "local", ("all-gather",)),
+    Layout("grid", "mk,kn->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
+    Layout("grid of transposed operands", "km,nk->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
+    # Batch dimensions.
+    Layout("batch", "bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y"), "local", can_default=True),
+    Layout("batch of one operand", "bmk,bkn->bmn", P("x"), P(), P("x"), "local"),
+    Layout("finer batch", "bmk,bkn->bmn", P(), P(), P(("x", "y")), "local"),
+    Layout("batch, gathered", "mbk,kbn->bmn", P("y", "x"), P(None, "x", "y"), P("x", None, "y"), "all_gather"),
+    Layout("batch, scattered", "mkb,bnk->bmn", P(None, "y", "x"), *[P("x", None, "y")] * 2, "reduce_scatter"),
+    Layout("batch, reduced", "bmk,bkn->bmn", P("x", None, "y"), P("x", "y"), P("x"), "all_reduce"),
+    Layout("batch of grids", "bmk,bkn->bmn", *[P(None, "x", "y")] * 3, "grid"),
+)
+BY_NAME = {layout.id: layout for layout in LAYOUTS}
+SOME = [
+    BY_NAME[name]
+    for name in (
+        *("gather seq", "scatter size", "reduce over two dimensions", "transposed operand", "batch, gathered"),
+        "gathered columns",
+    )
+]
+MESH = cases.BY_NAME["local"]
+
+
+def product_of(layout, function="dot_general", **options):
+    numbers, order = numbers_of(layout.subscripts)
+    if function == "einsum":
+        return lambda a, b: jaxmp.einsum(layout.subscripts, a, b, out_sharding=layout.out, **options)
+    assert order == layout.subscripts.split("->")[1], "the result's indices are in dot_general's order"
+    return lambda a, b: jaxmp.dot_general(a, b, numbers, out_sharding=layout.out, **options)
+
+
+def placed(mesh, layout, values):
+    return [cases.put(x, mesh, spec) for x, (_, spec) in zip(values, layout.operands, strict=False)]
+
+
+def check(layout, got, values):
+    np.testing.assert_array_equal(np.asarray(got), np.einsum(layout.subscripts, *values))
+    wanted = NamedSharding(got.sharding.mesh, layout.out)
+    assert got.sharding.is_equivalent_to(wanted, got.ndim), f"{got.sharding.spec} instead of {layout.out}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_explicit_axes(layout, rng):
+    """Right, placed as asked for, one call of the pattern, and no communication beside it that nobody asked for."""
+    cases.require(None)
+    values, mesh = layout.values(rng), MESH.jax_mesh()
+    with jax.set_mesh(mesh):
+        f = product_of(layout, implementation="host" if layout.is_batch else None)  # by itself XLA's: test_batches
+        arguments = placed(mesh, layout, values)
+        compiled = jax.jit(f).lower(*arguments).compile()
+        check(layout, compiled(*arguments), values)
+        rows = [row for row in jaxmp.explain(f)(*arguments).rows if row.operation == "matmul"]
+    text = compiled.as_text()
+    assert calls_of(text) == [layout.pattern]
+    assert tuple(collectives_of(text)) == layout.collectives
+    assert not other_products_of(text)
+    assert [row.pattern for row in rows] == [layout.pattern]
+
+
+def test_eager_calls(rng):
+    """Also with the types' own result, which lies where `lax.dot_general` puts it."""
+    cases.require(None)
+    mesh, auto = MESH.jax_mesh(), MESH.jax_mesh(AxisType.Auto)
+    for layout in SOME:
+        values = layout.values(rng)
+        with jax.set_mesh(mesh):
+            check(layout, product_of(layout)(*placed(mesh, layout, values)), values)
+        f = product_of(layout, "einsum", in_shardings=(layout.lhs, layout.rhs), mesh=auto)
+        check(layout, f(*placed(auto, layout, values)), values)
+    for layout in (layout for layout in LAYOUTS if layout.can_default):
+        values, (numbers, _) = layout.values(rng), numbers_of(layout.subscripts)
+        with jax.set_mesh(mesh):
+            arguments = placed(mesh, layout, values)
+            got = jaxmp.dot_general(*arguments, numbers)
+            assert jax.typeof(got).sharding == jax.typeof(lax.dot_general(*arguments, numbers)).sharding
+        check(layout, got, values)
+
+
+def all_layouts(mesh, layouts, rng, program):
+    """What one compiled program makes of every layout."""
+    values = [layout.values(rng) for layout in layouts]
+    given = [placed(mesh, layout, x) for layout, x in zip(layouts, values, strict=True)]
+    run = cases.quick_jit(lambda given: [program(layout)(*x) for layout, x in zip(layouts, given, strict=True)])
+    with jax.set_mesh(mesh):
+        return zip(layouts, run(given), given, values, strict=True)
+
+
+@pytest.mark.parametrize("mode", ["in_shardings", "bare jit"])
+def test_automatic_axes(mode, rng):
+    """XLA's partitioner chooses under a bare jit; there `out_sharding` is a constraint."""
+    cases.require(None)
+    mesh = MESH.jax_mesh(AxisType.Auto)
+
+    def product(layout):
+        options = {} if mode == "bare jit" else {"in_shardings": (layout.lhs, layout.rhs), "mesh": mesh}
+        return product_of(layout, **options)
+
+    layouts = [layout for layout in LAYOUTS if mode != "bare jit" or layout.pattern != "grid"]
+    for layout, got, _, values in all_layouts(mesh, layouts, rng, product):
+        check(layout, got, values)
+
+
+def test_gradients(rng):
+    """Integers stay exact through both gradients of a quadratic loss; each lies as its operand does."""
+    cases.require(None)
+
+    def gradient(f):
+        return jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1))
+
+    found = all_layouts(MESH.jax_mesh(), LAYOUTS, rng, lambda layout: gradient(product_of(layout)))
+    for layout, got, given, values in found:
+        want = gradient(functools.partial(jnp.einsum, layout.subscripts))(*values)
+        for x, y, operand in zip(got, want, given, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), y, err_msg=layout.id)
+            assert x.sharding.is_equivalent_to(operand.sharding, x.ndim), layout.id
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["lhs", "rhs", "both"])
+def test_vmap(in_axes, rng):
+    cases.require(None)
+    mesh, given, want = MESH.jax_mesh(), [], []
+    for layout in SOME:
+        values, operands = layout.values(rng), list(layout.operands)[:2]
+        values = [x if axis is None else np.stack([x, -x, 2 * x]) for x, axis in zip(values, in_axes, strict=True)]
+        specs = [spec if axis is None else P(None, *spec) for axis, (_, spec) in zip(in_axes, operands, strict=True)]
+        given.append([cases.put(x, mesh, spec) for x, spec in zip(values, specs, strict=True)])
+        want.append(jax.vmap(functools.partial(jnp.einsum, layout.subscripts), in_axes)(*values))
+    with jax.set_mesh(mesh):
+        got = cases.quick_jit(
+            lambda given: [jax.vmap(product_of(layout), in_axes)(*x) for layout, x in zip(SOME, given, strict=True)]
+        )(given)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+# Products of shards, as (subscripts, specs of lhs, rhs and the result).
+LOCAL = (
+    ("bsd,dhk->bshk", P("x", "y"), P(), P("x", "y")),
+    ("bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y")),
+    ("sbd,fds->sbf", P("x", "y"), P(None, None, "x"), P("x", "y")),
+)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
+@pytest.mark.parametrize(("subscripts", "lhs", "rhs", "out"), LOCAL, ids=[row[0] for row in LOCAL])
+def test_inside_shard_map_the_product_is_local(subscripts, lhs, rhs, out, check_vma, rng):
+    cases.require(None)
+    layout = Layout("", subscripts, lhs, rhs, out, "local")
+    numbers, _ = numbers_of(subscripts)
+    values, mesh = layout.values(rng), MESH.jax_mesh(AxisType.Auto)
+    body = functools.partial(jaxmp.dot_general, dimension_numbers=numbers)
+    f = jax.shard_map(body, mesh=mesh, in_specs=(lhs, rhs), out_specs=out, check_vma=check_vma)
+    check(layout, jax.jit(f)(*values), values)
+    got = jax.jit(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(*values)
+    want = jax.grad(lambda a, b: jnp.sum(lax.dot_general(a, b, numbers) ** 2), (0, 1))(*values)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_types_and_precision_are_those_of_matmul(rng):
+    cases.require(None)
+    a, b = (integers(rng, 4, 4).astype(jnp.bfloat16) for _ in range(2))
+    numbers = (((1,), (0,)), ((), ()))
+    assert jaxmp.dot_general(a, b, numbers).dtype == jnp.bfloat16
+    wide = jaxmp.dot_general(a, b, numbers, "highest", jnp.float32)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, a.astype(np.float32) @ b.astype(np.float32))
+    np.testing.assert_array_equal(jaxmp.einsum("ij,jk->ik", a, b, preferred_element_type=jnp.float32), wide)
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 8)), ((4, 0), (0, 8)), ((0, 0), (0, 0))], ids=str)
+def test_empty_operands(shapes):
+    cases.require(None)
+    mesh = MESH.jax_mesh()
+    lhs, rhs = (np.ones(shape, np.float32) for shape in shapes)
+    layout = Layout("", "mk,kn->mn", P("x", "y"), P("y"), P("x"), "all_reduce")
+    with jax.set_mesh(mesh):
+        check(layout, jax.jit(product_of(layout))(*placed(mesh, layout, (lhs, rhs))), (lhs, rhs))
+
+
+def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
+    """Dimensions that lie together, in either order, cost no transposition."""
+    cases.require(None)
+    for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
+        numbers, _ = numbers_of(subscripts)
+        lhs, rhs = (integers(rng, *(4 for _ in letters)) for letters in subscripts.split("->")[0].split(","))
+        jaxpr = jax.make_jaxpr(functools.partial(jaxmp.dot_general, dimension_numbers=numbers))(lhs, rhs)
+        assert "transpose[" not in str(jaxpr), subscripts
+
+
+def test_explain_counts_the_calls_of_a_batch():
+    cases.require(None)
+    x = jax.ShapeDtypeStruct((2, 3, 4, 5), "float32")
+    (row,) = jaxmp.explain(lambda a, b: jaxmp.einsum("bhqd,bhkd->bhqk", a, b))(x, x).rows
+    assert (row.count, row.pattern, row.local_shapes) == (6, "local", ((4, 5), (4, 5), (4, 4)))
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+def test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction(which, rng):
+    """And nothing is gathered, whichever of the two it is."""
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    lhs, rhs = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
+    specs = {"lhs": (P(None, "x"), P(None, None)), "rhs": (P(None, None), P("x", None))}[which]
+
+    def product(lhs, rhs):
+        return jaxmp.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), out_sharding=P(None, None))
+
+    with jax.set_mesh(mesh):
+        placed = [cases.put(x, mesh, spec) for x, spec in zip((lhs, rhs), specs, strict=True)]
+        (row,) = jaxmp.explain(product)(*placed).rows
+        d = jax.jit(product)(*placed)
+    assert row.pattern == "all_reduce"
+    np.testing.assert_array_equal(np.asarray(d), lhs @ rhs)
+
+
+def test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings(rng):
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
+    options = {"in_shardings": (P(None, "y"), P("x", None)), "out_sharding": P("x", "y"), "mesh": mesh}
+
+    def product(b, a):
+        return jaxmp.einsum("kn,mk->mn", b, a, **options)
+
+    placed = cases.put(b, mesh, P(None, "y")), cases.put(a, mesh, P("x", None))
+    np.testing.assert_array_equal(np.asarray(jax.jit(product)(*placed)), a @ b)
+    assert calls_of(compiled_text(product, *placed)) == ["local"]

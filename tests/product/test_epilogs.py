@@ -1,0 +1,217 @@
+"""Epilogs beyond the table (test_table.py): masks of odd columns on odd grids, extreme values, cuBLASMp's numbers.
+
+What would be silently wrong without it: a mask bit of the neighbouring column, and with it half of every gradient
+beside a relu that is right; a gelu of the wrong form (the erf and the tanh form differ by 5e-4).
+"""
+
+import functools
+
+import bounds
+import cases
+import drawn
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+import suite
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+EXPLICIT = modes.BY_ID["explicit"]
+
+# Process rows and columns, and m, n and k per shard. A mask has eight columns of d in a byte: where b is stored
+# transposed, its columns are shared by another number of devices than d's, so pieces end anywhere within a byte.
+GRIDS = (
+    (1, 2, (3, 5, 2)),
+    (2, 1, (3, 13, 2)),
+    (4, 1, (2, 33, 3)),
+    (1, 4, (3, 9, 2)),
+    (7, 1, (8, 1, 2)),
+    (3, 2, (2, 11, 2)),
+    (2, 4, (3, 65, 1)),
+    (2, 2, (3, 129, 2)),
+)
+OF_MASKS = (Epilog.RELU_AUX, Epilog.RELU_AUX_BIAS, Epilog.DRELU, Epilog.DRELU_BGRAD)
+MASKED = [
+    pytest.param(
+        cases.BY_NAME["grid"].replace(mesh=(("x", rows), ("y", cols)), per_shard=shape, transposition=transposition),
+        *(epilog, options),
+        id=f"{rows}x{cols}-{transposition}-{epilog.name}-{'-'.join(options.values())}",
+    )
+    for rows, cols, shape in GRIDS
+    for transposition in cases.TRANSPOSITIONS
+    for epilog in OF_MASKS
+    for options in ({}, {"implementation": "xla"}, {"batch": "both"}, {"determinism": "batch"})
+]
+
+
+def of_masks(case, epilog, options):
+    return (case.mesh, case.transposition), (case.mesh, epilog), (case.transposition, str(options))
+
+
+@pytest.mark.small("values", of=of_masks)
+@pytest.mark.parametrize(("case", "epilog", "options"), MASKED)
+def test_masks_and_gradients_are_exact(case, epilog, options, rng):
+    trial = suite.Trial(case.replace(epilog=epilog), **options)
+    drawn.check_on(trial, ["integers"], rng)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 127, 128, 129, 300])
+def test_the_relu_mask_has_one_bit_per_column_and_zeros_behind(columns, rng):
+    """Columns that end within a byte, at a byte and at the padding to 128 bits."""
+    case = cases.BY_NAME[("local", "ag-data", "ar-data", "grid")[columns % 4]].replace(per_shard=(2, columns, 2))
+    case = case.replace(epilog=Epilog.RELU_AUX)
+    drawn.check_on(suite.Trial(case), ["integers", "normal"], rng)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
+    cases.require(implementation)
+    a, b = jnp.zeros((2, 3)), jnp.ones((3, 4))
+    f = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX, implementation=implementation)
+    d, aux = f(a, b)
+    assert not np.any(d)
+    assert not np.any(aux["relu_aux"])
+    assert not np.any(jax.grad(lambda a: f(a, b)[0].sum())(a))
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
+def test_activations_of_extreme_values(epilog, implementation):
+    """Large values pass or vanish without overflow; NaN stays NaN."""
+    cases.require(implementation)
+    z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
+    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_gelu_is_the_tanh_form(implementation):
+    cases.require(implementation)
+    z = np.linspace(-6, 6, 1001, dtype=np.float32)[None]
+    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=Epilog.GELU, implementation=implementation)
+    z = z.astype(np.float64)
+    want = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    # In float32 1 + tanh may cancel for negative z, so the error allowed is relative to z rather than to gelu(z).
+    bounds.judge("gelu", d, want, 4 * bounds.unit_roundoff("float32") * np.abs(z))
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_complex_bias_c_and_scalars(case, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(3, 5, 2), dtype="complex64", conjugation=(True, False))
+    mode = EXPLICIT
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = (rng.integers(-9, 9, s) + 1j * rng.integers(-9, 9, s) for s in ((m, n), (n,)))
+    with mode.scope(case):
+        f = mode.product(case, alpha=2 - 1j, beta=1 + 3j, epilog=Epilog.BIAS)
+        x = zip((a, b, c.astype(a.dtype), bias.astype(a.dtype)), (*case.stored, case.out, P(case.out[1])), strict=True)
+        d = mode.run(f, *(mode.put(case, v, s) for v, s in x))
+    np.testing.assert_array_equal(np.asarray(d), (2 - 1j) * (a.conj() @ b) + (1 + 3j) * c + bias)
+
+
+@pytest.mark.parametrize("name", ["ar-data", "local"])
+def test_allreduce_is_what_the_pattern_does(name, rng):
+    """Joined with every epilog and alone, on the pattern that it names and on a single rank."""
+    cases.require(None)
+    mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
+
+    def program(given):
+        return [
+            mode.product(case, epilog=bit | epilog)(x["a"], x["b"], **{k: x[k] for k in ("bias", *AUX) if k in x})
+            for bit in (Epilog.ALLREDUCE, Epilog.NONE)
+            for (case, epilog), x in zip(todo, given, strict=True)
+        ]
+
+    todo, given = [], []
+    for epilog in cases.EPILOGS:
+        transposition = "TN" if epilog == Epilog.BGRADA else "NN"
+        case = cases.BY_NAME[name].replace(per_shard=(3, 5, 2), transposition=transposition, epilog=epilog)
+        trial = suite.Trial(case, mode=mode.id)
+        where = suite.specs(trial)
+        todo.append((case, epilog))
+        given.append({k: mode.put(case, v, where[k]) for k, v in suite.draw(trial, rng).items()})
+    with mode.scope(todo[0][0]):
+        results = mode.run(program, given)
+    jax.tree.map(np.testing.assert_array_equal, results[: len(todo)], results[len(todo) :])
+
+
+AUX = ("relu_aux", "gelu_aux")
+
+
+def test_the_derivative_of_gelu_far_out_is_that_of_relu():
+    z = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.nan], np.float32)
+    for implementation in cases.IMPLEMENTATIONS:
+        cases.require(implementation)
+        d = jaxmp.matmul(
+            jnp.ones((1, 2)),
+            jnp.ones((2, 7)),
+            epilog=Epilog.DGELU,
+            epilog_inputs={"gelu_aux": jnp.asarray(z)[None]},
+            implementation=implementation,
+        )
+        np.testing.assert_array_equal(np.asarray(d)[0], np.where(np.isnan(z), np.nan, 2 * (z > 0)))
+
+
+@pytest.mark.parametrize("name", ["local", "rs-transposed", "ag-transposed"])
+def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
+    """Also where XLA applies it: to a product that is computed transposed, and, with k = 0, to a sum over nothing."""
+    cases.require(None)
+    far = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.inf, np.nan], np.float32)
+    case, mode = cases.BY_NAME[name].replace(per_shard=(1, len(far), 1)), modes.BY_ID["explicit"]
+    m, n, k = case.extents
+    z = np.broadcast_to(np.tile(far, n // len(far)), (m, n))
+
+    def program(a, b, nothing, z):
+        def d(a, b, z, **options):
+            return mode.product(case, beta=1.0, **options)(a, b, c=z).sum()
+
+        def of_aux(aux):
+            return mode.product(case, epilog=Epilog.DGELU)(a, b, gelu_aux=aux).sum()
+
+        of_c = functools.partial(jax.grad(d, 2), epilog=Epilog.GELU)
+        return of_c(a, b, z), of_c(*nothing, z), jax.grad(of_aux)(z)
+
+    with mode.scope(case):
+        a, b = (
+            mode.put(case, np.zeros((m, k), np.float32), case.a),
+            mode.put(case, np.zeros((k, n), np.float32), case.b),
+        )
+        nothing = [mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, 0), case.a), ((0, n), case.b))]
+        *of_c, of_aux = mode.run(program, a, b, nothing, mode.put(case, z, case.out))
+    for got in of_c:
+        np.testing.assert_array_equal(got, np.where(np.isnan(z), np.nan, z > 0))
+    np.testing.assert_array_equal(of_aux, np.where(np.isnan(z), np.nan, 0))
+
+
+def test_the_numbers_are_those_of_cublasmp():
+    """cublasmp.h 0.10, cublasMpMatmulEpilogue_t."""
+    numbers = {
+        "DEFAULT": 0, "ALLREDUCE": 1, "RELU": 2, "RELU_AUX": 2 | 128, "BIAS": 4, "RELU_BIAS": 2 | 4,
+        "RELU_AUX_BIAS": 2 | 4 | 128, "DRELU": 8 | 128, "DRELU_BGRAD": 8 | 16 | 128, "GELU": 32, "GELU_AUX": 32 | 128,
+        "GELU_BIAS": 32 | 4, "GELU_AUX_BIAS": 32 | 4 | 128, "DGELU": 64 | 128, "DGELU_BGRAD": 64 | 16 | 128,
+        "BGRADA": 256, "BGRADB": 512,
+    }  # fmt: skip
+    assert {name: member.value for name, member in Epilog.__members__.items() if name != "NONE"} == numbers
+    assert Epilog.NONE is Epilog.DEFAULT
+
+
+def test_a_bias_that_ranks_share_beside_weights_of_their_own(rng):
+    """The call of the weights' gradient sums over no ranks here, and the bias's has to."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b, bias, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 3), (2, 3, 4), (4,), (2, 5, 4)))
+
+    def layer(a, b, bias):
+        return jaxmp.matmul(a, b[0], epilog=Epilog.BIAS, epilog_inputs={"bias": bias})[None]
+
+    stacked = P("x", None, None)
+    f = jax.shard_map(layer, mesh=mesh, in_specs=(P(), stacked, P()), out_specs=stacked)
+    db, dbias = jax.jit(jax.grad(lambda b, bias: jnp.sum(w * f(a, b, bias)), (0, 1)))(b, bias)
+    np.testing.assert_array_equal(np.asarray(db), a.T @ w)
+    np.testing.assert_array_equal(np.asarray(dbias), w.sum((0, 1)))

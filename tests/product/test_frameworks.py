@@ -1,0 +1,322 @@
+"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's own layers against theirs.
+
+What would be silently wrong without it: a layer that passes something we ignore, a parameter that starts or is stored
+otherwise, so that a checkpoint loads into another function, a gradient that is one rank's part, a layer that no longer
+is one call.
+"""
+
+import importlib
+import io
+import sys
+
+import bounds
+import cases
+import equinox
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import calls_of, collectives_of, other_products_of
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp.equinox
+import jaxmp.flax
+
+MESH = cases.BY_NAME["local"]
+ROWS, COLUMNS = P("x", "y"), P("x", None, "y")
+BATCH, LENGTH, WIDTH, HIDDEN = 4, 6, 8, 16
+AXIS_TYPES = pytest.mark.parametrize(
+    "axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"]
+)
+
+
+def judge(got, want, dtype="float32", roundings=256):
+    """Both are as far from each other as two roundings of every operation may be.
+
+    Sums of some hundred terms no larger than the largest result: so well conditioned is a small model.
+    """
+    for i, (g, w) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        g, w = (np.asarray(x, np.float32) for x in (g, w))
+        bounds.judge(f"leaf {i}", g, w, np.full(w.shape, roundings * bounds.unit_roundoff(dtype) * np.abs(w).max()))
+
+
+class Mlp(nnx.Module):
+    """Column-parallel, then row-parallel; `out_sharding` only where the axes are explicit."""
+
+    def __init__(self, dot_general, is_explicit, dtype=None):
+        rngs, self.is_explicit = nnx.Rngs(0), is_explicit
+        metadata = [{"out_sharding": (None, "y")}, {"out_sharding": ("y", None)}] if is_explicit else [{}, {}]
+        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "bias_init": nnx.initializers.normal()}
+        self.up = nnx.Linear(WIDTH, HIDDEN, kernel_metadata=metadata[0], **layer)
+        self.down = nnx.Linear(HIDDEN, WIDTH, kernel_metadata=metadata[1], **layer)
+
+    def __call__(self, x):
+        columns, rows = ({"out_sharding": spec} if self.is_explicit else {} for spec in (COLUMNS, ROWS))
+        return self.down(nnx.gelu(self.up(x, **columns)), **rows)
+
+
+class Heads(nnx.Module):
+    """Several features at once, as attention's projections have them."""
+
+    def __init__(self, dot_general, is_explicit, dtype=None):
+        rngs, self.is_explicit = nnx.Rngs(0), is_explicit
+        metadata = [{"out_sharding": (None, "y", None)}, {"out_sharding": ("y", None, None)}]
+        metadata = metadata if is_explicit else [{}, {}]
+        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "use_bias": False}
+        self.split = nnx.LinearGeneral(WIDTH, (4, 3), kernel_metadata=metadata[0], **layer)
+        self.merge = nnx.LinearGeneral((4, 3), WIDTH, axis=(-2, -1), kernel_metadata=metadata[1], **layer)
+
+    def __call__(self, x):
+        columns, rows = ({"out_sharding": spec} if self.is_explicit else {} for spec in (COLUMNS, ROWS))
+        return self.merge(self.split(x, **columns), **rows)
+
+
+@nnx.jit
+def loss_and_gradients(model, x):
+    return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2), argnums=(0, 1))(model, x)
+
+
+def run(model, dot_general, axis_type, x, dtype=None):
+    """[loss, gradients...] on the mesh, or on one device where `axis_type` is None."""
+    if axis_type is None:
+        return jax.tree.leaves(loss_and_gradients(model(dot_general, False, dtype), x))
+    mesh = MESH.jax_mesh(axis_type)
+    with jax.set_mesh(mesh):
+        x = cases.put(x, mesh, ROWS)
+        return jax.tree.leaves(loss_and_gradients(model(dot_general, axis_type == AxisType.Explicit, dtype), x))
+
+
+@pytest.mark.small("values")
+@AXIS_TYPES
+@pytest.mark.parametrize("model", [Mlp, Heads])
+def test_nnx(model, axis_type, rng):
+    cases.require(None)
+    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+    got, want = (run(model, f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
+    judge(got, want)
+    if axis_type == AxisType.Explicit:
+        assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
+
+
+def test_nnx_in_bfloat16_with_float32_parameters(rng):
+    cases.require(None)
+    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+    got, want = (run(Mlp, f, AxisType.Explicit, x, jnp.bfloat16) for f in (jaxmp.dot_general, jax.lax.dot_general))
+    judge(got, want, "bfloat16", 8)
+
+
+def test_nnx_model_that_the_program_makes_itself():
+    """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
+    cases.require(None)
+
+    @nnx.jit(static_argnums=0)
+    def create(dot_general):
+        model = Mlp(dot_general, is_explicit=False)
+        return model, loss_and_gradients(model, jnp.ones((BATCH, LENGTH, WIDTH)))
+
+    with jax.set_mesh(MESH.jax_mesh(AxisType.Auto)):
+        judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
+
+
+def test_nnx_layers_are_the_fused_calls():
+    """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
+    cases.require(None)
+    mesh = MESH.jax_mesh()
+    for model in (Mlp, Heads):
+        with jax.set_mesh(mesh):
+            x = cases.put(np.ones((BATCH, LENGTH, WIDTH), np.float32), mesh, ROWS)
+            graph, state = nnx.split(model(jaxmp.dot_general, True))
+            text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+        assert calls_of(text) == ["all_gather", "reduce_scatter"]
+        assert not collectives_of(text)
+
+
+class LinenMlp(flax.linen.Module):
+    dot_general: object
+
+    @flax.linen.compact
+    def __call__(self, x):
+        x = flax.linen.gelu(flax.linen.Dense(HIDDEN, dot_general=self.dot_general)(x))
+        x = flax.linen.DenseGeneral((4, 4), dot_general=self.dot_general)(x)
+        return flax.linen.DenseGeneral(WIDTH, axis=(-2, -1), dot_general=self.dot_general)(x)
+
+
+@AXIS_TYPES
+def test_linen(axis_type, rng):
+    """Linen's layers have no `out_sharding`, so here they are data-parallel: no contraction is sharded."""
+    cases.require(None)
+    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+
+    def gradients(dot_general):
+        module = LinenMlp(dot_general)
+        params = module.init(jax.random.key(0), x)
+        program = jax.jit(jax.value_and_grad(lambda params, x: jnp.sum(module.apply(params, x) ** 2), (0, 1)))
+        if axis_type is None:
+            return jax.tree.leaves(program(params, x))
+        mesh = MESH.jax_mesh(axis_type)
+        with jax.set_mesh(mesh):
+            params = jax.tree.map(lambda p: cases.put(p, mesh, P()), params)
+            return jax.tree.leaves(program(params, cases.put(x, mesh, ROWS)))
+
+    judge(gradients(jaxmp.dot_general), gradients(jax.lax.dot_general))
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
+def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
+    cases.require(None)
+    x, w, bias = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 6), (6, 6), (6,)))
+    kept, bias_kept = kind(jnp.asarray(w)), kind(jnp.asarray(bias))
+    for got, want in (
+        (jaxmp.matmul(x, kept), x @ w),
+        (jaxmp.linear(x, kept, bias_kept), x @ w + bias),
+        (jaxmp.mlp(x, kept, bias_kept, kept, None, activation="relu"), np.maximum(x @ w + bias, 0) @ w),
+        (jaxmp.einsum("ij,jk->ik", x, kept), x @ w),
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+# jaxmp's own layers, against those of the libraries followed by the activation ------------------------------------
+
+IN, OUT = 6, 8
+FEATURES = P("x", None)
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": jax.nn.relu,
+    "gelu_exact": lambda z: jax.nn.gelu(z, False),
+    "silu": jax.nn.silu,
+}
+
+
+def of_nnx(layer, is_explicit, **options):
+    metadata = {"kernel_metadata": {"out_sharding": (None, "y")}, "bias_metadata": {"out_sharding": ("y",)}}
+    options |= metadata if is_explicit else {}
+    return layer(IN, OUT, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
+@AXIS_TYPES
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.small("values")
+def test_nnx_layer(activation, axis_type, dtype, rng):
+    cases.require(None)
+    x, is_explicit = cases.normal(rng, (4, IN), "float32"), axis_type == AxisType.Explicit
+    mesh = None if axis_type is None else MESH.jax_mesh(axis_type)
+
+    def run(layer, act, **options):
+        @nnx.jit
+        def gradients(layer, x):
+            def loss(layer, x):
+                y = act(layer(x, out_sharding=ROWS if is_explicit else None))
+                return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+            return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+        with jax.set_mesh(mesh) if mesh else jax.numpy_dtype_promotion("strict"):
+            placed = cases.put(x, mesh, FEATURES) if mesh else jnp.asarray(x)
+            return gradients(of_nnx(layer, is_explicit, dtype=dtype, **options), placed)
+
+    got = run(jaxmp.flax.Linear, lambda y: y, activation=activation)
+    want = run(nnx.Linear, lambda y: ACTIVATIONS[activation](y))
+    judge(got, want, dtype or "float32", 32)
+
+
+def test_nnx_is_one_call():
+    mesh = MESH.jax_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(of_nnx(jaxmp.flax.Linear, True, activation="gelu"))
+        x = cases.put(np.ones((4, IN), np.float32), mesh, FEATURES)
+        text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+    assert calls_of(text) == ["local"]
+    assert not collectives_of(text)
+    assert not other_products_of(text)
+
+
+def test_nnx_parameters_are_those_of_the_plain_layer():
+    for options in ({}, {"use_bias": False}, {"param_dtype": jnp.bfloat16}):
+        ours = jaxmp.flax.Linear(IN, OUT, activation="silu", rngs=nnx.Rngs(3), **options)
+        plain = nnx.Linear(IN, OUT, rngs=nnx.Rngs(3), **options)
+        assert jax.tree.structure(nnx.state(ours)) == jax.tree.structure(nnx.state(plain))
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(plain))
+    nnx.update(ours, jax.tree.map(lambda x: 0 * x, nnx.state(plain)))
+    assert not np.any(ours.kernel[...])
+
+
+def test_nnx_takes_no_other_product():
+    with pytest.raises(ValueError, match="dot_general is jaxmp's own"):
+        jaxmp.flax.Linear(2, 3, dot_general=lambda *args, **options: None, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.small("values")
+def test_equinox(activation, dtype, rng):
+    """A vector, under vmap, and rows at once; a plain layer's leaves are loaded from a file first."""
+    cases.require(None)
+    plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
+    ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
+    file = io.BytesIO()
+    equinox.tree_serialise_leaves(file, plain)
+    file.seek(0)
+    ours = equinox.tree_deserialise_leaves(file, ours)
+    x = jnp.asarray(cases.normal(rng, (4, IN), dtype))
+
+    def gradients(layer, apply):
+        loss = lambda layer, x: (jnp.sum((y := apply(layer, x)).astype(jnp.float32) ** 2), y)  # noqa: E731
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(layer, x))
+
+    want = gradients(plain, lambda layer, x: ACTIVATIONS[activation](jax.vmap(layer)(x)))
+    judge(gradients(ours, lambda layer, x: jax.vmap(layer)(x)), want, dtype, 32)
+    judge(gradients(ours, lambda layer, x: layer(x)), want, dtype, 32)
+
+
+def test_equinox_parameters_are_those_of_the_plain_layer():
+    for options in ({}, {"use_bias": False}, {"dtype": jnp.bfloat16}):
+        ours = jaxmp.equinox.Linear(IN, OUT, activation="silu", key=jax.random.key(3), **options)
+        plain = equinox.nn.Linear(IN, OUT, key=jax.random.key(3), **options)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(plain))
+        assert ours.activation == "silu"
+
+
+def test_equinox_scalars_and_an_activation_that_learns():
+    cases.require(None)
+    for sizes in (("scalar", 3), (3, "scalar"), ("scalar", "scalar")):
+        ours = jaxmp.equinox.Linear(*sizes, activation="tanh", key=jax.random.key(4))
+        plain = equinox.nn.Linear(*sizes, key=jax.random.key(4))
+        x = jnp.ones(() if sizes[0] == "scalar" else 3)
+        judge(ours(x), jnp.tanh(plain(x)))
+    with pytest.raises(ValueError, match="x must have scalar shape"):
+        ours(jnp.ones(2))
+    learns = equinox.nn.PReLU(0.5)
+    ours = jaxmp.equinox.Linear(3, 4, activation=learns, key=jax.random.key(5))
+    plain = equinox.nn.Linear(3, 4, key=jax.random.key(5))
+    x = jnp.ones(3)
+    got = equinox.filter_grad(lambda layer: layer(x).sum())(ours)
+    want = equinox.filter_grad(lambda layers: layers[1](layers[0](x)).sum())((plain, learns))
+    judge(got, want)
+
+
+def test_equinox_on_an_explicit_mesh():
+    mesh = MESH.jax_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        layer = jaxmp.equinox.Linear(IN, OUT, activation="silu", key=jax.random.key(0))
+        placed = equinox.tree_at(
+            lambda layer: (layer.weight, layer.bias),
+            layer,
+            (cases.put(layer.weight, mesh, P("y", None)), cases.put(layer.bias, mesh, P("y"))),
+        )
+        x = jnp.ones((4, IN))
+        y = placed(cases.put(x, mesh, FEATURES), out_sharding=ROWS)
+    assert jax.typeof(y).sharding.spec == ROWS
+    judge(y, layer(x))
+
+
+@pytest.mark.parametrize("library", ["flax", "equinox"])
+def test_a_missing_library_is_named(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"jaxmp.{library}")
+    with pytest.raises(ImportError, match=f"jaxmp.{library} needs .* run `pip install '?{library}"):
+        importlib.import_module(f"jaxmp.{library}")

@@ -1,0 +1,265 @@
+"""What the compiled program holds: our calls, and no collective that nobody asked for.
+
+Numbers cannot show this: a product whose operands XLA gathered first is right, and as slow as if jaxmp did not exist.
+"""
+
+import functools
+from collections import Counter
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from compiled import calls_of, collectives_of, compiled_text, other_products_of
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+from jaxmp._src.runtime import native
+
+# Case: what forward, gradient in a and gradient in b compile to, as (patterns of our calls, XLA's collectives).
+# The gradient of a gathered product in its rows is a reduce-scatter and the other way round. The other gradient
+# contracts over gathered rows: one all-gather that explain names. Where data-parallel groups share an operand, the sum
+# over them is part of the call ("all_reduce"). A grid is closed under transposition.
+COMPILED = {
+    "local": ((["local"], []), (["all_reduce"], []), (["all_reduce"], [])),
+    # Replicated operands are sliced for nothing; their gradients have to become replicated again.
+    "local-sliced": ((["local"], []), (["all_reduce"], ["all-gather"]), (["all_reduce"], ["all-gather"])),
+    "ag": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
+    "ag-data": ((["all_gather"], []), (["reduce_scatter"], []), (["all_reduce"], ["all-gather"])),
+    "ag-two-axes": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
+    "ag-transposed": ((["all_gather"], []), (["local"], ["all-gather"]), (["reduce_scatter"], [])),
+    "rs": ((["reduce_scatter"], []), (["all_gather"], []), (["local"], ["all-gather"])),
+    "rs-data": ((["reduce_scatter"], []), (["all_gather"], []), (["all_reduce"], ["all-gather"])),
+    "rs-two-axes": ((["reduce_scatter"], []), (["all_gather"], []), (["local"], ["all-gather"])),
+    "rs-transposed": ((["reduce_scatter"], []), (["local"], ["all-gather"]), (["all_gather"], ["all-reduce"])),
+    "ar": ((["all_reduce"], []), (["local"], []), (["local"], [])),
+    "ar-data": ((["all_reduce"], []), (["local"], []), (["all_reduce"], [])),
+    "ar-two-axes": ((["all_reduce"], []), (["local"], []), (["local"], [])),
+    "grid": ((["grid"], []), (["grid"], []), (["grid"], [])),
+    "grid-2x4": ((["grid"], []), (["grid"], []), (["grid"], [])),
+    # Each device multiplies what it has, and the result is gathered: the other way, each would compute all of it.
+    "gather-a": ((["local"], ["all-gather"]), (["local"], []), (["all_reduce"], [])),
+    "gather-b": ((["local"], ["all-gather"]), (["all_reduce"], []), (["local"], [])),
+}
+PROGRAMS = ("forward", "gradient in a", "gradient in b")
+SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]
+
+
+def programs(mode, case, **options):
+    """(program, arguments) by name; the gradients are those of a weighted sum."""
+    rng = np.random.default_rng(0)
+    m, n, _ = case.extents
+    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    w = mode.put(case, cases.normal(rng, (m, n), case.dtype), case.out)
+    f = mode.product(case, **options)
+
+    def gradient(argument):
+        return lambda a, b, w: jax.grad(lambda a, b: jnp.sum(w * f(a, b)), argument)(a, b)
+
+    return dict(zip(PROGRAMS, ((f, (a, b)), (gradient(0), (a, b, w)), (gradient(1), (a, b, w))), strict=True))
+
+
+def check_compiled(mode, case, name):
+    cases.require(None)
+    case = case.replace(per_shard=(4, 4, 4))
+    with mode.scope(case):
+        program, arguments = programs(mode, case)[name]
+        text = compiled_text(program, *arguments)
+        rows = jaxmp.explain(program)(*arguments).rows
+    calls, collectives = COMPILED[case.name][PROGRAMS.index(name)]
+    assert calls_of(text) == calls
+    assert collectives_of(text) == collectives
+    assert not other_products_of(text)
+    named = Counter(row.operation.replace("_", "-") for row in rows if not row.operation.startswith("matmul"))
+    named["all-gather"] += named.pop("reshard", 0)
+    assert +named == Counter(collectives), "explain names every collective, and no other"
+    assert sorted(row.pattern for row in rows if row.operation.startswith("matmul")) == calls
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED]))
+def test_explicit_axes(case, name):
+    check_compiled(modes.BY_ID["explicit"], case, name)
+
+
+# With auto axes XLA chooses where the gradient of a replicated operand lies, so nothing has to gather it.
+@pytest.mark.small("values", of=lambda case, name: (case, (case.pattern, case.computes_transposed, name)))
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"]))
+def test_in_shardings(case, name):
+    check_compiled(modes.BY_ID["in_shardings"], case, name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if SHARD_MAP[0].serves(c)]))
+def test_inside_shard_map(case, name):
+    check_compiled(SHARD_MAP[0], case, name)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.MATRIX if not case.gathers]))
+def test_no_forward_product_communicates_beside_the_call(case, transposition):
+    cases.require(None)
+    case = case.replace(transposition=transposition, per_shard=(4, 4, 4))
+    mode = modes.BY_ID["in_shardings"]
+    program, arguments = programs(mode, case, epilog=Epilog.GELU)["forward"]
+    text = compiled_text(program, *arguments)
+    assert calls_of(text) == [case.pattern]
+    assert not collectives_of(text)
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_xla_is_made_of_collectives_and_no_call(case):
+    case = case.replace(per_shard=(4, 4, 4))
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        program, arguments = programs(mode, case, implementation="xla")["forward"]
+        text = compiled_text(program, *arguments)
+    assert not calls_of(text)
+    assert bool(collectives_of(text)) == (case.name != "local")
+
+
+def test_a_layer_of_two_products_and_its_gradients():
+    """Tensor parallelism as in a transformer's MLP: AG forward and RS forward, and what their gradients become."""
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
+    mesh = case.jax_mesh()
+    up, down = cases.BY_NAME["ag-data"], cases.BY_NAME["rs-data"]
+
+    def loss(x, w1, w2):
+        hidden = jaxmp.linear(x, w1, activation="gelu", out_sharding=up.out)
+        return jnp.sum(jaxmp.linear(hidden, w2, out_sharding=down.out) ** 2)
+
+    with jax.set_mesh(mesh):
+        x = cases.put(np.ones((8, 4), np.float32), mesh, up.a)
+        w1, w2 = (
+            cases.put(np.ones((4, 8), np.float32), mesh, up.b),
+            cases.put(np.ones((8, 4), np.float32), mesh, down.b),
+        )
+        text = compiled_text(jax.grad(loss, (0, 1, 2)), x, w1, w2)
+    # up, down, their two gradients in x, their two gradients in w.
+    assert calls_of(text) == sorted(["all_gather", "reduce_scatter"] * 2 + ["all_reduce"] * 2)
+    assert collectives_of(text) == ["all-gather"] * 2
+    assert not other_products_of(text)
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_the_gradient_of_a_bias_is_a_part_of_the_weight_gradient(case):
+    """It adds neither a call nor a collective to what the gradient in b compiles to."""
+    cases.require(None)
+    case, mode = case.replace(per_shard=(4, 4, 4)), modes.BY_ID["explicit"]
+    calls, collectives = COMPILED[case.name][2]
+    with mode.scope(case):
+        _, (a, b, w) = programs(mode, case)["gradient in b"]
+        bias = mode.put(case, np.ones(case.extents[1], np.float32), case.spec_of("bias"))
+        f = mode.product(case, epilog=Epilog.BIAS)
+        gradient = jax.grad(lambda b, bias: jnp.sum(w * f(a, b, bias=bias)), (0, 1))
+        text = compiled_text(gradient, b, bias)
+    assert calls_of(text) == calls
+    assert collectives_of(text) == collectives
+    assert not other_products_of(text)
+
+
+def test_the_gradient_of_an_mlp():
+    """Six calls, and the two gathers of rows that cuBLASMp cannot fuse: nothing is summed beside the calls."""
+    cases.require(None)
+    case = cases.BY_NAME["ag"].replace(per_shard=(4, 4, 4))
+    (axis, size), *_ = case.mesh
+    rows, columns = P(axis, None), P(None, axis)
+    shapes = (
+        ((4 * size, 8), rows),
+        ((8, 4 * size), columns),
+        ((4 * size,), P(axis)),
+        ((4 * size, 8), rows),
+        ((8,), P()),
+    )
+    mesh = case.jax_mesh()
+    with jax.set_mesh(mesh):
+        operands = [cases.put(np.ones(shape, np.float32), mesh, spec) for shape, spec in shapes]
+
+        def loss(*operands):
+            return jnp.sum(jaxmp.mlp(*operands, activation="gelu", out_sharding=rows) ** 2)
+
+        text = compiled_text(jax.grad(loss, range(5)), *operands)
+    assert calls_of(text) == sorted(["all_gather", "reduce_scatter"] * 2 + ["local"] * 2)
+    assert collectives_of(text) == ["all-gather"] * 2
+    assert not other_products_of(text)
+
+
+def test_a_profile_names_what_a_call_computes():
+    a, b = np.ones((6, 4), np.float32), np.ones((4, 5), np.float32)
+    for level, kernel in (("run_to_run", native.kernel_of("f32")), ("topology", "one order of sums")):
+        text = compiled_text(lambda a, b, level=level: jaxmp.matmul(a, b, determinism=level), a, b)
+        call = next(line for line in text.splitlines() if f'custom_call_target="{native.TARGET}"' in line)
+        assert f"/jaxmp local 6x4x5 f32*f32->f32 {level} ({kernel})/" in call
+
+
+def test_a_call_whose_result_is_not_used_is_removed():
+    """Pure primitives: dead calls go, and equal calls are one."""
+    cases.require(None)
+    a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+    def program(a, b):
+        jaxmp.matmul(a, a)
+        return jaxmp.matmul(a, b) + jaxmp.matmul(a, b)
+
+    assert calls_of(compiled_text(program, a, b)) == ["local"]
+
+
+def test_batched_weights_and_biases_are_one_call():
+    """Tangents of a layer come in batches (jacfwd, hessian); they fold into the columns of one product."""
+    cases.require(None)
+    a, b, bias = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.ones((3, 5))
+    f = jax.vmap(lambda b, bias: jaxmp.linear(a, b, bias))
+    text = compiled_text(f, b, bias)
+    assert calls_of(text) == ["local"]
+    assert "while" not in text
+
+
+def test_remat_computes_again_and_saves_nothing_else():
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        _, (a, b) = programs(mode, case)["forward"]
+        f = mode.product(case, epilog=Epilog.GELU)
+        text = compiled_text(jax.grad(lambda a, b: jnp.sum(jax.checkpoint(f)(a, b))), a, b)
+    assert calls_of(text) == ["all_gather", "reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("id_", "name"), [("explicit", "local"), ("explicit", "rs-data"), ("shard_map", "rs-data"), ("no-mesh", "local")]
+)
+def test_a_policy_that_saves_products_saves_ours(id_, name):
+    """JAX's own does not know them."""
+    case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4)), modes.BY_ID[id_]
+    with mode.scope(case):
+        _, (a, b) = programs(mode, case)["forward"]
+        product = mode.product(case, epilog=Epilog.GELU)
+
+        def products(wrap):
+            layer = wrap(lambda a, b: jnp.sin(product(a, b)))
+            return sum(
+                row.operation.startswith("matmul")
+                for row in jaxmp.explain(jax.grad(lambda a, b: jnp.sum(layer(a, b) ** 2), (0, 1)))(a, b).rows
+            )
+
+        kept, again = (
+            products(functools.partial(jax.checkpoint, policy=policy))
+            for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.dots_saveable)
+        )
+        assert kept == products(lambda f: f) == again - 1
+    assert jaxmp.dots_saveable(jax.lax.dot_general_p)
+
+
+def test_the_packed_mask_is_the_residual_of_relu():
+    """One bit per element is kept for the backward pass, not the value ahead of the activation."""
+    cases.require(None)
+    a, b = jnp.ones((64, 48)), jnp.ones((48, 256))
+    _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
+    kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))
+    assert kept == {((64, 256 // 8), "uint8"): 1}

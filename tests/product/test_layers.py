@@ -1,0 +1,237 @@
+"""Layers (`linear`, `mlp`, `gated_mlp`): values and derivatives on every kind of mesh, and what their passes hold.
+
+What would be silently wrong without it: a product that is rounded ahead of its activation, the gate's cotangent in the
+place of the other's, a hidden bias whose gradient misses the rows of other ranks, a second derivative that forgets that
+the first depends on z, an x that travels twice.
+"""
+
+import functools
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layer_cases import ALL, LAYOUTS, MESH, SHAPES, data, operands_of, place, specs_of
+
+import jaxmp
+
+# Transforms: of a layer f and values x.
+
+
+def gradient_of(f, x):
+    operands = operands_of(x)
+    return jax.grad(lambda *operands: jnp.sum(x["ct"] * f(*operands) ** 2), range(len(operands)))
+
+
+def first_order(f, x):
+    """The value, the tangent and every gradient of a weighted sum of the squares."""
+    y, t = jax.jvp(f, operands_of(x), operands_of(x, "t_"))
+    return y, t, gradient_of(f, x)(*operands_of(x))
+
+
+def second_order(f, x):
+    """Forward over reverse, and the Hessian of the bias of the first product."""
+    tangents = operands_of(x, "t_")
+    where = 2 if len(tangents) <= 5 else 4
+    before, after = operands_of(x)[:where], operands_of(x)[where + 1 :]
+    hessian = jax.hessian(lambda b: jnp.sum(x["ct"] * f(*before, b, *after) ** 2))(operands_of(x)[where])
+    return jax.jvp(gradient_of(f, x), operands_of(x), tangents), hessian
+
+
+def rematerialized(f, x):
+    """Gradients, and those of each example of a batch, rematerialized."""
+    f = jax.checkpoint(f)
+    first, *rest = operands_of(x)
+    each = jax.vmap(jax.grad(lambda b, x: jnp.sum(f(x, *rest[:-1], b) ** 2)), (None, 0))
+    return gradient_of(f, x)(first, *rest), each(rest[-1], jnp.stack([first, 2 * first]))
+
+
+def scanned(f, x):
+    def loss(*operands):
+        first, *weights = operands
+        total, _ = jax.lax.scan(lambda y, x: (y + f(x, *weights), None), x["ct"], jnp.stack([first, first]))
+        return jnp.sum(total**2)
+
+    return jax.grad(loss, range(len(operands_of(x))))(*operands_of(x))
+
+
+TRANSFORMS = (first_order, second_order, rematerialized, scanned)
+
+
+# Ways to call.
+
+
+def explicit(layer, mesh, layout, **options):
+    return functools.partial(getattr(jaxmp, layer), out_sharding=specs_of(layer, layout)[1], **options)
+
+
+def in_shardings(layer, mesh, layout, **options):
+    specs, y = specs_of(layer, layout)
+    given = tuple(spec for name, spec in specs.items() if name in ("x", "w", "w_in", "w_out", "w_gate", "w_down"))
+    return functools.partial(getattr(jaxmp, layer), in_shardings=given, out_sharding=y, mesh=mesh, **options)
+
+
+def partitioner(layer, mesh, layout, **options):
+    out = NamedSharding(mesh, specs_of(layer, layout)[1])
+    return functools.partial(getattr(jaxmp, layer), out_sharding=out, **options)
+
+
+def shard_map(layer, mesh, layout, check_vma=True, **options):
+    named = {} if layer == "linear" else {"axis_name": "model"}
+    specs, y = specs_of(layer, layout)
+    body = functools.partial(getattr(jaxmp, layer), **named, **options)
+    in_specs = tuple(spec for name, spec in specs.items() if name != "ct")
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=y, check_vma=check_vma)
+
+
+MODES = {
+    "explicit": explicit,
+    "in_shardings": in_shardings,
+    "partitioner": partitioner,
+    "shard_map": shard_map,
+    "shard_map-unchecked": functools.partial(shard_map, check_vma=False),
+}
+
+
+def expected(layer, transform, x, **options):
+    """What the transform gives in float64, and its majorant."""
+    wide = {name: cases.wide(v) for name, v in x.items()}
+    absolute = {name: np.abs(v) for name, v in wide.items()}
+    f = functools.partial(getattr(reference, layer), **options)
+    with jax.enable_x64(True):
+        want = jax.jit(functools.partial(transform, f))(wide)
+        return want, jax.jit(functools.partial(transform, functools.partial(f, is_majorant=True)))(absolute)
+
+
+def judge(name, got, want, major, dtype="float32"):
+    for i, (g, w, m) in enumerate(zip(*map(jax.tree.leaves, (got, want, major)), strict=True)):
+        assert g.dtype == dtype
+        allowed = bounds.PROGRAM * bounds.unit_roundoff(dtype) * np.asarray(m)
+        bounds.judge(f"{name}[{i}]", g, np.asarray(w), allowed)
+
+
+def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
+    cases.require(None)
+    mesh = MESH.jax_mesh(AxisType.Explicit if mode == "explicit" else AxisType.Auto)
+    x, (specs, _) = data(layer, layout, rng, dtype), specs_of(layer, layout)
+    f = MODES[mode](layer, mesh, layout, activation=activation)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(transform, f))(place(mesh, x, specs))
+    judge(f"{layer} {layout} {mode}", got, *expected(layer, transform, x, activation=activation), dtype)
+
+
+def columns(layer, layout, mode, transform, activation, dtype):
+    """What the small suite covers: pairs with the layer, and every activation, type and layout with each transform."""
+    return (layer, layout), (layer, mode), (layer, transform), (layer, activation, dtype), (layout, transform), dtype
+
+
+ACTIVATIONS = ("relu", "gelu", "gelu_exact", "silu", "tanh", "sigmoid")
+COMBINATIONS = [
+    (layer, layout, mode, transform, activation, dtype)
+    for layer in SHAPES
+    for layout in LAYOUTS
+    for mode in MODES
+    # In shard_map the layers name the axis of tensor parallelism, and a product of its own is local.
+    if mode == "explicit" or (mode == "in_shardings") or layout in ("tensor parallel", "sequence parallel")
+    if not (layer == "linear" and mode.startswith("shard_map") and layout == "sequence parallel")
+    for transform in TRANSFORMS
+    for activation in ACTIVATIONS
+    for dtype in ("float32", "bfloat16")
+    # Of second derivatives with bfloat16's roundings the bound says nothing.
+    if dtype == "float32" or transform is first_order
+]
+
+
+@pytest.mark.small("values", of=columns)
+@pytest.mark.parametrize(("layer", "layout", "mode", "transform", "activation", "dtype"), COMBINATIONS)
+def test_values_and_derivatives(layer, layout, mode, transform, activation, dtype, rng):
+    run(layer, layout, mode, transform, activation, rng, dtype)
+
+
+def integers(rng, shape, dtype):
+    return rng.integers(-2, 3, shape).astype(dtype)
+
+
+def without(f, missing):
+    """f with None in place of some of its operands."""
+    return lambda *operands, **options: f(*(None if i in missing else x for i, x in enumerate(operands)), **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "missing"),
+    [*(("mlp", biases) for biases in ((2, 4), (4,), (2,))), *(("gated_mlp", x) for x in ((4, 5, 6), (5,), (4, 6)))],
+)
+def test_any_bias_may_be_missing(layer, missing, rng):
+    """Of integers with a relu, so equal to the bit."""
+    cases.require(None)
+    mesh, x = MESH.jax_mesh(), data(layer, "sequence parallel", rng, "float32", integers)
+    specs, _ = specs_of(layer, "sequence parallel")
+
+    def of(f, **options):
+        return functools.partial(first_order, functools.partial(without(f, missing), activation="relu", **options))
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(of(getattr(jaxmp, layer), out_sharding=specs["ct"]))(place(mesh, x, specs))
+    jax.tree.map(np.testing.assert_array_equal, got, of(getattr(reference, layer))(x))
+
+
+# With a hidden_sharding: x, the first weights and the last ones, the hidden layer, y. The products of the first three
+# cannot share an x.
+HIDDEN = {
+    "contraction": (P(None, "model"), P("model", None), P(None, None), P(None, None), P(None, None)),
+    "grid": (P("data", "model"), P("data", "model"), P("model", None), P("data", "model"), P("data", None)),
+    "gathered": (P("model", None), P(None, None), P(None, None), P(None, None), P(None, None)),
+    "FSDP": (P(ALL, None), P("model", None), P("model", None), P(ALL, None), P(ALL, None)),
+}
+
+
+@pytest.mark.parametrize("layout", HIDDEN)
+def test_hidden_sharding(layout, rng, monkeypatch):
+    cases.require(None)
+    rows, columns, down, hidden, out = HIDDEN[layout]
+    monkeypatch.setitem(LAYOUTS, "hidden", (rows, columns, P(hidden[-1]), down, P(None), out))
+    mesh = MESH.jax_mesh()
+    for layer in ("mlp", "gated_mlp") if layout == "contraction" else ("gated_mlp",):
+        x, (specs, _) = data(layer, "hidden", rng, "float32", integers), specs_of(layer, "hidden")
+        options = {"hidden_sharding": hidden, "out_sharding": out, "activation": "relu"}
+        with jax.set_mesh(mesh):
+            placed = place(mesh, x, specs)
+            got = jax.jit(functools.partial(first_order, functools.partial(getattr(jaxmp, layer), **options)))(placed)
+            if layer == "mlp":
+                with pytest.raises(ValueError, match=r"contraction of x @ w_in is sharded over .*pass hidden_sharding"):
+                    jaxmp.mlp(*operands_of(placed), activation="gelu")
+        want = first_order(functools.partial(getattr(reference, layer), activation="relu"), x)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_types_without_a_mesh(dtype, implementation, rng):
+    cases.require(implementation)
+    x = data("mlp", "tensor parallel", rng, dtype)
+    with jax.enable_x64(dtype == "float64"):
+        f = functools.partial(jaxmp.mlp, activation="gelu", implementation=implementation)
+        got = jax.jit(functools.partial(first_order, f))({name: jnp.asarray(v) for name, v in x.items()})
+    judge(f"{dtype} {implementation}", got, *expected("mlp", first_order, x, activation="gelu"), dtype)
+
+
+def test_gated_layers_without_a_mesh(rng, standard_promotion):
+    """Eager; operands of two types as jnp promotes them; an empty batch; no activation, and one that learns."""
+    cases.require(None)
+    x, *rest = operands_of(data("gated_mlp", "tensor parallel", rng, "float32", integers))
+    for rows in (x, x.astype(jnp.bfloat16), x[:0]):
+        got = jaxmp.gated_mlp(rows, *rest, activation=None)
+        np.testing.assert_array_equal(got, reference.gated_mlp(rows.astype(jnp.float32), *rest, activation=None))
+        assert got.dtype == jnp.float32
+    leaky = lambda slope: lambda z: jnp.where(z > 0, z, slope * z)  # noqa: E731
+    gradients = [
+        jax.grad(lambda slope, f=f: f(x, *rest, activation=leaky(slope)).sum())(2.0)
+        for f in (jaxmp.gated_mlp, reference.gated_mlp)
+    ]
+    np.testing.assert_array_equal(*gradients)

@@ -1,0 +1,202 @@
+"""Leading dimensions of a and vmap, bitwise on small integers.
+
+Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
+so the fold has to put the rank outermost; getting that wrong permutes rows between examples, and with one example, or
+one rank, nothing shows. The table (test_table.py) has vmap over each operand in every mode.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+_XY = ("x", "y")
+
+# id: (spec of a (4, 8, 6) or (2, 4, 8, 6), spec of b (6, 4), spec of the result, pattern)
+LEADING = {
+    "local over the batch": (P("x", None, None), P(None, "y"), P("x", None, "y"), "local"),
+    "gather rows": (P(None, "y", None), P(None, "y"), P(None, None, "y"), "all_gather"),
+    "gather rows, batch sharded": (P("x", "y", None), P(None, "y"), P("x", None, "y"), "all_gather"),
+    "gather the batch": (P("y", None, None), P(None, "y"), P(None, None, "y"), "all_gather"),
+    "gather rows of two axes": (P(None, _XY, None), P(None, _XY), P(None, None, _XY), "all_gather"),
+    "scatter rows": (P(None, None, "y"), P("y", None), P(None, "y", None), "reduce_scatter"),
+    "scatter rows, batch sharded": (P("x", None, "y"), P("y", None), P("x", "y", None), "reduce_scatter"),
+    "scatter the batch": (P(None, None, "y"), P("y", None), P("y", None, None), "reduce_scatter"),
+    "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, _XY, None), "reduce_scatter"),
+    "scatter columns": (P("x", None, "y"), P("y", None), P("x", None, "y"), "reduce_scatter"),
+    "all-reduce": (P("x", None, "y"), P("y", None), P("x", None, None), "all_reduce"),
+    "two batch dimensions, gather": (P("x", None, "y", None), P(None, "y"), P("x", None, None, "y"), "all_gather"),
+    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", None, "y", None), "reduce_scatter"),
+    "two batch dimensions, scatter one": (
+        P("x", None, None, "y"),
+        P("y", None),
+        P("x", "y", None, None),
+        "reduce_scatter",
+    ),
+}
+
+
+def integers(rng, *shape):
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def swapped_spec(spec):
+    return P(*spec[:-2], spec[-1], spec[-2])
+
+
+@pytest.mark.small(
+    "values", of=lambda transpose_a, implementation, **layout: (str(layout), (transpose_a, implementation))
+)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
+def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
+    cases.require(implementation)
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    a, b = integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), integers(rng, 6, 4)
+    c, bias = integers(rng, *a.shape[:-1], 4), integers(rng, 4)
+    stored = np.ascontiguousarray(a.swapaxes(-1, -2)) if transpose_a else a
+
+    def program(a, b, c, bias):
+        options = {"transpose_a": transpose_a, "out_sharding": out, "implementation": implementation}
+        inputs = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": bias}}
+        w = c + 1
+        plain = jaxmp.matmul(a, b, **options)
+        full = jaxmp.matmul(a, b, c, beta=2.0, **inputs, **options)
+        gradients = jax.grad(lambda a, b: jnp.sum(w * jaxmp.matmul(a, b, **options)), (0, 1))(a, b)
+        return plain, full, gradients
+
+    with jax.set_mesh(mesh):
+        specs = (swapped_spec(a_spec) if transpose_a else a_spec, b_spec, out, P(out[-1]))
+        placed = [cases.put(x, mesh, s) for x, s in zip((stored, b, c, bias), specs, strict=True)]
+        plain, full, (da, db) = jax.jit(program)(*placed)
+        if implementation is None:
+            rows = jaxmp.explain(lambda a, b: program(a, b, *placed[2:])[0])(*placed[:2]).rows
+            assert [row.pattern for row in rows] == [pattern]
+    w = c + 1
+    np.testing.assert_array_equal(plain, a @ b)
+    np.testing.assert_array_equal(full, a @ b + 2 * c + bias)
+    np.testing.assert_array_equal(da, (w @ b.T).swapaxes(-1, -2) if transpose_a else w @ b.T)
+    np.testing.assert_array_equal(db, a.reshape(-1, 6).T @ w.reshape(-1, 4))
+
+
+@pytest.mark.parametrize("epilog", [Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
+@pytest.mark.parametrize("name", ["gather rows", "gather the batch", "scatter rows", "scatter the batch", "all-reduce"])
+def test_aux_of_leading_dimensions(name, epilog, rng):
+    """The aux output has d's rows in d's order."""
+    cases.require(None)
+    a_spec, b_spec, out, _ = LEADING[name]
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    a, b, bias = integers(rng, 4, 8, 6), integers(rng, 6, 4), integers(rng, 4)
+    inputs = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.RELU_AUX_BIAS else {}
+    z = a @ b + (bias if inputs else 0)
+    with jax.set_mesh(mesh):
+        inputs = {"epilog_inputs": {"bias": cases.put(bias, mesh, P(out[-1]))}} if inputs else {}
+        placed = cases.put(a, mesh, a_spec), cases.put(b, mesh, b_spec)
+        _, aux = jax.jit(lambda a, b: jaxmp.matmul(a, b, epilog=epilog, out_sharding=out, **inputs))(*placed)
+    if "gelu_aux" in aux:
+        np.testing.assert_array_equal(aux["gelu_aux"], z)
+        return
+    shards = 1 if out[-1] is None else 2
+    bits = np.unpackbits(np.asarray(aux["relu_aux"]).reshape(4, 8, shards, 16), axis=-1, bitorder="little")
+    np.testing.assert_array_equal(bits[..., : 4 // shards].reshape(z.shape), z > 0)
+
+
+# vmap ------------------------------------------------------------------------------------------------------------
+
+IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
+
+
+@pytest.mark.small("values", of=lambda case, axes, check_vma: (case, axes, check_vma))
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
+@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if modes.BY_ID["shard_map"].serves(c)]))
+def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(2, 3, 2), transposition="TT")
+    examples = [case.integers(rng) for _ in range(3)]
+    stored = [
+        np.stack(xs, axis) if axis is not None else xs[0]
+        for xs, axis in zip(zip(*examples, strict=True), axes, strict=True)
+    ]
+
+    def with_batch(spec, axis):
+        return spec if axis is None else P(*spec[:axis], None, *spec[axis:])
+
+    fn = functools.partial(modes.IN_SHARD_MAP[case.pattern](case), **case.transpose)
+    mapped = jax.shard_map(
+        jax.vmap(fn, axes),
+        mesh=case.jax_mesh(AxisType.Auto),
+        in_specs=tuple(with_batch(s, axis) for s, axis in zip(case.stored, axes, strict=True)),
+        out_specs=with_batch(case.out, 0),
+        check_vma=check_vma,
+    )
+    for got, pair in zip(np.asarray(jax.jit(mapped)(*stored)), examples, strict=True):
+        pair = [x if axis is not None else examples[0][i] for i, (x, axis) in enumerate(zip(pair, axes, strict=True))]
+        np.testing.assert_array_equal(got, np.matmul(*case.op(*pair)))
+
+
+def test_nested_vmap(rng):
+    cases.require(None)
+    a, b = integers(rng, 2, 3, 5, 7), integers(rng, 2, 7, 3)
+    d = jax.vmap(jax.vmap(jaxmp.matmul, (0, None)))(jnp.asarray(a), jnp.asarray(b))
+    np.testing.assert_array_equal(d, a @ b[:, None])
+
+
+@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
+def test_per_example_gradients(epilog, rng):
+    """vmap of grad: the batching rule of the activation's linear step."""
+    cases.require(None)
+    x, w = jnp.asarray(integers(rng, 4, 1, 6)), jnp.asarray(integers(rng, 6, 5))
+
+    def loss(matmul, w, x):
+        return jnp.sum(matmul(x, w, epilog=epilog) ** 2)
+
+    together = jax.vmap(jax.grad(functools.partial(loss, jaxmp.matmul)), (None, 0))(w, x)
+    one_by_one = np.stack([jax.grad(functools.partial(loss, reference.matmul))(w, example) for example in x])
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_of_no_examples():
+    cases.require(None)
+    assert jax.vmap(jaxmp.matmul, (0, None))(jnp.ones((0, 3, 4)), jnp.ones((4, 5))).shape == (0, 3, 5)
+    assert jaxmp.matmul(jnp.ones((0, 3, 4)), jnp.ones((4, 5))).shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize("mapped", ["a", "b", "both", "gradient"])
+def test_vmap_over_an_explicit_axis(mapped, mesh_of, rng):
+    """Of a layer with an activation; test_any_sharding.py has products and their gradients."""
+    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    in_axes = {"a": (0, None), "b": (None, 0)}.get(mapped, (0, 0))
+    arrays = [x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes, strict=True)]
+
+    def layers(linear):
+        f = jax.vmap(linear, in_axes)
+        return jax.grad(lambda a, b: f(a, b).sum()) if mapped == "gradient" else f
+
+    want = layers(lambda a, b: jax.nn.relu(a @ b))(*arrays)
+    with jax.set_mesh(mesh_of({"x": 2, "y": 2})):
+        placed = [jax.device_put(x, P("x") if axis == 0 else P()) for x, axis in zip(arrays, in_axes, strict=True)]
+        np.testing.assert_array_equal(layers(functools.partial(jaxmp.linear, activation="relu"))(*placed), want)
+
+
+def test_vmap_over_an_automatic_axis(mesh_of, rng):
+    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    mesh = mesh_of({"x": 2, "y": 2}, AxisType.Auto)
+    options = {"in_shardings": (P(), P(None, "y")), "out_sharding": P(None, "y"), "mesh": mesh}
+    call = jax.jit(jax.vmap(functools.partial(jaxmp.matmul, **options), spmd_axis_name="x"))
+    where = [NamedSharding(mesh, spec) for spec in (P("x"), P("x", None, "y"))]
+    placed = list(map(jax.device_put, (a, b), where))
+    np.testing.assert_array_equal(call(*placed), a @ b)
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective", call.lower(*placed).compile().as_text())

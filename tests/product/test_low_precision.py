@@ -1,0 +1,278 @@
+"""Products of fp8, fp4 and int8: without these a scale could be applied to another row or block than it belongs to, on
+one layout only; a code could be decoded wrongly; and a sum of integers could be rounded.
+"""
+
+import itertools
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from low_precision_cases import (
+    E4M3,
+    E5M2,
+    F32,
+    IMPLEMENTATIONS,
+    PATTERNS,
+    SCALE_MODES,
+    TN,
+    by_name,
+    make_scale,
+    place_scaled,
+    powers,
+    saturated,
+    scaled,
+    sharded_call,
+    small,
+    spec_of_scale,
+)
+
+import jaxmp
+from jaxmp import Scaling, quantize
+
+
+def drawn(case, mode, rng, rows=None):
+    """The case for this mode, stored operands, scales, and the product of what they stand for."""
+    case = case.replace(transposition="NT", per_shard=(rows or mode.unit, mode.unit, mode.unit))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
+    scale_a, scale_b = mode.scales(rng, a.shape, b.shape)
+    return case, (a, b, scale_a, scale_b), (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
+
+
+def check_all(todo, axis_type, **options):
+    """Products of one layout with scales of many modes, by one program."""
+    mesh = todo[0][0].jax_mesh(axis_type)
+    placed = [place_scaled(mesh, case, *operands) for case, operands, _ in todo]
+
+    def program(placed):
+        return [sharded_call(case, *x, axis_type, **options) for (case, *_), x in zip(todo, placed, strict=True)]
+
+    with jax.set_mesh(mesh):
+        results = cases.quick_jit(program)(placed)
+    for d, (case, _, want) in zip(results, todo, strict=True):
+        np.testing.assert_array_equal(d, want, err_msg=case.id)
+
+
+@pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
+def test_every_scale_reaches_its_block(case, rng):
+    """Of every mode of scales, with types that tell the shardings."""
+    todo = [drawn(case, mode, rng) for mode in SCALE_MODES]
+    # The oracle computes from the same logical scales; one pattern of each kind is enough for it.
+    for implementation in IMPLEMENTATIONS if case.name in ("ag", "rs-transposed", "grid") else ("host",):
+        check_all(todo, AxisType.Explicit, implementation=implementation, **F32)
+
+
+@pytest.mark.parametrize("case", by_name("ag", "rs"), ids=lambda case: case.name)
+@pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
+def test_few_rows_of_several_devices(determinism, case, rng):
+    """Fewer than a block of k has: they are multiplied together, each times the scales of the device that holds it."""
+    todo = [drawn(case, mode, rng, 16) for mode in SCALE_MODES if mode.a == "vec128"]
+    check_all(todo, AxisType.Explicit, determinism=determinism, **F32)
+
+
+def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
+    spec_a, spec_b = case.stored
+    given = [(scale_a, spec_a), (scale_b, spec_b)]
+    in_specs = (spec_a, spec_b, *(P() if scale is None else spec_of_scale(scale, spec) for scale, spec in given))
+    fn = modes.IN_SHARD_MAP[case.pattern](case)
+
+    def body(a, b, scale_a, scale_b):
+        return fn(a, b, scaling=Scaling(a=scale_a, b=scale_b), **case.transpose, **options)
+
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=case.out)
+    return mapped(a, b, scale_a, scale_b)
+
+
+@pytest.mark.parametrize("case", by_name("ag-data", "rs", "ar", "grid"), ids=lambda case: case.name)
+def test_scales_in_shard_map_and_with_in_shardings(case, rng):
+    todo = [drawn(case, SCALE_MODES[i], rng) for i in (1, 3, 5, 7)]
+    check_all(todo, AxisType.Auto, **F32)
+    program = lambda given: [call_in_shard_map(x[0], *y, **F32) for x, y in zip(todo, given, strict=True)]  # noqa: E731
+    for d, (_, _, want) in zip(cases.quick_jit(program)([x[1] for x in todo]), todo, strict=True):
+        np.testing.assert_array_equal(d, want)
+
+
+PLAIN = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+
+
+@pytest.mark.parametrize(("dtype_a", "dtype_b"), PLAIN, ids=lambda t: t.name)
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_combination_of_types(out, dtype_a, dtype_b, rng):
+    a, b = small(rng, (16, 48), dtype_a), small(rng, (32, 48), dtype_b)
+    if out == "float8_e5m2" and E5M2 not in (dtype_a, dtype_b):
+        with pytest.raises(NotImplementedError, match="preferred_element_type float8_e5m2 is not available"):
+            jaxmp.matmul(a, b, preferred_element_type=out, implementation="host", **TN)
+        return
+    dtype = np.dtype(jnp.dtype(out))
+    want = saturated((scaled(a, None) @ scaled(b, None).T).astype(np.float32), dtype)
+    for implementation in IMPLEMENTATIONS:
+        d = jaxmp.matmul(a, b, preferred_element_type=out, implementation=implementation, **TN)
+        assert d.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(d), want)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize(("mode", "case"), modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid")))
+def test_every_way_to_call(mode, case, rng):
+    dtype_a, dtype_b = PLAIN[cases.CASES.index(case) % len(PLAIN)]
+    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), dtype_a), small(rng, (n, k), dtype_b)
+    with mode.scope(case):
+        spec_a, spec_b = case.stored
+        d = mode.run(mode.product(case, **F32), mode.put(case, a, spec_a), mode.put(case, b, spec_b))
+    np.testing.assert_array_equal(d, scaled(a, None).astype(np.float32) @ scaled(b, None).astype(np.float32).T)
+
+
+def test_partitioner_with_scales(rng):
+    """A bare jit over auto axes: XLA hands over the shardings of the operands, and the scales follow."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    a, b = small(rng, (128, 512), E4M3), small(rng, (128, 512), E4M3)
+    scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
+    to = NamedSharding(mesh, P(None, "x"))
+    out = NamedSharding(mesh, P())
+    d = jax.jit(lambda a, b, s, t: jaxmp.matmul(a, b, scaling=Scaling(a=s, b=t), out_sharding=out, **TN, **F32))(
+        *(jax.device_put(x, to) for x in (a, b, scale_a, scale_b))
+    )
+    np.testing.assert_array_equal(d, scaled(a, scale_a) @ scaled(b, scale_b).T)
+
+
+def test_leading_dimensions(rng):
+    case = by_name("rs")[0].replace(transposition="NT")
+    mesh = case.jax_mesh(AxisType.Explicit)
+    a, b = small(rng, (2, 64, 64), E4M3), small(rng, (32, 64), E4M3)
+    scale_a, scale_b = powers(rng, (2, 64)), powers(rng, (32,))
+    with jax.set_mesh(mesh):
+        placed = [
+            cases.put(x, mesh, P(*spec))
+            for x, spec in ((a, (None, None, "y")), (b, (None, "y")), (scale_a, ()), (scale_b, ()))
+        ]
+        d = jax.jit(
+            lambda a, b, s, t: jaxmp.matmul(
+                a, b, scaling=Scaling(a=s, b=t), out_sharding=P(None, "y", None), **TN, **F32
+            )
+        )(*placed)
+    want = np.einsum("bmk,nk->bmn", a.astype(np.float32) * scale_a[..., None], b.astype(np.float32) * scale_b[:, None])
+    np.testing.assert_array_equal(d, want)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("kind", ["scalar", "rows", "vec128", "mx", "nv"])
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
+def test_numerics(kind, out, rng):
+    """Random operands: what decoding, scaling and storing may round, and no more."""
+    quantizers = {
+        "scalar": quantize.tensor,
+        "rows": quantize.rows,
+        "vec128": quantize.vec128,
+        "mx": quantize.mxfp8,
+        "nv": quantize.nvfp4,
+    }
+    a, b = (rng.standard_normal((128, 384)).astype(np.float32) for _ in range(2))
+    (a, scale_a), (b, scale_b) = quantizers[kind](jnp.asarray(a)), quantizers[kind](jnp.asarray(b))
+    wide_a, wide_b = scaled(a, scale_a), scaled(b, scale_b)
+    for implementation in IMPLEMENTATIONS:
+        d = jaxmp.matmul(
+            a, b, scaling=Scaling(a=scale_a, b=scale_b), implementation=implementation, preferred_element_type=out, **TN
+        )
+        name = f"{kind} {out} {implementation}"
+        bounds.judge_product(name, d, wide_a, wide_b.T, operands=jnp.bfloat16, out=jnp.dtype(out))
+
+
+def test_decoding_and_saturation_over_every_code():
+    """Each code times 1, through the call: subnormal numbers, both zeros, NaN and infinities keep their meaning."""
+    for dtype in (E4M3, E5M2):
+        codes = np.arange(256, dtype=np.uint8).view(dtype).reshape(16, 16)
+        one = np.eye(16).astype(E4M3)
+        for implementation in IMPLEMENTATIONS:
+            finite = np.where(np.isfinite(codes.astype(np.float32)), codes, np.zeros((), dtype))
+            d = jaxmp.matmul(finite, one, implementation=implementation, **TN, **F32)
+            np.testing.assert_array_equal(d, finite.astype(np.float32))
+            bad = jaxmp.matmul(codes, one, implementation=implementation, **TN, **F32)
+            rows = ~np.isfinite(codes.astype(np.float32)).all(1)
+            assert np.isnan(np.asarray(bad)[rows]).any(1).all()
+    big = np.full((16, 16), 448, E4M3)
+    for implementation, (dtype, most) in itertools.product(IMPLEMENTATIONS, ((E4M3, 448), (E5M2, 57344))):
+        other = big.astype(dtype)
+        d = jaxmp.matmul(big, other, implementation=implementation, preferred_element_type=dtype, **TN)
+        np.testing.assert_array_equal(np.asarray(d).astype(np.float32), most)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("m", "k"), [(0, 32), (16, 0)])
+def test_empty_operands(m, k, implementation):
+    a, b = np.zeros((m, k), E4M3), np.zeros((32, k), E4M3)
+    d, more = jaxmp.matmul(
+        a, b, scaling=Scaling(a=np.float32(2), result_amax=True), preferred_element_type=E4M3,
+        implementation=implementation, **TN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(d).astype(np.float32), np.zeros((m, 32)))
+    assert float(more["result_amax"]) == 0
+    integers = jaxmp.matmul(a.astype(np.int8), b.astype(np.int8), implementation=implementation, **TN)
+    np.testing.assert_array_equal(integers, np.zeros((m, 32), np.int8))
+
+
+def test_linear_and_explain(rng, capsys):
+    x, w = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
+    bias = small(rng, 48, ml_dtypes.bfloat16)
+
+    def layer(x, w, bias, s):
+        return jaxmp.linear(
+            x, w, bias, activation="relu", transpose_b=True, scaling=Scaling(a=s), preferred_element_type=jnp.bfloat16
+        )
+
+    d = layer(x, w, bias, jnp.float32(0.5))
+    want = np.maximum(scaled(x, None) @ scaled(w, None).T / 2 + bias.astype(np.float64), 0)
+    np.testing.assert_array_equal(np.asarray(d).astype(np.float64), want)
+    (row,) = jaxmp.explain(layer)(x, w, bias, jnp.float32(0.5)).rows
+    capsys.readouterr()
+    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> bfloat16, scales scalar_fp32 x none"
+    assert row.accumulator == "float32"
+
+
+@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
+def test_int8_is_exact(case, rng):
+    """Of every transposition, and of both result types."""
+    mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []
+    todo = [
+        (case.replace(transposition=transposition, per_shard=(3, 5, 7)), {"preferred_element_type": dtype, **options})
+        for transposition in cases.TRANSPOSITIONS
+        for dtype in ("int32", None)
+        for options in ([{"implementation": "host"}, {"implementation": "xla"}] if transposition == "NN" else [{}])
+    ]
+    for each, options in todo:
+        m, n, k = each.extents
+        a, b = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-128, 128, (k, n), np.int8)
+        stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), each.transposition, strict=True)]
+        given.append([cases.put(x, mesh, spec) for x, spec in zip(stored, each.stored, strict=True)])
+        want.append((a.astype(np.int32) @ b.astype(np.int32)).astype(options["preferred_element_type"] or np.int8))
+    with jax.set_mesh(mesh):
+        results = cases.quick_jit(
+            lambda given: [
+                jaxmp.matmul(*x, out_sharding=each.out, **each.transpose, **options)
+                for (each, options), x in zip(todo, given, strict=True)
+            ]
+        )(given)
+    for got, value in zip(results, want, strict=True):
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_int8_long_sums_and_overflow(implementation, rng):
+    """Beyond 2^24 sums stay exact; beyond 2^31 they go on modulo 2^32, as XLA's do."""
+    a, b = rng.integers(-128, 128, (3, 5000), np.int8), np.full((5000, 2), -128, np.int8)
+    c = rng.integers(-(2**31), 2**31, (3, 2), np.int32)
+    want = 1000 * (a.astype(np.int64) @ b.astype(np.int64)) - 3 * c.astype(np.int64)
+    d = jaxmp.matmul(a, b, c, alpha=1000, beta=-3, implementation=implementation)
+    np.testing.assert_array_equal(d, want.astype(np.uint64).astype(np.uint32).view(np.int32))
+    a, b = (rng.integers(100, 128, shape, np.int8) for shape in ((3, 5000), (5000, 2)))
+    d = jaxmp.matmul(a, b, preferred_element_type="int32", implementation=implementation)
+    np.testing.assert_array_equal(d, a.astype(np.int64) @ b.astype(np.int64))

@@ -1,0 +1,287 @@
+"""What fp8 and fp4 products give beside a plain d: without these a result could overflow instead of saturating, an amax
+could be one rank's, and a gelu_aux could have another type or scale than its own.
+"""
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import suite
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from low_precision_cases import (
+    E4M3,
+    E5M2,
+    E8M0,
+    FP4,
+    IMPLEMENTATIONS,
+    PATTERNS,
+    TN,
+    by_name,
+    call_sharded,
+    make_scale,
+    saturated,
+    scaled,
+    small,
+)
+
+import jaxmp
+from jaxmp import Epilog, Scaling
+
+# "host" on every pattern, and its oracle on some.
+BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize(("case", "implementation"), BOTH)
+def test_float8_result_and_the_global_amax(case, implementation, rng):
+    """d saturates; amax is the largest value of all ranks, ahead of d's scale."""
+    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+    a[-1], b[-1] = 3, 3  # the largest value is on the last rank, and beyond 448
+    want = scaled(a, None) @ scaled(b, None).T * 4
+    spec_a, spec_b = case.stored
+    mesh = case.jax_mesh(AxisType.Explicit)
+
+    @jax.jit
+    def program(a, b, scale, scale_d):
+        scaling = Scaling(a=scale, b=scale, d=scale_d, result_amax=True)
+        options = {"out_sharding": case.out, "implementation": implementation}
+        return jaxmp.matmul(a, b, scaling=scaling, preferred_element_type=E4M3, **TN, **options)
+
+    with jax.set_mesh(mesh):
+        two = cases.put(np.float32(2), mesh, P())
+        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), two, two)
+    assert d.dtype == E4M3
+    np.testing.assert_array_equal(np.asarray(d), saturated(2 * want, E4M3))
+    assert np.abs(2 * want).max() > 448
+    assert more["result_amax"].shape == ()
+    assert float(more["result_amax"]) == np.abs(want).max()
+
+
+def test_amax_in_shard_map_is_that_of_the_group(rng):
+    case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+
+    def body(a, b):
+        scaling = Scaling(result_amax=True)
+        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", preferred_element_type=E4M3, scaling=scaling, **TN)
+        return d, more["result_amax"][None]
+
+    spec_a, spec_b = case.stored
+    mapped = jax.shard_map(
+        body, mesh=case.jax_mesh(AxisType.Auto), in_specs=(spec_a, spec_b), out_specs=(case.out, P("x"))
+    )
+    _, amax = jax.jit(mapped)(a, b)
+    halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
+    np.testing.assert_array_equal(amax, halves.max(1))
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("name", ["ag", "rs", "ar", "ag-transposed"])
+@pytest.mark.parametrize("kind", ["mx", "nv"])
+def test_block_scaled_results(kind, name, rng):
+    """d and the scales of its blocks, bit for bit alike on "host" and "xla", and within a block's rounding of d."""
+    case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
+    m, n, k = case.extents
+    dtype = E4M3 if kind == "mx" else FP4
+    a, b = small(rng, (m, k), dtype), small(rng, (n, k), dtype)
+    scale_a, scale_b = make_scale(rng, kind, a.shape), make_scale(rng, kind, b.shape)
+    want = scaled(a, scale_a) @ scaled(b, scale_b).T
+    got = {}
+    for implementation in IMPLEMENTATIONS:
+        options = {"preferred_element_type": dtype, "implementation": implementation, "alpha": 0.125}
+        d, more = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options)
+        suite.check_replicas(implementation, more["d_out_scale"])
+        got[implementation] = np.asarray(d), np.asarray(more["d_out_scale"])
+    for host, xla in zip(got["host"], got["xla"], strict=True):
+        np.testing.assert_array_equal(host, xla)
+    stored, scales = got["host"]
+    assert scales.dtype == (E8M0 if kind == "mx" else E4M3)
+    size = 32 if kind == "mx" else 16
+    assert scales.shape == (m, n // size)
+    amax = np.abs(want * 0.125).reshape(m, -1, size).max(-1)
+    # Half a unit of the largest binade of the type, and what the scale's own rounding adds.
+    most = float(ml_dtypes.finfo(dtype).max)
+    allowed = np.repeat(amax * (2 * 16 / most if kind == "mx" else (1 / most + 0.0625)), size, axis=1) + 1e-6
+    bounds.judge(f"{kind} blocks", scaled(stored, scales), want * 0.125, allowed)
+
+
+def test_explain_names_the_maximum(rng, capsys):
+    case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    mesh = case.jax_mesh(AxisType.Auto)
+    m, n, k = case.extents
+
+    def program(a, b):
+        options = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": mesh}
+        return jaxmp.matmul(a, b, scaling=Scaling(result_amax=True), preferred_element_type=E4M3, **TN, **options)
+
+    rows = jaxmp.explain(program)(small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)).rows
+    capsys.readouterr()
+    assert [row.operation for row in rows] == ["matmul", "all_reduce"]
+    assert "largest absolute value of every rank (result_amax, gelu_aux_amax)" in rows[1].why
+
+
+EPILOGS = [Epilog.BIAS, Epilog.RELU, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS]
+
+
+@pytest.mark.small("pairs")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
+@pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_epilogs_and_c(out, epilog, implementation, rng):
+    side = {"float32": jnp.bfloat16, "float8_e4m3fn": jnp.float16}.get(out, jnp.dtype(out))
+    c_dtype = jnp.float32 if out == "float32" else side
+    a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
+    c, bias = jnp.asarray(small(rng, (32, 48), np.float32), c_dtype), jnp.asarray(small(rng, 48, np.float32), side)
+    row = {} if epilog == Epilog.RELU else {"epilog_inputs": {"bias": bias}}
+    d = jaxmp.matmul(
+        a, b, c, alpha=0.25, beta=0.5, epilog=epilog, preferred_element_type=out, implementation=implementation,
+        scaling=Scaling(a=jnp.float32(2), c=jnp.float32(2)), **TN, **row,
+    )  # fmt: skip
+    d, aux = d if isinstance(d, tuple) else (d, {})
+    z = 0.5 * scaled(a, None) @ scaled(b, None).T + np.asarray(c).astype(np.float64)
+    z = z + (np.asarray(bias).astype(np.float64) if row else 0)
+    if epilog == Epilog.GELU_AUX_BIAS:
+        judge_gelu(d, z, out)
+        # Sums of small integers are exact; of a float8 result the aux has the type of c.
+        want = z.astype(np.float32).astype(side if out == "float8_e4m3fn" else jnp.dtype(out))
+        assert aux["gelu_aux"].dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(aux["gelu_aux"]), want)
+        return
+    want = z if epilog == Epilog.BIAS else np.maximum(z, 0)
+    np.testing.assert_array_equal(np.asarray(d), saturated(want.astype(np.float32), np.dtype(jnp.dtype(out))))
+
+
+def judge_gelu(d, z, out):
+    """d against gelu of the exact z, rounded to a type whose smallest numbers are not normal, and saturated."""
+    want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
+    want = np.clip(want, -float(jnp.finfo(out).max), float(jnp.finfo(out).max))
+    finest = float(jnp.finfo(out).smallest_subnormal) / 2
+    bounds.judge("gelu", d, want, 8 * (bounds.unit_roundoff(out) * np.abs(want) + 2.0**-24 * (1 + np.abs(z))) + finest)
+
+
+@pytest.mark.parametrize(("case", "implementation"), BOTH)
+def test_float8_aux_and_its_global_amax(case, implementation, rng):
+    """gelu_aux is z times its own scale, saturated; the amax is the largest |z| of all ranks, ahead of that scale."""
+    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+    a[-1], b[-1] = 3, -3  # the largest value is on the last rank, and scaled it is beyond 448
+    z = scaled(a, None) @ scaled(b, None).T / 8
+    spec_a, spec_b = case.stored
+    mesh = case.jax_mesh(AxisType.Explicit)
+
+    @jax.jit
+    def program(a, b, scale, scale_aux):
+        return jaxmp.matmul(
+            a, b, alpha=0.5, preferred_element_type=E4M3, epilog=Epilog.GELU_AUX, out_sharding=case.out,
+            scaling=Scaling(
+                a=scale, d=scale, aux=scale_aux, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True
+            ),
+            implementation=implementation, **TN,
+        )  # fmt: skip
+
+    with jax.set_mesh(mesh):
+        scalars = (cases.put(np.float32(x), mesh, P()) for x in (0.25, 64))
+        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), *scalars)
+    assert set(more) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
+    assert more["gelu_aux"].dtype == E4M3
+    assert np.abs(64 * z).max() > 448
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((64 * z).astype(np.float32), E4M3))
+    assert more["gelu_aux_amax"].shape == ()
+    assert float(more["gelu_aux_amax"]) == np.abs(z).max() == -z.min()
+    assert d.dtype == E4M3
+    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # that of gelu, which lets no -z through
+    for x in more["gelu_aux"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(x.data), np.asarray(more["gelu_aux"])[x.index])
+
+
+@pytest.mark.parametrize("c_dtype", [None, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+def test_gelu_aux_of_a_float8_result_has_the_type_of_c(out, c_dtype, rng):
+    a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E5M2)
+    c = None if c_dtype is None else jnp.asarray(small(rng, (32, 48), np.float32), c_dtype)
+    z = scaled(a, None) @ scaled(b, None).T / 8 + (0 if c is None else np.asarray(c).astype(np.float64))
+    for implementation in IMPLEMENTATIONS:
+        options = {"preferred_element_type": out, "implementation": implementation, "epilog": Epilog.GELU_AUX}
+        options |= {} if c is None else {"c": c, "beta": 1.0}
+        d, more = jaxmp.matmul(a, b, alpha=0.125, **options, **TN)
+        judge_gelu(d, z, out)
+        np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(c_dtype or np.float16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gelu_aux_beside_a_block_scaled_result(implementation, rng):
+    a, b = small(rng, (128, 128), E4M3), small(rng, (256, 128), E4M3)
+    scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
+    z = scaled(a, scale_a) @ scaled(b, scale_b).T / 8
+    d, more = jaxmp.matmul(
+        a, b, alpha=0.125, scaling=Scaling(a=scale_a, b=scale_b), preferred_element_type=E4M3,
+        epilog=Epilog.GELU_AUX, implementation=implementation, **TN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(np.float16))
+    want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
+    amax = np.repeat(np.abs(want).reshape(128, -1, 32).max(-1), 32, axis=1)
+    bounds.judge("blocks", scaled(d, more["d_out_scale"]), want, amax * (2 * 16 / 448) + 2.0**-20)
+
+
+def test_partitioner_with_a_float8_aux(rng):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    a, b = small(rng, (64, 64), E4M3), small(rng, (32, 64), E4M3)
+    rows = NamedSharding(mesh, P("x", None))
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    options |= {"scaling": Scaling(aux=jnp.float32(0.5), aux_dtype=E4M3, aux_amax=True)}
+    _, more = jax.jit(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(
+        jax.device_put(a, rows), jax.device_put(b, NamedSharding(mesh, P()))
+    )
+    z = scaled(a, None) @ scaled(b, None).T
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((z / 2).astype(np.float32), E4M3))
+    assert float(more["gelu_aux_amax"]) == np.abs(z).max()
+
+
+def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
+    case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    options |= {"scaling": Scaling(aux_dtype=E4M3, aux_amax=True)}
+
+    def body(a, b):
+        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", **options, **TN)
+        return d, more["gelu_aux_amax"][None]
+
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=case.stored, out_specs=(case.out, P("x")))
+    halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
+    np.testing.assert_array_equal(jax.jit(mapped)(a, b)[1], halves.max(1))
+
+    rows = a.reshape(2, m // 2, k)
+    d, more = jax.jit(jax.vmap(lambda a: jaxmp.matmul(a, b, **options, **TN)))(rows)
+    np.testing.assert_array_equal(more["gelu_aux_amax"], halves.max(1))
+    each = [jaxmp.matmul(x, b, **options, **TN) for x in rows]
+    for i, (d_of_row, more_of_row) in enumerate(each):
+        np.testing.assert_array_equal(np.asarray(d[i]), np.asarray(d_of_row))
+        np.testing.assert_array_equal(np.asarray(more["gelu_aux"][i]), np.asarray(more_of_row["gelu_aux"]))
+
+    for shape in ((0, 32), (16, 0)):
+        for implementation in IMPLEMENTATIONS:
+            empty = np.zeros(shape, E4M3), np.zeros((32, shape[1]), E4M3)
+            d, more = jaxmp.matmul(*empty, implementation=implementation, **options, **TN)
+            assert more["gelu_aux"].shape == d.shape == (shape[0], 32)
+            assert float(more["gelu_aux_amax"]) == 0
+
+
+def test_explain_names_the_type_of_the_aux(rng, capsys):
+    a, b = small(rng, (16, 32), E4M3), small(rng, (32, 32), E4M3)
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "scaling": Scaling(aux_dtype=E4M3)}
+    (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(a, b).rows
+    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> float8_e4m3fn"
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(a, b).rows
+    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> float8_e4m3fn, gelu_aux float16"
+    capsys.readouterr()

@@ -1,0 +1,388 @@
+"""The decisions ahead of a call, apart from any device: shardings to patterns, integer maths of blocks, legal forms.
+
+Each is checked against an oracle of its own: the sharding rule against what it must mean (a brute force over devices),
+numroc and local_to_global against dealing blocks out by hand, legal forms against the capabilities that they may use.
+"""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction.contraction import Layout
+from jaxmp._src.lowering import backend, forms
+from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
+from jaxmp._src.lowering.legalize import Capabilities, why_unsupported
+from jaxmp._src.sharding import shardings
+from jaxmp._src.spec import process_grid
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
+
+MESH = {"x": 2, "y": 2}
+DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
+
+
+# Layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 5])
+@pytest.mark.parametrize("nb", [1, 2, 3, 7])
+def test_blocks_dealt_out_by_hand(nb, nprocs):
+    for n, isrc in itertools.product(range(24), range(nprocs)):
+        hands = [[] for _ in range(nprocs)]
+        for i in range(n):
+            hands[(isrc + i // nb) % nprocs].append(i)
+        for iproc, hand in enumerate(hands):
+            assert process_grid.numroc(n, nb, iproc, isrc, nprocs) == len(hand)
+            assert [process_grid.local_to_global(j, nb, iproc, isrc, nprocs) for j in range(len(hand))] == hand
+
+
+# Shardings to patterns ----------------------------------------------------------------------------------------------
+
+
+def coordinates_of(dim, device):
+    return tuple(device[axis] for axis in dim)
+
+
+def holdings(dims, device):
+    """The block of a matrix that a device holds: per dimension (position, number of positions)."""
+    return tuple(
+        (
+            int(np.ravel_multi_index(coordinates_of(dim, device), [MESH[a] for a in dim])) if dim else 0,
+            int(np.prod([MESH[a] for a in dim])),
+        )
+        for dim in dims
+    )
+
+
+def covers(have, want):
+    """Whether the part `have` = (position, parts) of a dimension contains the part `want`."""
+    return have[0] * want[1] <= want[0] * have[1] and (want[0] + 1) * have[1] <= (have[0] + 1) * want[1]
+
+
+def test_a_plan_gives_each_device_what_it_needs():
+    """Brute force over every sharding of a 2 x 2 mesh: where there is a plan, the devices of a group can compute it."""
+    devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
+    patterns = set()
+    for rows, k_a, k_b, cols, out_rows, out_cols in itertools.product(DIMS, repeat=6):
+        a, b, out = (rows, k_a), (k_b, cols), (out_rows, out_cols)
+        if any(set(one) & set(other) for one, other in (a, b, out)):
+            continue
+        plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out)))
+        if plan is None:
+            continue
+        patterns.add((plan.pattern, plan.is_transposed))
+        check_plan(plan, devices, out)
+    assert patterns == {
+        (Pattern.LOCAL, False),
+        (Pattern.ALL_GATHER, False),
+        (Pattern.ALL_GATHER, True),
+        (Pattern.REDUCE_SCATTER, False),
+        (Pattern.REDUCE_SCATTER, True),
+        (Pattern.ALL_REDUCE, False),
+        (Pattern.GRID, False),
+    }
+
+
+def check_plan(plan, devices, out):
+    """Every device finds the rows of a and columns of b of its part of d among the ranks of its group."""
+    assert plan.layout.d == out
+    group = plan.row_axes + plan.col_axes
+    for device in devices:
+        peers = [d for d in devices if all(d[axis] == device[axis] for axis in MESH if axis not in group)]
+        rows, cols = holdings(out, device)
+        row_parts = [holdings(plan.layout.a, peer) for peer in peers]
+        col_parts = [holdings(plan.layout.b, peer) for peer in peers]
+        for row_part, found in ((rows, [p[0] for p in row_parts]), (cols, [p[1] for p in col_parts])):
+            pieces = [p for p in set(found) if covers(row_part, p) or covers(p, row_part)]
+            covered = sum(1 / p[1] for p in pieces if covers(row_part, p)) or max((1 / p[1] for p in pieces), default=0)
+            assert covered >= 1 / row_part[1], (plan, device)
+        # The contraction is whole within the group.
+        assert sum(1 / parts for _, parts in {p[1] for p in row_parts}) == 1, (plan, device)
+        assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
+
+
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.CASES if not case.gathers]))
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_the_table_is_planned_as_it_says(case, transposition):
+    case = case.replace(transposition=transposition)
+    sizes = dict(case.mesh)
+    a, b = (shardings.to_dims("x", spec, 2, tuple(sizes)) for spec in case.stored)
+    out = shardings.to_dims("x", case.out, 2, tuple(sizes))
+    plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out), **case.transpose))
+    assert (plan.pattern, plan.is_transposed) == (case.pattern, case.computes_transposed)
+    assert plan.row_axes + plan.col_axes == case.group
+
+
+def test_without_out_sharding_the_result_is_that_of_dot_general():
+    product = contraction.of_matrices(2)
+    assert shardings.default_result(product, (("x",), ()), (("z",), ("y",))) == (("x",), ("y",))
+
+
+# Extents --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize(
+    "case", cases.by_id([c for c in cases.CASES if c.pattern != "local" and not c.computes_transposed])
+)
+def test_local_shapes_give_back_the_global_extents(case, transposition):
+    """Of one group: the data-parallel axes divide rows among groups."""
+    case = case.replace(transposition=transposition, per_shard=(2, 3, 5))
+    m, n, k = case.extents
+    mesh = case.jax_mesh()
+    shapes = {"a": (k, m) if transposition[0] == "T" else (m, k), "b": (n, k) if transposition[1] == "T" else (k, n)}
+    local = [
+        jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
+        for spec, shape in zip(case.stored, shapes.values(), strict=True)
+    ]
+    row_axes, col_axes = case.group, ()
+    if case.pattern == "grid":
+        row_axes, col_axes = (tuple(e) if isinstance(e, tuple) else (e,) for e in case.a)
+    group = Group(Pattern(case.pattern), case.mesh, row_axes, col_axes)
+    spec = MatmulSpec(np.dtype("float32"), group, **case.transpose)
+    outer = {"m": 1, "n": 1}
+    for letter, entry in zip("mn", case.out, strict=True):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        outer[letter] = int(np.prod([dict(case.mesh)[axis] for axis in axes if axis not in case.group]))
+    found = extents(spec, *local)
+    assert (found.m, found.n, found.k) == (m // outer["m"], n // outer["n"], k)
+    assert found.d == jax.sharding.NamedSharding(mesh, case.out).shard_shape((m, n))
+
+
+# What the partitioner may propose -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_every_proposal_is_planned_consistently(transposition):
+    """No axis twice in one matrix, and each device can compute its part of the result from those of its group."""
+    flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
+    devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
+    extents = (("m", 8), ("k", 8), ("n", 8))
+    terms = planner.Terms(extents, tuple(MESH.items()), (4, 4, 4, 4), keeps_result=False)
+    options = {"terms": lambda: terms, "gathers_k": not any(flags.values())}
+    for a0, a1, b0, b1, d0, d1 in itertools.product(DIMS, repeat=6):
+        if set(a0) & set(a1) or set(b0) & set(b1) or set(d0) & set(d1):
+            continue
+        plan = planner.plan(contraction.of_matrices(2, Layout((a0, a1), (b0, b1), (d0, d1)), **flags), **options)
+        for dims in plan.layout:
+            used = sum(dims, ())
+            assert len(used) == len(set(used))
+        if not plan.is_block_grid:
+            a, b, d = plan.layout
+            op = Layout(a[::-1] if flags["transpose_a"] else a, b[::-1] if flags["transpose_b"] else b, d)
+            check_plan(contraction.of_matrices(2, op), devices, d)
+
+
+def test_operands_that_the_program_makes_itself():
+    """The partitioner then knows no mesh, also where one is set: parameters that are initialized, a carry of zeros."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+
+    def made(epilog):
+        a, b = jnp.arange(24.0).reshape(4, 6), jnp.ones((6, 8))
+        return jaxmp.matmul(a, b, epilog=epilog)
+
+    def step(x, w):
+        return jaxmp.matmul(x, w)
+
+    def in_loops(w):
+        start = jax.lax.fori_loop(0, 2, lambda _, x: step(x, jnp.eye(6)), jnp.ones((4, 6)))
+        start = jax.lax.while_loop(lambda x: x[0, 0] < 2, lambda x: step(x, 2 * jnp.eye(6)), start) - 1
+        carry = jax.lax.scan(lambda x, _: (jax.checkpoint(step)(x, w), None), start, length=2)[0]
+        return jnp.sum(jax.lax.cond(start[0, 0] > 0, lambda: step(carry, jnp.ones((6, 6))), lambda: carry))
+
+    want = np.arange(24.0, dtype=np.float32).reshape(4, 6).sum(1, keepdims=True) * np.ones((1, 8), np.float32)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(lambda: made(Epilog.NONE))(), want)
+        d, aux = jax.jit(lambda: made(Epilog.RELU_AUX))()
+        np.testing.assert_array_equal(d, want)
+        assert aux["relu_aux"].shape == (4, 16)
+        gradient = jax.jit(lambda: jax.grad(in_loops)(jnp.eye(6)))()
+    np.testing.assert_array_equal(gradient, np.full((6, 6), 48.0))
+
+
+def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
+    """The partitioner pads such results itself; the call must not see the padding."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 4), (4, 7)))
+    left, right = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
+    np.testing.assert_array_equal(jax.jit(jaxmp.matmul)(left, right), a @ b)
+
+
+# Forms: what cuBLASMp does not take as it is -------------------------------------------------------------------------
+
+CUBLASMP = Capabilities()
+HOSTMP = Capabilities(
+    all_reduce_any_transposition=True, all_reduce_c=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True
+)
+
+
+def spec_of(case, **changes):
+    row_axes, col_axes = (case.group, ()) if case.pattern != "grid" else ((case.group[0],), (case.group[1],))
+    group = Group(Pattern(case.pattern), case.mesh, row_axes, col_axes)
+    return MatmulSpec(np.dtype("float32"), group, **case.transpose, **changes)
+
+
+def find_form(spec, a_shape, b_shape, itemsize, capabilities):
+    a, b = (jax.ShapeDtypeStruct(shape, {4: jnp.float32, 8: jnp.complex64}[itemsize]) for shape in (a_shape, b_shape))
+    form, why = forms.find(forms.Product(spec, a, b), capabilities)
+    return form.name, why
+
+
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("ag", "rs", "ar", "grid", "grid-2x4")]))
+def test_a_library_that_takes_everything_gets_it_directly(case):
+    for transposition in cases.TRANSPOSITIONS:
+        spec = spec_of(case.replace(transposition=transposition), epilog=Epilog.RELU)
+        assert find_form(spec, (8, 8), (8, 8), 4, HOSTMP)[0] == "direct"
+
+
+@pytest.mark.parametrize("capabilities", [CUBLASMP, HOSTMP], ids=["cublasmp", "hostmp"])
+@pytest.mark.parametrize("epilog", [Epilog.DRELU, Epilog.DRELU_BGRAD, Epilog.DGELU, Epilog.DGELU_BGRAD])
+def test_derivatives_of_one_product_are_padded_along_k(epilog, capabilities):
+    for transposition in cases.TRANSPOSITIONS:
+        case = cases.BY_NAME["local"].replace(transposition=transposition)
+        spec = spec_of(case, epilog=epilog)
+        a, b = with_k(spec, (8, 8), (8, 8), 1)
+        assert find_form(spec, a, b, 4, capabilities)[0] == "padded_k"
+        a, b = with_k(spec, a, b, PADDED_K)
+        assert (a, b) == ((2, 8) if spec.transpose_a else (8, 2), (8, 2) if spec.transpose_b else (2, 8))
+        assert find_form(spec, a, b, 4, capabilities)[0] == "direct"
+    assert find_form(spec_of(cases.BY_NAME["rs"], epilog=epilog), (8, 1), (1, 8), 4, capabilities)[0] == "direct"
+    grid = spec_of(cases.BY_NAME["grid"].replace(mesh=(("x", 1), ("y", 1))), epilog=epilog)
+    assert find_form(grid, (8, 1), (1, 8), 4, CUBLASMP)[0] == "separate_epilog"
+    assert find_form(grid, (8, 1), (1, 8), 4, HOSTMP)[0] == "padded_k"
+
+
+@pytest.mark.parametrize(("epilog", "transposition"), [(Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")])
+def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
+    spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition), epilog=epilog)
+    assert find_form(spec, (64, 64), (64, 64), 4, CUBLASMP)[0] == "separate_epilog"
+    assert find_form(spec, (64, 64), (64, 64), 4, HOSTMP)[0] == "direct"
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"has_c": True, "beta": 1.0}, {"epilog": Epilog.BIAS}], ids=["plain", "c", "bias"]
+)
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch):
+    """No operand is copied for it, and XLA applies no epilog."""
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
+    spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
+    a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
+    call = forms.in_library(forms.Product(spec, a, b), backend.Choice("cublasmp", ""), "cublasmp")
+    assert call.form is forms.Direct
+    assert not call.spec.contraction.communicates
+
+
+def test_cublasmp_has_no_epilogs_of_complex_numbers():
+    for name in ("local", "ag", "rs", "ar"):
+        spec = spec_of(cases.BY_NAME[name].replace(transposition="NT"), epilog=Epilog.BIAS)
+        assert find_form(spec, (8, 8), (8, 8), 4, CUBLASMP)[0] == "direct"
+        spec = spec.replace(out_dtype=np.dtype("complex64"))
+        form = find_form(spec, (8, 8), (8, 8), 8, CUBLASMP)
+        assert form == ("separate_epilog", "cuBLASMp has no epilogs of complex numbers")
+        assert find_form(spec, (8, 8), (8, 8), 8, HOSTMP)[0] == "direct"
+        assert find_form(spec.replace(epilog=Epilog.NONE), (8, 8), (8, 8), 8, CUBLASMP)[0] == "direct"
+        why = why_unsupported(spec.replace(determinism="batch"), CUBLASMP)
+        assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.BGRADA, Epilog.BGRADB])
+@pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
+def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
+    cases.require(None)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
+    transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
+    case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
+    a, b = case.integers(rng)
+    bias = rng.integers(-3, 4, case.extents[1]).astype(a.dtype)
+    given = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.BIAS else {}
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()  # the form is chosen at lowering
+    with mode.scope(case):
+        x, y = (mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True))
+        out = {"out_sharding": case.out} if case.mesh else {}
+        found = jax.jit(functools.partial(jaxmp.matmul, **case.transpose, epilog=epilog, **given, **out))(x, y)
+    jax.clear_caches()
+    op_a, op_b = case.op(a, b)
+    d, rest = found if isinstance(found, tuple) else (found, {})
+    np.testing.assert_array_equal(d, op_a @ op_b + (bias if epilog == Epilog.BIAS else 0))
+    for summed in rest.values():
+        np.testing.assert_array_equal(summed, op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
+
+
+@pytest.mark.small("pairs")
+@pytest.mark.parametrize("conjugation", [(False, False), (True, True)], ids=["plain", "conjugated"])
+@pytest.mark.parametrize("shape", [(2, 3, 2), (1, 1, 512)], ids=["copy", "scatter"])
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("name", ["ar-data", "ar-two-axes", "grid"])
+def test_every_form_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
+    """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
+    cases.require(None)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
+    m, n, k = shape
+    case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
+    case = case.replace(dtype="complex64", conjugation=conjugation) if any(conjugation) else case
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = (rng.integers(-3, 4, s).astype(a.dtype) for s in ((m, n), (n,)))
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()  # the form is chosen at lowering
+    with mode.scope(case):
+        f = mode.product(case, alpha=2.0, beta=-1.0, epilog=Epilog.BIAS)
+        specs = (*case.stored, case.out, P(case.out[1]))
+        d = mode.run(f, *(mode.put(case, x, s) for x, s in zip((a, b, c, bias), specs, strict=True)))
+    jax.clear_caches()
+    np.testing.assert_array_equal(np.asarray(d), 2 * np.matmul(*case.op(a, b)) - c + bias)
+
+
+def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
+    cases.require(None)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
+    case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()
+    with mode.scope(case):
+        a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
+        (row,) = jaxmp.explain(mode.product(case))(a, b).rows
+        assert row.implementation == "xla"
+        assert "square grids only" in row.why
+        np.testing.assert_array_equal(mode.run(mode.product(case), a, b), np.asarray(a) @ np.asarray(b))
+        with pytest.raises(NotImplementedError, match="square grids only, not 2x4"):
+            mode.run(mode.product(case, implementation="host"), a, b)
+    jax.clear_caches()
+
+
+def test_several_processes_and_other_platforms_communicate_through_xla():
+    spec = functools.partial(MatmulSpec, np.dtype("float32"))
+    collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
+    choose = functools.partial(backend.choose_implementation, platform="cpu", nprocesses=2)
+    for chosen, implementation, why in (
+        (choose(spec()), "host", "CPU devices of one process"),
+        (
+            choose(collective),
+            "host+xla",
+            "the ranks of a group live in 2 processes: each multiplies on its own",
+        ),
+        (choose(collective, nprocesses=1), "host", "CPU devices of one process"),
+        (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
+    ):
+        assert (chosen.implementation, chosen.why) == (implementation, why)
+    with pytest.raises(
+        NotImplementedError, match="serves the CPU devices of one process, not platform 'cpu' with 2 processes"
+    ):
+        choose(collective.replace(implementation="host"))
+    with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'rocm', it serves CUDA"):
+        choose(collective.replace(implementation="cublasmp"), platform="rocm")

@@ -1,0 +1,216 @@
+"""The transform matrix: every mode x transform x pattern, against tests/reference.py in float64 under the bound.
+
+What would be silently wrong without it: a gradient summed over the wrong ranks, a tangent that lost one of its two
+terms, a vmap that orders rows by batch where the pattern orders them by rank.
+"""
+
+import dataclasses
+import functools
+import types
+import zlib
+
+import bounds
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+import reference
+from jax.experimental import jet
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+BATCH = 3
+EXPORT_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(name) for name in ("jaxmp_matmul", "jaxmp_partitioned_matmul")
+]
+
+
+def loss_of(f):
+    """A loss that is quadratic in the product, so that second derivatives have something to find."""
+    return lambda a, b, w: jnp.sum(w * f(a, b) ** 2)
+
+
+def forward(f, x):
+    return f(x["a"], x["b"])
+
+
+def grad(f, x):
+    return jax.grad(loss_of(f), (0, 1))(x["a"], x["b"], x["w"])
+
+
+def jvp(f, x):
+    return jax.jvp(f, (x["a"], x["b"]), (x["ta"], x["tb"]))
+
+
+def forward_over_reverse(f, x):
+    gradient = jax.grad(lambda a, b: loss_of(f)(a, b, x["w"]), (0, 1))
+    return jax.jvp(gradient, (x["a"], x["b"]), (x["ta"], x["tb"]))
+
+
+def hessian(f, x):
+    return jax.hessian(lambda b: loss_of(f)(x["a"], b, x["w"]))(x["b"])
+
+
+def vmap_of_grad(f, x):
+    return jax.vmap(jax.grad(loss_of(f), (0, 1)), (0, None, None))(x["a3"], x["b"], x["w"])
+
+
+def grad_of_vmap(f, x):
+    return jax.grad(loss_of(jax.vmap(f, (None, 0))), (0, 1))(x["a"], x["b3"], x["w"][None])
+
+
+def scan(f, x):
+    """Gradients through a loop whose carry takes each step's product."""
+
+    def loss(a3, b):
+        total, _ = jax.lax.scan(lambda total, a: (total + x["w"] * f(a, b), None), x["w"], a3)
+        return jnp.sum(total**2)
+
+    return jax.value_and_grad(loss, (0, 1))(x["a3"], x["b"])
+
+
+# The table (test_table.py) has gradients, batches and rematerialization in every mode, on every pattern.
+TRANSFORMS = (jvp, forward_over_reverse, hessian, vmap_of_grad, grad_of_vmap, scan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a transform gives in float64, and what rounding may change."""
+
+    want: list[np.ndarray]
+    allowed: list[np.ndarray]
+
+
+@functools.cache
+def data(extents):
+    rng = np.random.default_rng(zlib.crc32(repr(extents).encode()))
+    m, n, k = extents
+    shapes = {
+        "a": (m, k),
+        "b": (k, n),
+        "w": (m, n),
+        "ta": (m, k),
+        "tb": (k, n),
+        "a3": (BATCH, m, k),
+        "b3": (BATCH, k, n),
+    }
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@functools.cache
+def expected(transform, extents) -> Expected:
+    wide = {name: x.astype(np.float64) for name, x in data(extents).items()}
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
+        want = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul))(wide))
+        absolute = {name: np.abs(x) for name, x in wide.items()}
+        major = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul_majorant))(absolute))
+    u = bounds.unit_roundoff("float32")
+    return Expected([np.asarray(x) for x in want], [bounds.PROGRAM * u * np.asarray(x) for x in major])
+
+
+def placed(mode, case):
+    specs = dict(zip("ab", case.stored, strict=True)) | {"w": case.out}
+    specs |= {"ta": specs["a"], "tb": specs["b"], "a3": specs["a"], "b3": specs["b"]}
+    return {name: mode.put(case, x, specs[name], ahead=x.ndim - 2) for name, x in data(case.extents).items()}
+
+
+def judge_all(name, got, expectation):
+    got = jax.tree.leaves(got)
+    assert len(got) == len(expectation.want)
+    for i, (x, want, allowed) in enumerate(zip(got, expectation.want, expectation.allowed, strict=True)):
+        assert x.dtype == jnp.float32
+        bounds.judge(f"{name}[{i}]", x, want, allowed)
+
+
+# Per shard, such that every case of the matrix has the same global extents and shares the expectations.
+EXTENTS = (12, 4, 8)
+CASES = [
+    case.replace(per_shard=tuple(whole // one for whole, one in zip(EXTENTS, case.extents, strict=True)))
+    for case in cases.MATRIX
+]
+MATRIX = modes.pairs(modes.MODES, CASES)
+EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.is_jitted], CASES)
+
+
+def columns(mode, case, transform, **more):
+    """What the small suite covers: each transform in every mode and on every pattern."""
+    return (mode, transform), (case, transform), (transform, *more.values())
+
+
+@pytest.mark.small("values", of=columns)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
+@pytest.mark.parametrize(("mode", "case"), MATRIX)
+def test_transform(mode, case, transform, implementation):
+    cases.require(implementation)
+    with mode.scope(case):
+        f = mode.product(case, implementation=implementation)
+        got = mode.run(functools.partial(transform, f), placed(mode, case))
+    judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
+
+
+@pytest.mark.small("values", of=lambda mode, case: (mode, case))
+@pytest.mark.parametrize(("mode", "case"), MATRIX)
+def test_types_and_ahead_of_time_compilation(mode, case):
+    """The type is known before anything runs, and is the one that the result then has, sharding included."""
+    cases.require(None)
+    with mode.scope(case):
+        x, f = placed(mode, case), mode.product(case)
+        abstract = jax.eval_shape(f, x["a"], x["b"])
+        result = jax.jit(f).lower(x["a"], x["b"]).compile()(x["a"], x["b"])
+    judge_all(f"{mode.id} {case.name} aot", result, expected(forward, EXTENTS))
+    assert (abstract.shape, abstract.dtype) == (result.shape, result.dtype) == ((12, 4), jnp.float32)
+    if mode.axis_type == jax.sharding.AxisType.Explicit:
+        assert _entries(abstract.sharding.spec) == _entries(jax.typeof(result).sharding.spec) == _entries(case.out)
+
+
+def _entries(spec):
+    return tuple(spec) + (None,) * (2 - len(spec))
+
+
+@pytest.mark.small("values", of=columns)
+@pytest.mark.parametrize("transform", [forward, grad], ids=lambda transform: transform.__name__)
+@pytest.mark.parametrize(("mode", "case"), EXPORTABLE)
+def test_export_round_trip(mode, case, transform):
+    """Serialised, deserialised and run on the four devices of the mesh."""
+    cases.require(None)
+    with mode.scope(case):
+        x = placed(mode, case)
+        program = jax.jit(functools.partial(transform, mode.product(case)))
+        exported = jax.export.export(program, disabled_checks=EXPORT_CHECKS)(x)
+        assert exported.nr_devices == (1 if mode.axis_type is None else 4)
+        got = jax.jit(jax.export.deserialize(exported.serialize()).call)(x)
+    judge_all(f"{mode.id} {case.name} exported {transform.__name__}", got, expected(transform, EXTENTS))
+
+
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_vmap_over_a_mesh_axis_sharded_batch(axis, mesh_of, rng):
+    """A batch that is itself sharded (data-parallel examples), with a local and a gathering product under it."""
+    cases.require(None)
+    mesh = mesh_of({"data": 2, "model": 2})
+    a, b = rng.standard_normal((4, 6, 8)).astype(np.float32), rng.standard_normal((8, 4)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        left, right = jax.device_put(a, P(axis, None, None)), jax.device_put(b, P(None, None))
+        got = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(axis, None, None)))(left, right)
+    bounds.judge_product("batch", got, a.astype(np.float64), b.astype(np.float64), operands="float32")
+
+
+def test_taylor_mode(rng):
+    """Coefficients of both operands, of a batch, and of one operand alone."""
+    a, b, da, db = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32) for _ in range(4))
+    series = ((da, a, b), (db, a, da))
+    # jet's factorials are not exact, so that products round: XLA's on both sides have the same bits.
+    ours = types.SimpleNamespace(matmul=functools.partial(jaxmp.matmul, implementation="xla"))
+    for f in (
+        lambda module, a, b: module.matmul(a * a, b),
+        lambda module, a, b: jax.vmap(module.matmul)(jnp.stack([a, b]), jnp.stack([b, a])),
+        lambda module, a, b: module.matmul(jnp.ones((4, 4)), b) + a,
+    ):
+        want, got = (jet.jet(functools.partial(f, module), (a, b), series) for module in (jnp, ours))
+        jax.tree.map(np.testing.assert_array_equal, want, got)
+    with pytest.raises(NotImplementedError, match="takes products without C and epilog, got epilog RELU"):
+        jet.jet(lambda a, b: jaxmp.linear(a, b, activation="relu"), (a, b), series)

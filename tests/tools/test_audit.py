@@ -1,0 +1,407 @@
+"""`audit` names what differs and nothing else: planted differences, of which line, size and number are known, are found
+behind everything that moves a batch or a mesh about; programs without one give an empty table."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+audit = functools.partial(jaxmp.audit, quiet=True)
+
+
+def planted(x):
+    """x, one unit in the last place up if the batch is not of 8 rows."""
+
+    def add(x):
+        return np.nextafter(x, np.float32(np.inf)) if x.shape[0] != 8 else x
+
+    return jax.pure_callback(add, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+PLANT = f"test_audit.py:{planted.__code__.co_firstlineno + 6}"
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+# Batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_planted_difference_has_its_numbers(rng):
+    x = normal(rng, 8, 6)
+    x[0, 0] = 1
+    found = audit(lambda x: jnp.cos(planted(jnp.sin(x))), np.arcsin(np.clip(x, 0.5, 1)), vary="batch")
+    (row,) = found.rows
+    assert (row.line, row.operation, row.kind, row.settled_by) == (PLANT, "pure_callback", "elementwise", "")
+    assert (row.shapes, row.dtypes) == (((8, 6), (8, 6)), ("float32", "float32"))
+    assert (found.reference, row.variants) == ("8 rows", ("1 row", "4 rows", "11 rows"))
+    assert (row.count, row.runs) == (3, 3)
+    difference = row.difference
+    assert (difference.differing, difference.elements, difference.ulps) == (6, 6, 1)
+    assert 2.0**-25 <= difference.absolute <= 2.0**-23
+    assert found.compared == 3
+    assert {output.name for output in found.outputs} == {""}
+
+
+def layers(x, w):
+    """Dimensions that are joined, split, swapped, repeated; loops and calls."""
+    y = jnp.reshape(x, (-1, 4)) @ w  # (n * 3, 4)
+    y = jnp.swapaxes(jnp.reshape(y, x.shape), 0, 1)  # (3, n, 4)
+    y = jnp.concatenate([y, y], axis=1)[:, : x.shape[0]]
+    y = jax.lax.scan(lambda c, row: (c + row, c * row), y[0], y, reverse=True)[1]
+    y = jax.lax.fori_loop(0, 2, lambda _, y: jnp.sin(y), y)
+    y = jax.lax.cond(w[0, 0] > -100, jnp.sin, jnp.cos, y)
+    y = jax.checkpoint(jax.jit(jnp.sin))(y) + jax.lax.map(jnp.sin, y)
+    return jnp.moveaxis(y, 1, 0) * jnp.argmax(y[:, :, 0], axis=0).astype(y.dtype)[:, None, None]
+
+
+def test_rows_are_followed_through_a_program(rng):
+    """A difference ahead of it and one behind are found, and no other beside XLA's own products."""
+    found = audit(lambda x, w: planted(layers(planted(x), w)), normal(rng, 8, 3, 4), normal(rng, 4, 4), batch_argnums=0)
+    (row,) = (row for row in found.rows if row.kind != "product")
+    assert (row.line, row.count, row.runs) == (PLANT, 6, 6)
+    assert not found.uncompared
+
+
+def test_every_culprit_is_listed(rng):
+    """Also one behind another, and one in each step of a loop."""
+
+    def program(x):
+        y = jnp.sin(planted(x))
+        return jax.lax.scan(lambda c, _: (jnp.cos(planted(c) + y), None), y, length=4)[0]
+
+    rows = audit(program, normal(rng, 8, 5)).rows
+    assert [(row.line, row.count, row.runs) for row in rows] == [(PLANT, 15, 15)]  # 3 variants x (1 + 4)
+
+
+def test_a_gradient_is_audited(rng):
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (planted(t * jnp.cos(x)),))
+    program = jax.grad(lambda x: jnp.sum(f(x)))
+    (row,) = audit(program, normal(rng, 8, 5)).rows
+    assert row.operation == "pure_callback"
+    assert row.line.startswith("test_audit.py:")
+
+
+MIXING = {
+    "batch norm": (lambda x: x - jnp.mean(x, axis=0, keepdims=True), "reduce_sum"),
+    "reversed": (lambda x: x[::-1] * 2.0, "rev"),
+    "sorted twice": (lambda x: jnp.sort(jnp.sort(x, axis=0), axis=0), "sort"),
+    "every second": (lambda x: jnp.roll(x, 2, axis=0) * 1.0, "concatenate"),
+    "by a number": (lambda x: x[(3 * jnp.arange(x.shape[0]) + 1) % x.shape[0]], "gather"),
+    "running": (lambda x: jnp.cumsum(x, axis=0), "cumsum"),
+    "of each other": (lambda x: x @ x.T, "dot_general"),
+    "noise": (lambda x: x + jax.random.bits(jax.random.key(0), x.shape).astype(np.float32), "add"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_rows_is_named_and_is_no_culprit(name, rng):
+    program, operation = MIXING[name]
+    found = audit(program, normal(rng, 7, 5))
+    assert not found.rows
+    assert not found.outputs
+    assert operation in {one.operation for one in found.uncompared}
+    assert {one.line.split(":")[0] for one in found.uncompared} == {"test_audit.py"}
+
+
+def test_what_only_names_its_rows_is_compared(rng):
+    """Rows picked by their own number, as losses do, and constants of the batch's size."""
+
+    def program(x, labels):
+        picked = x[jnp.arange(x.shape[0]), labels] + jnp.zeros(x.shape[0])
+        return planted(picked) / x.shape[0]
+
+    found = audit(program, normal(rng, 8, 5), np.arange(8, dtype=np.int32) % 5)
+    assert [row.line for row in found.rows] == [PLANT]
+    assert not [one for one in found.uncompared if one.operation == "gather"]
+
+
+def test_products_that_keep_rows_are_not_named(rng):
+    x, w = normal(rng, 8, 301), normal(rng, 301, 30)
+    found = audit(functools.partial(jaxmp.matmul, determinism="batch"), x, w, batch_argnums=0)
+    assert (found.rows, found.uncompared, found.outputs, found.compared) == ((), (), (), 1)
+
+
+def test_the_batch_is_found_or_named(rng):
+    w, x, labels = {"w": normal(rng, 1, 5), "b": normal(rng, 3)}, normal(rng, 8, 5), np.ones(8, np.float32)
+
+    def program(w, x, labels):
+        return planted(x * w["w"]) * labels[:, None]
+
+    by_default = audit(program, w, x, labels)
+    assert [row.line for row in by_default.rows] == [PLANT]
+    assert by_default == audit(program, w, x, labels, batch_argnums=(1, 2))
+    with pytest.raises(ValueError, match=r"fn takes 5 rows but not 1 in the arguments \(1,\); pass batch_argnums="):
+        audit(lambda x, w: x @ w, x, normal(rng, 5, 3))
+
+
+def test_a_sharded_batch_stays_sharded(mesh_of, rng):
+    mesh = mesh_of({"x": 4})
+    with jax.set_mesh(mesh):
+        found = audit(lambda x: jnp.cos(jnp.sin(x)), put(mesh, normal(rng, 8, 6), "x"))
+    assert found.variants == ("4 rows", "20 rows")
+    assert not found.rows
+
+
+def test_arguments_are_taken_as_jax_takes_them(rng):
+    """A float64 of NumPy, a donated array, a static argument, and what is no array."""
+    step = jax.jit(lambda x, power, unused: planted(x) ** power, donate_argnums=0, static_argnums=1)
+    (row,) = audit(step, rng.standard_normal((8, 3)), 2, {"name": None, "rate": 1.0}, batch_argnums=0).rows
+    assert (row.line, row.dtypes) == (PLANT, ("float32", "float32"))
+
+
+def test_a_run_with_several_outputs_counts_once(rng):
+    def program(x):
+        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], x.dtype))
+        return jax.pure_callback(lambda x: (x, np.asarray(x).sum(1) + (len(x) != 8)), shapes, x)
+
+    (row,) = audit(program, normal(rng, 8, 3)).rows
+    assert (row.shapes, row.count, row.runs) == (((8, 3), (8,)), 3, 3)
+
+
+def test_random_keys_are_values_too(rng):
+    keys = jax.random.split(jax.random.key(0), 8)
+    draw = jax.vmap(lambda key: jax.random.bits(key, (3,)))
+    found = audit(lambda keys: planted(draw(keys).astype(np.float32)), keys)
+    assert [row.line for row in found.rows] == [PLANT]
+    assert not found.uncompared
+
+
+# Meshes ----------------------------------------------------------------------------------------------------------
+
+
+def sums(x):
+    """Over the sharded dimension; the sums of other sharded arrays follow from it."""
+    y = jnp.sin(jnp.sum(x, axis=1, keepdims=True) * x)
+    return jnp.sum(jnp.cos(y), axis=1)
+
+
+def test_sums_over_shards_are_named_and_nothing_else(mesh_of, rng):
+    mesh = mesh_of({"x": 4})
+    with jax.set_mesh(mesh):
+        found = audit(sums, put(mesh, normal(rng, 8, 4096), None, "x"), vary="mesh")
+    assert (found.reference, found.variants) == ("x=1", ("x=2", "x=4"))
+    assert {row.operation for row in found.rows} == {"reduce_sum"}
+    first, second = (f"test_audit.py:{sums.__code__.co_firstlineno + i}" for i in (2, 3))
+    assert [row.line for row in found.rows] == [first, second]
+    assert {row.kind for row in found.rows} == {"sum"}
+    assert all("product with ones" in row.advice and not row.settled_by for row in found.rows)
+    assert [output.variant for output in found.outputs] == ["x=2", "x=4"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_elementwise_programs_name_nothing(kind, mesh_of, rng):
+    mesh = mesh_of({"x": 2, "y": 2}, kind)
+    with jax.set_mesh(mesh):
+        program = lambda x, y: jax.nn.gelu(x) * y  # noqa: E731
+        found = audit(program, put(mesh, normal(rng, 8, 64), "x", "y"), put(mesh, normal(rng, 8, 64)), vary="mesh")
+    assert (found.reference, found.variants) == ("1 device (x=1 x y=1)", ("4 devices (x=2 x y=2)",))
+    assert (found.rows, found.outputs, found.uncompared) == ((), (), ())
+    assert found.compared > 5
+
+
+def test_products_are_settled_by_their_level(mesh_of, rng):
+    """JAX's, and jaxmp's without a level, are named with the remedy; with one they are not, nor are their gradients.
+
+    Complex numbers are multiplied by the BLAS on every processor; hostmp's own kernels sum real ones in one order.
+    """
+    mesh = mesh_of({"x": 4})
+    a, b = (put(mesh, normal(rng, 64, 2000) + 1j * normal(rng, 64, 2000), None, "x") for _ in "ab")
+
+    def of(product, **options):
+        def loss(a, b):
+            return jax.sharding.reshard(product(a, b, out_sharding=P("x", None), **options), P()).real.sum()
+
+        return audit(jax.grad(loss, (0, 1)) if options else product_of(product), a, b, vary="mesh")
+
+    def product_of(product):
+        return lambda a, b: product(a, b, out_sharding=P("x", None))
+
+    with jax.set_mesh(mesh):
+        plain = of(lambda a, b, **options: jnp.matmul(a, b.T, **options))
+        multiply = functools.partial(jaxmp.matmul, transpose_b=True)
+        ours, level = of(multiply), of(multiply, determinism="topology")
+    for found, name in ((plain, "dot_general"), (ours, "jaxmp_matmul (run_to_run)")):
+        (row,) = found.rows
+        assert (row.operation, row.kind) == (name, "product")
+        assert (row.settled_by, row.advice) == ('determinism="topology"', "")
+        assert 'jaxmp.fuse(fn, determinism="topology") settles the products' in str(found)
+    assert (level.rows, level.outputs) == ((), ())
+    assert level.compared > 3
+
+
+def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
+    """Equations that one mesh alone has run there; what they change is told where both programs meet again."""
+    mesh = mesh_of({"x": 2})
+
+    def program(x, change):
+        if jax.sharding.get_abstract_mesh().size == 2:
+            x = (x + 1.0) - 1.0 if change else jax.sharding.reshard(x, P())
+        return jnp.sin(x * 2.0)
+
+    with jax.set_mesh(mesh):
+        x = put(mesh, normal(rng, 8, 16), "x")
+        (row,) = audit(program, x, True, vary="mesh").rows
+        moved = audit(program, x, False, vary="mesh")
+    assert (row.operation, row.kind, row.difference.elements) == ("sub", "other equations", 128)
+    assert (moved.rows, moved.outputs) == ((), ())
+
+
+def sequence_parallel(mesh, rng, ndim=3):
+    """(weights, x) of which the sequence is sharded: folded into rows it lies in another order on each mesh."""
+    weights = put(mesh, normal(rng, 24, 32), None, "x"), put(mesh, normal(rng, 32, 24), "x", None)
+    return weights, put(mesh, normal(rng, *(2,) * (ndim - 3), 4, 8, 24), *(None,) * (ndim - 2), "x", None)
+
+
+def loss_of_linear(weights, x, **options):
+    y = jaxmp.linear(x, weights[0], out_sharding=P(*(None,) * (x.ndim - 1), "x"), **options)
+    return jnp.sum(jax.sharding.reshard(y, P()) ** 2)
+
+
+def loss_of_layers(weights, x, **options):
+    up, down = weights
+
+    def layer(x, _):
+        return jaxmp.mlp(x, up, None, down, None, out_sharding=jax.typeof(x).sharding.spec, **options), None
+
+    return jnp.sum(jax.sharding.reshard(jax.lax.scan(layer, x, length=2)[0], P()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "activation", "ndim"),
+    [(loss_of_layers, "gelu", 3), (loss_of_layers, "relu", 4), (loss_of_linear, "relu", 4)],
+)
+def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activation, ndim, mesh_of, rng):
+    mesh = mesh_of({"x": 4})
+    program = functools.partial(loss, activation=activation, determinism="topology")
+    with jax.set_mesh(mesh):
+        found = audit(jax.grad(program, (0, 1)), *sequence_parallel(mesh, rng, ndim), vary="mesh")
+    assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
+
+
+def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, rng):
+    """By their own difference, not by that of rows in two orders. Forward, small integers: exact in every kernel."""
+    mesh = mesh_of({"x": 4})
+    program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
+    with jax.set_mesh(mesh):
+        found = audit(program, *jax.tree.map(jnp.round, sequence_parallel(mesh, rng)), vary="mesh")
+    (row,) = found.rows
+    assert (row.kind, row.variants, row.settled_by) == ("product", ("x=2", "x=4"), 'determinism="topology"')
+    assert row.shapes[-1] == (24, 32)
+    assert row.difference.absolute < 1e-3
+    assert {output.name for output in found.outputs} >= {"[0]"}
+    assert not found.uncompared
+
+
+def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_of, rng):
+    """A sum over devices of which each keeps its part of the sequence."""
+    mesh = mesh_of({"x": 4})
+
+    def local(x, w):
+        y = jax.lax.psum_scatter(x @ w, "x", scatter_dimension=1, tiled=True)
+        rows = jnp.reshape(y, (-1, y.shape[-1]))
+        return jnp.reshape(jnp.sin(rows) * jnp.cos(rows), y.shape)
+
+    def loss(x, w):
+        specs = (P(None, None, "x"), P("x", None))
+        return jnp.sum(jax.sharding.reshard(jax.shard_map(local, in_specs=specs, out_specs=P(None, "x"))(x, w), P()))
+
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
+        (row,) = audit(jax.grad(loss), x, w, vary="mesh").rows
+    assert (row.operation, row.kind) == ("shard_map", "whole")
+    assert 0 < row.difference.absolute < 1e-4
+
+
+def test_shards_that_should_be_copies_are_compared(mesh_of):
+    """A sum that each device makes for itself: the first device alone would not show it."""
+    mesh = mesh_of({"x": 2})
+
+    def program(x):
+        def local(x):
+            return x + jnp.where(jax.lax.axis_index("x") == 1, jnp.float32(2.0**-23), jnp.float32(0))
+
+        return jax.shard_map(local, in_specs=P(), out_specs=P(), check_vma=False)(x)
+
+    with jax.set_mesh(mesh):
+        (row,) = audit(program, put(mesh, np.ones(4, np.float32)), vary="mesh").rows
+    assert (row.operation, row.kind) == ("shard_map", "whole")
+    assert (row.difference.ulps, row.difference.elements) == (1, 4)
+
+
+# Errors and texts ------------------------------------------------------------------------------------------------
+
+X = np.ones((8, 2), np.float32)
+ERRORS = [
+    (lambda: audit(X), TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
+    (lambda: audit(jnp.sin, X, vary="rows"), ValueError, '"batch", "mesh" or "processes", got \'rows\''),
+    (lambda: audit(jnp.sin, X, vary="mesh", batch_argnums=0), ValueError, 'batch_argnums is for vary="batch"'),
+    (lambda: audit(jnp.sin, X, vary="processes"), ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
+    (lambda: audit(jnp.sin, X, vary="mesh"), ValueError, "operands on one mesh of at least 2 devices, got no mesh"),
+    (lambda: audit(jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), TypeError, "takes arrays, got ShapeDtypeStruct"),
+    (lambda: audit(lambda: 1), ValueError, "needs an argument with arrays, got none"),
+    (lambda: audit(jnp.sin, X[:1]), ValueError, "one batch of at least 2 rows, got first extents [1]"),
+    (
+        lambda: audit(jnp.add, X, X[:2], batch_argnums=(0, 1)),
+        ValueError,
+        "got first extents [2, 8]; pass batch_argnums=",
+    ),
+    (lambda: audit(jnp.sin, X, batch_argnums=1), ValueError, "has to number some of the 1 arguments, got 1"),
+    (
+        lambda: audit(lambda x: jax.new_ref(x)[...], X),
+        NotImplementedError,
+        "mutable arrays, found get of one at test_audit.py:",
+    ),
+    (lambda: audit(jnp.sin, X, vry="mesh"), TypeError, "did you mean vary=?"),
+    (lambda: jax.jit(lambda x: audit(jnp.sin, x).compared)(X), TypeError, "call it outside of jit"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
+def test_errors_name_the_argument_and_the_remedy(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_an_array_of_the_mesh_has_to_be_an_argument(mesh_of):
+    mesh = mesh_of({"x": 2})
+    with jax.set_mesh(mesh):
+        x, hidden = put(mesh, X, "x"), put(mesh, X, "x")
+        with pytest.raises(ValueError, match=r"cannot be traced on the mesh \{'x': 1\}; it has to take every array"):
+            audit(lambda x: x + hidden, x, vary="mesh")
+
+
+def test_the_table_is_printed_and_returned(capsys, rng):
+    found = jaxmp.audit(lambda x: planted(x) - jnp.mean(x, axis=0, keepdims=True), normal(rng, 8, 5))
+    printed = capsys.readouterr().out
+    assert printed == f"{found}\n"
+    header, row, total, _, *notes = printed.splitlines()
+    assert header.split()[:4] == ["line", "operation", "shapes", "type"]
+    assert row.split()[:5] == [PLANT, "pure_callback", "8x5", "->", "8x5"]
+    assert total == f"total: 1 of {found.compared} operations differ; 8 rows compared with 1 row, 4 rows, 11 rows"
+    assert re.fullmatch(f"elementwise: .*: pure_callback {PLANT}", notes[0])
+    assert notes[1].startswith("not compared, its result mixes the rows of the batch: reduce_sum test_audit.py:")
+    assert "<td>8x5 -&gt; 8x5</td>" in found._repr_html_()
+    none = audit(jnp.sin, X)
+    assert capsys.readouterr().out == ""
+    assert str(none).startswith("total: 0 of 1 operations differ; 8 rows compared with 1 row, 4 rows, 11 rows\n\n")
+    output = jaxmp._src.audit.report.Output("[0]", "4 rows", found.rows[0].difference)
+    text = str(jaxmp.Audit(**{**vars(none), "outputs": (output,)}))
+    assert "whole program: [0] differs, by up to 1 ulp (" in text
+    assert "no operation alone does, so XLA compiles them otherwise together" in text

@@ -1,0 +1,321 @@
+"""The command line: what it prints, how it fails, and its exit statuses.
+
+Silently wrong without these: a self-test that passes with a wrong product, a script that takes a failure for success,
+and a stack trace where one line says what to do. Commands run in this process, since each start of JAX takes seconds;
+one test starts a process of its own.
+"""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+
+import cases
+import jax
+import numpy as np
+import pytest
+
+from jaxmp import testing
+from jaxmp._src.cli import bench, explain, main, output, selftest
+from jaxmp._src.hardware import processor
+
+PROGRAM = """
+import jax, jaxmp
+from jax.sharding import PartitionSpec as P
+
+def layer(x, w):
+    return jaxmp.matmul(x, w, out_sharding=P(None, "x"))
+
+def mlp(x, w, v):
+    return jaxmp.linear(jaxmp.linear(x, w, out_sharding=P(None, "x")), v)
+
+def of_a_mesh(x, w, v):
+    return mlp(x, w, v) * jax.sharding.get_abstract_mesh().shape["y"]
+
+def plain(x, w, v):
+    return (x @ w) @ v
+
+def alone():
+    return 1
+
+def broken(x):
+    raise ArithmeticError("no product\\nof this")
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return str(file)
+
+
+def run(capsys, *arguments):
+    """(exit status, standard output, standard error)."""
+    status = main.main(arguments)
+    return status, *capsys.readouterr()
+
+
+def test_a_process_prints_facts_as_json_and_nothing_else():
+    ran = subprocess.run(
+        [sys.executable, "-m", "jaxmp", "info", "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    facts = json.loads(ran.stdout)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert facts["devices"]["platform"] == "cpu"
+
+
+def test_info_names_what_serves_and_why(capsys):
+    cases.require("host")
+    status, out, _ = run(capsys, "info", "--json")
+    facts = json.loads(out)
+    assert status == 0
+    assert facts["implementation of a product"]["bfloat16"] == "host: CPU devices of one process"
+    assert facts["available implementations"]["cublasmp"].startswith('no: implementation="cublasmp" is not available')
+    assert "openblas" in facts["host implementation"]["BLAS"]
+    assert facts["libraries"]["opened"] == "no: JAX has no CUDA device"
+    status, out, _ = run(capsys, "info")
+    assert status == 0
+    for section in facts:
+        assert section in out
+
+
+def test_the_processor_is_read_from_the_systems_text():
+    x86 = processor.parse("model name\t: Some Processor\nflags\t\t: fpu avx2 amx_bf16\nmodel name\t: Other\n", "?", 2)
+    assert x86 == processor.Processor("Some Processor", 2, ("avx2", "amx_bf16"))
+    arm = processor.parse("Features\t: fp asimd bf16 sve2\n", "aarch64", 72)
+    assert arm == processor.Processor("aarch64", 72, ("asimd", "bf16", "sve2"))
+
+
+def test_the_script_is_the_same_command(capsys):
+    (script,) = (each for each in importlib.metadata.entry_points(group="console_scripts") if each.name == "jaxmp")
+    assert script.load() is main.main
+    with pytest.raises(SystemExit) as ended:
+        main.main(["inform"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'inform'" in capsys.readouterr().err
+
+
+def test_tables_without_rich_name_the_remedy(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert run(capsys, "info") == (
+        2,
+        "",
+        "jaxmp info: tables need the package rich: pip install 'jaxmp[cli]', or pass --json\n",
+    )
+
+
+# ---- tables
+
+TABLE = (
+    ("sharding", "a", "bound by", ""),
+    [("reduce-scatter of columns", "y, x", "overhead", "*"), ("all-gather", "-, yx", "link", "")],
+)
+WIDTHS = (None, 200, 51, 50, 44, 35, 34, 30, 12)
+WORDS = {"sharding", "a", "bound", "by", "reduce-scatter", "of", "columns", "y,", "x", "overhead", "*", "all-gather"}
+WORDS |= {"-,", "yx", "link", "an", "advise"}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_table_breaks_no_word_and_is_as_wide_as_the_terminal(width, capsys, monkeypatch):
+    """In a file it is as wide as its texts."""
+    monkeypatch.setenv("COLUMNS", str(width or 20))
+    monkeypatch.setenv("FORCE_COLOR" if width else "NO_COLOR", "1")  # which rich takes for a terminal
+    output.print_table("an advise", *TABLE)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
+    found = [word for line in lines for word in line.replace("─", "").split()]
+    assert set(found) <= WORDS
+    for word in ("reduce-scatter", "all-gather", "overhead", "link", "columns", "*"):
+        assert found.count(word) == 1
+    assert max(map(len, lines)) <= max(width or 200, 34)  # the words beside one another
+    assert width or any("reduce-scatter of columns" in line for line in lines)
+
+
+# ---- selftest
+
+
+def some_checks(*arguments):
+    """One check of each kind."""
+    by_kind = {check.promise: check for check in ALL_CHECKS(*arguments)}
+    yield from by_kind.values()
+
+
+ALL_CHECKS = selftest.checks
+
+
+def test_the_selftest_checks_every_pattern_and_type_and_both_levels():
+    found = list(selftest.checks(4, None, True))
+    assert {check.promise for check in found} == {"placement", "rounding", "batch", "topology"}
+    subjects = {check.subject for check in found if check.promise == "placement"}
+    assert len(subjects) == len(list(testing.layouts(4))) * 5
+
+
+def test_the_selftest_passes_here(capsys, monkeypatch):
+    cases.require("host")
+    monkeypatch.setattr(selftest, "checks", some_checks)
+    status, out, _ = run(capsys, "selftest", "--json")
+    report = json.loads(out)
+    assert (status, report["passed"], len(report["checks"])) == (0, True, 4)
+
+
+@pytest.mark.parametrize("kind", ["placement", "rounding", "batch"])
+def test_the_selftest_fails_where_one_element_is_wrong(kind, capsys, monkeypatch):
+    """By ten times what rounding allows in a sum of 264 terms, by its place, or by a bit; and goes on behind it."""
+    cases.require("host")
+    real = selftest.matmul
+
+    def wrong(a, b, **options):
+        d = real(a, b, **options)
+        return d.at[3, 5].add(1e-3) if kind == "rounding" else d.at[:2].set(d[1::-1])
+
+    def broken():
+        testing.assert_bitwise_equal(np.float32(1), np.float32(2), "d of m=3")
+
+    found = [check for check in some_checks(4, None, True) if check.promise == kind]
+    if kind == "batch":
+        found = [testing.Check("batch", "k=1", broken), testing.Check("batch", "k=2", lambda: 7)]
+    monkeypatch.setattr(selftest, "checks", lambda *_: found)
+    monkeypatch.setattr(selftest, "matmul", wrong)
+    status, out, _ = run(capsys, "selftest", "--json")
+    errors = [check["error"] for check in json.loads(out)["checks"]]
+    assert (status, len(errors), [bool(error) for error in errors]) == (1, len(found), [True, False][: len(found)])
+    assert kind != "batch" or errors[0].startswith("AssertionError: d of m=3: 1 of 1 elements differ")
+    assert f"FAILED {kind} of " in run(capsys, "selftest")[1]
+
+
+# ---- bench
+
+
+def test_a_bench_times_the_patterns_that_the_extents_allow(capsys):
+    cases.require("host")
+    status, out, _ = run(capsys, "bench", "8", "6", "12", "--seconds", "0.001", "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert [row["pattern"] for row in report["rows"]] == ["local", "all_gather", "grid"]  # 6 is no multiple of 4
+    assert all(set(row["seconds"]) == {"jaxmp", "xla"} for row in report["rows"])
+    assert report["flops"] == 2 * 8 * 6 * 12
+
+
+def test_a_bench_prints_a_verdict_and_fails_of_wrong_products(capsys, monkeypatch):
+    cases.require("host")
+    arguments = ("bench", "8", "8", "8", "--mesh", "2", "--dtype", "bf16", "--pattern", "local", "--seconds", "0.001")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert "8x8x8 bfloat16 on 2 devices" in out
+    assert "jaxmp runs at " in out
+    text = bench.verdict(["local", "grid"], [2.0, 0.5])
+    assert text == "jaxmp runs at XLA's rate (geometric mean of 2 patterns); slower in grid."
+    real = bench.matmul
+    monkeypatch.setattr(bench, "matmul", lambda a, b, **options: real(a, b, **options) + 1)
+    status, out, _ = run(capsys, *arguments)
+    assert status == 1
+    assert "WRONG local: the results differ by 1" in out
+
+
+# ---- explain and advise
+
+
+def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
+    cases.require("host")
+    arguments = ("explain", f"{program}:layer", "f32[8@x,16]", "float32[16, 4@x]", "--mesh", "x=4")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert "all_gather x" in out
+    _, out, _ = run(capsys, *arguments, "--json")
+    (row,) = json.loads(out)
+    assert (row["pattern"], row["local_extents"]) == ("all_gather", [2, 16, 1])
+    _, out, _ = run(capsys, *arguments, "--compiled", "--json")
+    found = json.loads(out)
+    assert found["calls"] == [row]
+    assert found["memory"]["peak"] > 0
+
+
+def test_types_are_read_as_jax_prints_them():
+    mesh = explain.mesh_of("x=2,y=2")
+    for text in ("float32[8@x,16]", "bfloat16[8@(x,y),4]", "float32[]", "int32[3]"):
+        found = explain.argument_of(text, mesh)
+        assert str(jax.typeof(jax.device_put(np.zeros(found.shape, found.dtype), found.sharding))) == text
+    names = {"f32": "float32", "bf16": "bfloat16", "c64": "complex64", "fp8": "float8_e4m3fn", "int8": "int8"}
+    assert {name: output.dtype_of(name) for name in names} == names
+
+
+def test_advise_of_extents_and_of_functions(program, capsys):
+    """On a mesh or on none, whatever shardings the function asks for."""
+    types = ("bf16[64,256]", "bf16[256,512]", "bf16[512,256]")
+    found = []
+    for arguments in (
+        ("64", "32", "128", "--devices", "8"),
+        (f"{program}:plain", *types),
+        (f"{program}:mlp", *types, "--mesh", "x=8"),
+        (f"{program}:of_a_mesh", *types, "--mesh", "x=2,y=2"),
+    ):
+        status, out, _ = run(capsys, "advise", *arguments, "--json")
+        found.append([choice["seconds"] for choice in json.loads(out)])
+        assert (status, found[-1][0]) == (0, min(found[-1]))
+    assert found[1] == found[2] == found[3]
+    status, out, _ = run(capsys, "advise", f"{program}:plain", *types, "--devices", "8", "--hardware", "h200-8")
+    assert status == 0
+    assert "program.py:15" in out
+    assert "at least" in run(capsys, "advise", "64", "32", "128", "--hardware", "h200-8")[1]
+
+
+# ---- errors
+
+
+TYPES = ("f32[8,8]",) * 3
+ERRORS = {
+    "no file": (("explain", "none.py:f"), "there is no file none.py"),
+    "no name": (("explain", "none.py"), "takes FILE.py:FUNCTION, got 'none.py'"),
+    "no function": (("explain", "{program}:g"), "{program} has no function g"),
+    "no types": (("explain", "{program}:layer"), "missing a required argument: 'x'; pass one type for each"),
+    "no mesh": (("explain", "{program}:layer", "f32[8@x,4]"), "f32[8@x,4] names mesh axes; pass --mesh, as --mesh x=4"),
+    "no axis": (("explain", "{program}:layer", "f32[8@y]", "--mesh", "x=4"), "names the axis y, which --mesh does not"),
+    "no type": (("explain", "{program}:layer", "f32(8)"), "takes types such as f32[512@x,1024], got 'f32(8)'"),
+    "no extent": (("explain", "{program}:layer", "f32[8,]"), "takes types such as f32[512@x,1024], got 'f32[8,]'"),
+    "a mesh": (("explain", "{program}:layer", "--mesh", "4"), "--mesh takes axes as x=2,y=2, got '4'"),
+    "raises": (("explain", "{program}:broken", "f32[8]"), "ArithmeticError: no product (--traceback shows where)"),
+    "a dtype": (("bench", "8", "8", "8", "--dtype", "f31"), "there is no type 'f31'; pass f32, f64, bf16"),
+    "a pattern": (("bench", "8", "8", "8", "--pattern", "gr"), "there is no pattern 'gr'; pass all or one of local"),
+    "no pattern": (("bench", "7", "7", "7"), "no pattern takes 7x7x7 on 4 devices"),
+    "extents": (("bench", "8", "7", "8", "--pattern", "ar"), "all_reduce: 7 is not a multiple of 4, the devices along"),
+    "devices": (("bench", "8", "8", "8", "--mesh", "4096"), "no pattern takes 8x8x8 on 4096 devices"),
+    "no GPU": (("selftest", "--implementation", "cublasmp"), "cublasmp needs a CUDA device, JAX's backend is cpu"),
+    "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
+    "advise, none": (("advise", "7", "7", "7", "--devices", "4"), "no sharding over 4 devices divides m=7, k=7, n=7"),
+    "advise, hardware": (("advise", "8", "8", "8", "--hardware", "tpu"), "hardware must be one of 'this', 'h100-8'"),
+    "advise, few types": (("advise", "{program}:layer", "f32[8,8]"), "missing a required argument: 'w'"),
+    "advise, no product": (("advise", "{program}:alone"), "alone has no product whose time is predicted"),
+    "advise, dtype": (("advise", "{program}:plain", *TYPES, "--dtype", "f32"), "--dtype is of one product"),
+    "advise, no mesh": (("advise", "{program}:mlp", *TYPES), "(for this command --mesh x=8 sets it)"),
+    "advise, a mesh": (("advise", "{program}:mlp", *TYPES, "--mesh", "8"), "--mesh takes axes as x=2,y=2, got '8'"),
+    "advise, mesh": (("advise", "64", "64", "64", "--mesh", "x=2"), "--mesh is of a function"),
+    "advise, two": (("advise", "64", "64"), "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64"),
+    "advise, four": (("advise", "64", "64", "x"), "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64 x"),
+    "below 1": (("bench", "0", "8", "8"), "M, K, N and --mesh must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_one_line_and_status_2(name, program, capsys):
+    arguments, message = ERRORS[name]
+    status, out, err = run(capsys, *(argument.replace("{program}", program) for argument in arguments))
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith(f"jaxmp {arguments[0]}: ")
+    assert message.replace("{program}", program) in err
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(program):
+    with pytest.raises(ArithmeticError, match="no product"):
+        main.main(["explain", f"{program}:broken", "f32[8]", "--traceback"])
+
+
+def test_an_interrupt_has_its_status(capsys, monkeypatch):
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.info, "run", interrupted)
+    assert run(capsys, "info") == (130, "", "")

@@ -1,0 +1,149 @@
+"""Drawings: each block against the devices on which JAX puts it.
+
+Silently wrong without these: a picture that says a device holds what another one has.
+"""
+
+import xml.etree.ElementTree as ET
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.draw.blocks import label, matrices, shown
+
+F32 = np.dtype("float32")
+SHAPES = (64, 32), (32, 128), (64, 128)
+
+
+def drawing_of(mesh, specs, shapes=SHAPES, **options):
+    operands = [
+        jax.ShapeDtypeStruct(shape, F32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes[:2], specs[:2], strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        return jaxmp.draw(lambda a, b: jaxmp.matmul(a, b, out_sharding=specs[2], **options))(*operands)
+
+
+def holders(mesh, spec, shape):
+    """By the block's first row and column: the devices, as JAX has them."""
+    found = {}
+    for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
+        start = tuple(part.start or 0 for part in index)
+        found.setdefault(start, []).append(list(mesh.devices.flat).index(device))
+    return {start: tuple(sorted(devices)) for start, devices in found.items()}
+
+
+def drawn_holders(matrix):
+    """As `holders`, of a drawing."""
+    size = tuple(extent // count for extent, count in zip(matrix.shape, matrix.grid, strict=True))
+    return {(block.row * size[0], block.column * size[1]): block.devices for block in matrix.blocks}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    jaxmp.advise(64, 32, 128, 8, dtype=F32, quiet=True).choices,
+    ids=lambda c: f"{c.splits} {dict(c.mesh)}".replace(" ", "-"),
+)
+def test_blocks_lie_where_jax_puts_them(choice, mesh_of):
+    mesh, specs = mesh_of(dict(choice.mesh), AxisType.Explicit), (choice.a, choice.b, choice.d)
+    (row,) = drawing_of(mesh, specs).rows
+    drawn = matrices(row)
+    expected = [holders(mesh, spec, shape) for spec, shape in zip(specs, SHAPES, strict=True)]
+    if row.extents == (128, 32, 64):  # the call computes the transpose
+        a, b, d = ({start[::-1]: devices for start, devices in each.items()} for each in expected)
+        expected = [b, a, d]
+    for matrix, want in zip(drawn, expected, strict=True):
+        assert drawn_holders(matrix) == want, matrix.name
+
+
+@pytest.mark.parametrize("dim", [("x", "y"), ("y", "x")], ids="-".join)
+def test_an_axis_of_a_grid_may_be_slower_than_another_of_its_dimension(dim, mesh_of):
+    mesh, specs = mesh_of({"x": 2, "y": 2}, AxisType.Explicit), (P(None, "y"), P(None, dim), P(None, dim))
+    (row,) = drawing_of(mesh, specs).rows
+    assert (
+        row.contraction
+        == "mk,kn->mn" + {"x": "  x: n (- n n)  y: n (k n n)", "y": "  y: n (k n n)  x: n (- n n)"}[dim[0]]
+    )
+    for matrix, spec, shape in zip(matrices(row), specs, SHAPES, strict=True):
+        assert drawn_holders(matrix) == holders(mesh, spec, shape), matrix.name
+
+
+MESHES = {"line": {"x": 4}, "square": {"y": 2, "x": 2}}
+RECEIVED = {
+    "local": ("line", (P("x", None), P(None, None), P("x", None)), {}, "nothing moves"),
+    "all_gather": (
+        "line",
+        (P("x", None), P(None, "x"), P(None, "x")),
+        {"A": {(1, 0), (2, 0), (3, 0)}},
+        "blocks of A in brackets",
+    ),
+    "reduce_scatter": ("line", (P(None, "x"), P("x", None), P("x", None)), {}, "each keeps its block of D"),
+    "all_reduce": ("line", (P(None, "x"), P("x", None), P(None, None)), {}, "summed for every device"),
+    "grid": (
+        "square",
+        (P("y", "x"), P("y", "x"), P("y", "x")),
+        {"A": {(0, 1)}, "B": {(1, 0)}},
+        "blocks of A and B in brackets",
+    ),
+    "all_gather in groups": (
+        "square",
+        (P(("y", "x"), None), P(None, "x"), P("y", "x")),
+        {"A": {(1, 0)}},
+        "blocks of A in brackets",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_what_the_first_device_receives(name, mesh_of):
+    mesh, specs, received, sentence = RECEIVED[name]
+    drawing = drawing_of(mesh_of(MESHES[mesh], AxisType.Explicit), specs)
+    found = {matrix.name: set(matrix.received) for matrix in matrices(drawing.rows[0]) if matrix.received}
+    assert found == received
+    assert sentence in str(drawing)
+    assert str(drawing).count("[") == sum(map(len, received.values()))
+    root = ET.fromstring(drawing.svg)
+    rectangles = root.findall("{*}rect")
+    assert len(rectangles) == sum(len(matrix.blocks) for matrix in matrices(drawing.rows[0]))
+    assert sum("stroke-dasharray" in each.attrib for each in rectangles) == sum(map(len, received.values()))
+    for side, start in (("width", "x"), ("height", "y")):
+        assert all(
+            float(each.attrib[start]) + float(each.attrib[side]) <= float(root.attrib[side]) for each in rectangles
+        )
+    texts = [each.text for each in root.findall("{*}text")]
+    assert any(text.startswith("test_draw.py:") and "-> float32" in text for text in texts)
+    assert drawing._repr_svg_() == drawing.svg
+
+
+def test_a_transposed_operand_is_drawn_as_it_is_multiplied(mesh_of):
+    mesh = mesh_of({"x": 4}, AxisType.Explicit)
+    shapes = (32, 64), (32, 128)
+    (row,) = drawing_of(mesh, (P(None, "x"), P(None, "x"), P(None, "x")), shapes, transpose_a=True).rows
+    a, b, d = matrices(row)
+    assert (a.shape, b.shape, d.shape) == ((64, 32), (32, 128), (64, 128))
+    assert (a.grid, b.grid, d.grid) == ((4, 1), (1, 4), (1, 4))
+
+
+def test_equal_calls_are_drawn_once_and_gradients_too():
+    def loss(x, w):
+        return sum(jaxmp.matmul(x, w).sum() for _ in range(3))
+
+    x = jax.ShapeDtypeStruct((4, 4), F32)
+    (row,) = jaxmp.draw(loss)(x, x).rows
+    assert row.count == 3
+    assert ", 3 times" in str(jaxmp.draw(loss)(x, x))
+    assert len(jaxmp.draw(jax.grad(loss))(x, x).rows) >= 1
+    assert str(jaxmp.draw(jnp.sin)(x)) == "no jaxmp call in this program"
+    ET.fromstring(jaxmp.draw(jnp.sin)(x).svg)
+
+
+def test_many_blocks_and_devices_are_left_out(mesh_of):
+    drawing = drawing_of(mesh_of({"x": 8}, AxisType.Explicit), (P("x", None), P(None, "x"), P(None, "x")))
+    assert "..." in str(drawing)
+    assert (shown(8, 6), shown(6, 6)) == ([0, 1, 2, 3, None, 7], [0, 1, 2, 3, 4, 5])
+    some = ((3,), (0, 1), (0, 1, 2), (0, 2, 4, 6), range(8), (0, 2, 4, 6, 7))
+    assert [label(devices, 8) for devices in some] == ["3", "0 1", "0-2", "0 2 4 6", "all", "0 2 ... 7"]

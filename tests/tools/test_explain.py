@@ -1,0 +1,293 @@
+"""`explain` tells what the compiled program does: each number of its rows against a count made by hand."""
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+EXPLICIT = modes.BY_ID["explicit"]
+
+
+def abstract(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rows_of(mode, case, rng, **options):
+    with mode.scope(case):
+        a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        return jaxmp.explain(mode.product(case, **options))(a, b).rows
+
+
+# Case: (groups, a, b, d per device, bytes that one rank reads from its peers). m, n, k = 16, 8, 32 on a 2 x 2 mesh.
+ROWS = {
+    "local": ("1 rank", ((8, 32), (32, 4), (8, 4)), 0),
+    "ag-data": ("2 x 2 ('y',)", ((4, 32), (32, 4), (8, 4)), 4 * 32 * 4),
+    "rs-data": ("2 x 2 ('y',)", ((8, 16), (16, 8), (4, 8)), (4 * 16 + 16 * 8) * 4),
+    "ar-data": ("2 x 2 ('y',)", ((8, 16), (16, 8), (8, 8)), None),
+    "grid": ("1 x 4 ('x', 'y')", ((8, 16), (16, 4), (8, 4)), (8 * 16 + 16 * 4) * 4),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_the_numbers_of_its_call(name, rng):
+    cases.require(None)
+    case = cases.BY_NAME[name]
+    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
+    (row,) = rows_of(EXPLICIT, case, rng)
+    groups, per_device, moved = ROWS[name]
+    assert (row.operation, row.count, row.pattern, row.groups) == ("matmul", 1, case.pattern, groups)
+    assert (row.global_shapes, row.local_shapes) == (((16, 32), (32, 8), (16, 8)), per_device)
+    assert (row.dtypes, row.accumulator, row.epilog) == ("float32 x float32 -> float32", "float32", "NONE")
+    assert row.flops == 2 * 16 * 8 * 32
+    if moved is not None:
+        assert row.bytes_moved == moved
+    assert (row.implementation, row.why) == ("host", "CPU devices of one process")
+    assert row.algorithm
+    assert (row.workspace > 0) == (case.pattern in ("all_gather", "reduce_scatter", "grid"))
+
+
+def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
+    """On a mesh of 2 x 4, whose last axis varies fastest; a (16, 32) and b (32, 8)."""
+    mesh = mesh_of({"y": 2, "x": 4})
+
+    def transfers(a, b, d):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+            for shape, spec in (((16, 32), a), ((32, 8), b))
+        )
+        with jax.set_mesh(mesh):
+            (row,) = jaxmp.explain(lambda x, w: jaxmp.matmul(x, w, out_sharding=d), quiet=True)(x, w).rows
+        return [(each.nbytes, each.nranks, each.stride) for each in row.transfers]
+
+    tiles = P("y", "x")
+    # Blocks of 8 x 8 of a from 3 ranks of the row, one of 16 x 2 of b from the other rank of the column.
+    assert transfers(tiles, tiles, tiles) == [(3 * 8 * 8 * 4, 4, 1), (16 * 2 * 4, 2, 4)]
+    # Rows of a from 3 neighbours; from the one rank that is 4 devices away; from all.
+    assert transfers(P(("y", "x"), None), P(None, "x"), tiles) == [(3 * 2 * 32 * 4, 4, 1)]
+    assert transfers(P(("x", "y"), None), P(None, "y"), P("x", "y")) == [(2 * 32 * 4, 2, 4)]
+    assert transfers(P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x"))) == [(7 * 2 * 32 * 4, 8, 1)]
+    # Three quarters of partial sums of 8 x 8; for every rank twice.
+    assert transfers(tiles, P("x", None), P(("y", "x"), None)) == [(3 * 8 * 8 * 4 // 4, 4, 1)]
+    assert transfers(tiles, P("x", None), P("y", None)) == [(2 * 3 * 8 * 8 * 4 // 4, 4, 1)]
+    assert transfers(P("y", None), P(None, "x"), tiles) == []
+
+
+def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
+    """Also where an operand is gathered first, and differs between ranks by its type alone."""
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"]
+    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
+    with EXPLICIT.scope(case):
+        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        f = EXPLICIT.product(case)
+        rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)), quiet=True)(a, b).rows
+    found = {row.global_shapes for row in rows if row.operation == "matmul"}
+    # d = a b, and the gradients in b and in a.
+    assert found == {((16, 32), (32, 8), (16, 8)), ((16, 32), (16, 8), (32, 8)), ((16, 8), (32, 8), (16, 32))}
+
+
+def test_the_line_is_that_of_the_users_call(rng):
+    """Also of a gradient, of a second call that JAX has traced before, and of a function of jaxmp's by itself."""
+    cases.require(None)
+    x = abstract((4, 4))
+
+    def program(a, b):
+        c = jaxmp.matmul(a, b)
+        return jaxmp.matmul(c, b).sum()
+
+    line = program.__code__.co_firstlineno
+    first, second = (f"test_explain.py:{line + i}" for i in (1, 2))
+    assert [row.line for row in jaxmp.explain(program, quiet=True)(x, x).rows] == [first, second]
+    rows = jaxmp.explain(jax.jit(jax.grad(program, 1)), quiet=True)(x, x).rows
+    assert [row.line for row in rows] == [first, second, second, first]
+    rows = jaxmp.explain(jax.shard_map(program, mesh=jax.make_mesh((1,), "x"), in_specs=P(), out_specs=P()))(x, x).rows
+    assert [row.line for row in rows] == [first, second]
+    (row,) = jaxmp.explain(jaxmp.linear, quiet=True)(x, x).rows
+    assert row.line.startswith("test_explain.py:")
+
+
+MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map")]
+
+
+@pytest.mark.parametrize(("mode", "case"), modes.pairs(MODES, [case for case in cases.CASES if not case.gathers]))
+def test_the_pattern_is_the_one_of_the_table(mode, case, rng):
+    cases.require(None)
+    (*resharded, row) = rows_of(mode, case.replace(per_shard=(2, 2, 2)), rng)
+    assert row.pattern == case.pattern
+    assert not any(other.bytes_moved for other in resharded)
+    if case.pattern != "local":
+        assert row.groups.startswith(f"{case.ndevices // case.nranks} x {case.nranks} ") or case.nranks == 1
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_arguments_that_are_no_arrays_stay_what_they_are(implementation):
+    cases.require(None)
+    x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
+    options = {"alpha": 2.0, "epilog": jaxmp.Epilog.RELU, "implementation": implementation}
+    (row,) = jaxmp.explain(jaxmp.matmul)(x, w, transpose_b=True, **options).rows
+    assert (row.global_shapes, row.epilog) == (((8, 16), (4, 16), (8, 4)), "RELU")
+    assert "traced" not in row.why
+
+
+# Case: the pattern of the weight gradient's call, and what runs beside the calls in the gradient of a linear layer.
+LINEAR = {
+    "local": ("all_reduce", []),
+    "ag-data": ("all_reduce", ["all_gather"]),
+    "rs-data": ("all_reduce", ["all_gather"]),
+    "ar-data": ("all_reduce", []),
+    "ag": ("local", ["all_gather"]),
+    "ar": ("local", []),
+}
+
+
+@pytest.mark.parametrize("transposition", ["NN", "NT"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_gradient_of_a_bias_comes_out_of_the_weight_gradient(name, transposition, rng):
+    """No sum of its own, neither over rows nor over ranks."""
+    cases.require(None)
+    case = cases.BY_NAME[name].replace(per_shard=(4, 4, 4), transposition=transposition)
+    bias = rng.standard_normal(case.extents[1]).astype(np.float32)
+    with EXPLICIT.scope(case):
+        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        f = EXPLICIT.product(case, epilog=Epilog.BIAS)
+        gradient = jax.grad(lambda b, bias: jnp.sum(f(a, b, bias=bias) ** 2), (0, 1))
+        rows = jaxmp.explain(gradient)(b, EXPLICIT.put(case, bias, P(case.out[1]))).rows
+    calls = [(row.epilog, row.pattern) for row in rows if row.operation.startswith("matmul")]
+    pattern, beside = LINEAR[name]
+    assert calls == [("BIAS", case.pattern), ("BGRADB" if transposition == "NN" else "BGRADA", pattern)]
+    assert [row.operation for row in rows if not row.operation.startswith("matmul")] == beside
+
+
+def test_a_sum_over_data_parallel_rows_has_its_reason(rng):
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
+    m, n, _ = case.extents
+    with EXPLICIT.scope(case):
+        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        aux = EXPLICIT.put(case, np.ones((m, n), np.float32), case.out)
+        f = EXPLICIT.product(case, epilog=Epilog.DGELU_BGRAD)
+        call, total = jaxmp.explain(lambda a, b, aux: f(a, b, gelu_aux=aux))(a, b, aux).rows
+    assert (call.epilog, call.pattern) == ("DGELU_BGRAD", "all_gather")
+    assert total.operation == "all_reduce"
+    assert total.why == "completes a bias gradient over axes that share its rows outside of the call"
+
+
+def test_the_partitioner_is_named(rng):
+    cases.require(None)
+    case = cases.BY_NAME["ar-data"].replace(per_shard=(4, 4, 4))
+    (row,) = rows_of(modes.BY_ID["partitioner"], case, rng)
+    m, n, k = case.extents
+    assert (row.pattern, row.global_shapes) == ("all_reduce", ((m, k), (k, n), (m, n)))
+    assert row.line.startswith("modes.py:")
+    assert row.why == "CPU devices of one process; chosen by XLA's partitioner (auto axes, no in_shardings)"
+
+
+def test_the_partitioner_of_a_gradient(rng):
+    """What XLA chose, call by call: the documented price of giving no shardings."""
+    cases.require(None)
+    mode, case = modes.BY_ID["partitioner"], cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4))
+    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    f = mode.product(case)
+    rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(a, b).rows
+    m, n, k = case.extents
+    assert [row.extents for row in rows] == [(m, k, n), (k, m, n), (m, n, k)]
+    assert "?" not in {row.pattern for row in rows}
+
+
+def test_the_table_is_printed_and_returned(capsys):
+    cases.require(None)
+
+    def program(a, b):
+        return jax.lax.scan(lambda c, _: (jaxmp.matmul(c, b, epilog=Epilog.RELU), None), a, length=5)[0]
+
+    explained = jaxmp.explain(program)
+    assert repr(explained).startswith("<jaxmp.explain of program: call it with the arguments of program, ")
+    explanation = explained(abstract((4, 4), "bfloat16"), abstract((4, 4), "bfloat16"))
+    printed = capsys.readouterr().out
+    assert printed == f"{explanation}\n"
+    header, row, total, _, reason, *_ = printed.splitlines()
+    assert header.split() == ["line", "operation", "pattern", "m", "x", "k", "x", "n", "dtypes", "Gflop"]
+    assert row.split()[1:] == ["matmul+relu", "x5", "local", "4x4x4", "bf16", "(f32)", "1.28e-07"]
+    assert total == "total: 5 calls, 6.4e-07 Gflop on all devices together"
+    assert reason.startswith("host: CPU devices of one process")
+    assert (explanation.calls, explanation.collectives, explanation.bytes_moved) == (5, 0, 0)
+    assert "<td>matmul+relu x5</td>" in explanation._repr_html_()
+    assert jaxmp.explain(jnp.sin, quiet=True)(1.0).rows == ()
+    assert capsys.readouterr().out == ""
+    jaxmp.explain(jnp.sin)(1.0)
+    assert capsys.readouterr().out == "no jaxmp call in this program\n"
+
+
+def test_nothing_runs(monkeypatch):
+    cases.require(None)
+
+    def refuse(*_):
+        raise AssertionError("explain ran the program")
+
+    def program(a, b):
+        jax.debug.callback(refuse)
+        return jaxmp.matmul(a, b)
+
+    assert len(jaxmp.explain(program)(jnp.ones((2, 2)), jnp.ones((2, 2))).rows) == 1
+
+
+def test_the_workspace_of_16_bit_products_is_named(rng):
+    cases.require(None)
+    mesh = cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)
+
+    def program(a, b):
+        return jaxmp.matmul(a, b, in_shardings=(P(None, "y"), P("y", None)), out_sharding=P("y", None), mesh=mesh)
+
+    widths = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        (row,) = jaxmp.explain(program)(abstract((256, 256), dtype), abstract((256, 256), dtype)).rows
+        widths[dtype] = row.bytes_moved
+    assert widths["bfloat16"] == widths["float16"] == widths["float32"] / 2
+
+
+def test_symbolic_extents_are_multiplied_by_xla(mesh_of):
+    """On no mesh, and where shardings are known; the table has expressions for numbers."""
+    cases.require(None)
+    m, k = jax.export.symbolic_shape("4*m, k")
+    where = NamedSharding(mesh_of({"x": 4}), P("x", None))
+    for sharding in (None, where):
+        a, b = jax.ShapeDtypeStruct((m, k), np.float32, sharding=sharding), jax.ShapeDtypeStruct((k, 8), np.float32)
+        (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
+        assert (row.implementation, row.pattern, row.flops) == ("xla", "local", 16 * m * k)
+        assert row.why == "extents are symbolic, and a custom call takes numbers"
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"), [(None, "CPU devices of one process"), ("host", "asked for"), ("xla", "asked for")]
+)
+def test_implementation_types_and_why(asked, why):
+    cases.require(None)
+    for dtype, accumulator in (("bfloat16", "float32"), ("float16", "float32"), ("complex64", "complex64")):
+        a, b = abstract((2, 3), dtype), abstract((3, 5), dtype)
+        (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, implementation=asked))(a, b).rows
+        assert (row.implementation, row.why) == (asked or "host", why)
+        assert (row.dtypes, row.accumulator) == (f"{dtype} x {dtype} -> {dtype}", accumulator)
+        assert row.flops == 2 * 2 * 3 * 5 * (4 if dtype == "complex64" else 1)
+
+
+def test_rows_come_in_the_order_of_the_program_without_calls_that_nobody_needs():
+    cases.require(None)
+
+    def program(a, b):
+        def step(carry, _):
+            return jax.lax.scan(lambda c, _: (jaxmp.matmul(c, b), None), carry, length=3)[0], None
+
+        jaxmp.matmul(a, a)
+        c = jaxmp.matmul(jaxmp.matmul(a, b, epilog=Epilog.GELU), b, epilog=Epilog.RELU)
+        return jax.lax.scan(step, c, length=5)[0]
+
+    rows = jaxmp.explain(program)(abstract((4, 4)), abstract((4, 4))).rows
+    assert [(row.epilog, row.count) for row in rows] == [("GELU", 1), ("RELU", 1), ("NONE", 15)]

@@ -1,0 +1,112 @@
+"""Profiles: every call is found, on every device, and the table and the timeline say what the events do."""
+
+import xml.etree.ElementTree as ET
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.profile import timeline
+from jaxmp._src.profile.profile import Profile
+from jaxmp._src.profile.trace import Event, ranges_of
+
+
+def test_every_call_of_every_device_is_found(mesh_of, capsys):
+    cases.require("host")
+    mesh = mesh_of({"x": 4}, AxisType.Explicit)
+    x = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P("x", None)))
+    w = jax.device_put(jnp.ones((32, 8)), NamedSharding(mesh, P(None, "x")))
+    v = jax.device_put(jnp.ones((8, 32)), NamedSharding(mesh, P("x", None)))
+
+    def program(x, w, v, scale=1):
+        y = jnp.sin(jaxmp.matmul(x, w, out_sharding=P(None, "x")))
+        return scale * jaxmp.matmul(y, v, out_sharding=P("x", None))
+
+    with jax.set_mesh(mesh):
+        found = jaxmp.profile(program)(x, w, v)
+    calls = {row.name.partition(" (")[0]: row.runs for row in found.calls[:-1]}
+    assert calls == {
+        "all_gather 16x32x8 f32*f32->f32 run_to_run": 4,
+        "reduce_scatter 16x8x32 f32*f32->f32 run_to_run": 4,
+    }
+    assert found.calls[-1].name == "other operations"
+    assert {event.device for event in found.events if event.is_call} == {0, 1, 2, 3}
+    assert sum(row.share for row in found.calls) == pytest.approx(1)
+    assert min(event.start for event in found.events) == 0
+    assert found.seconds == max(event.start + event.seconds for event in found.events)
+    out = capsys.readouterr().out
+    assert out.rstrip("\n") == str(found)
+    assert sum(line.startswith("device ") for line in out.splitlines()) == 4
+    assert repr(found).startswith("Profile(8 calls in ")
+    ET.fromstring(found.svg)
+
+
+def test_a_jitted_gradient_in_a_loop_counts_each_run(capsys):
+    cases.require("host")
+
+    @jax.jit
+    def loss(w, x):
+        def step(x, _):
+            return jnp.tanh(jaxmp.matmul(x, w)), None
+
+        return jax.lax.scan(step, x, length=3)[0].sum()
+
+    found = jaxmp.profile(jax.grad(loss), quiet=True)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert sum(row.runs for row in found.calls if row.name.startswith("local 8x8x8")) == 9
+    assert capsys.readouterr().out == ""
+
+
+# A program's time is 10 us, and a column of the text is 10/72 of it.
+EVENTS = (
+    Event("call one", True, 0, 0.0, 5e-6),
+    Event("add", False, 0, 5e-6, 5e-6),
+    Event("call two", True, 1, 2e-6, 1e-6),
+    Event("add", False, 1, 2.5e-6, 0.1e-6),
+)
+
+
+def test_the_table_sums_and_sorts():
+    found = Profile(EVENTS)
+    assert [(row.name, row.runs) for row in found.calls] == [("call one", 1), ("call two", 1), ("other operations", 2)]
+    assert [row.share for row in found.calls] == pytest.approx([5 / 11.1, 1 / 11.1, 5.1 / 11.1])
+    assert found.seconds == pytest.approx(10e-6)
+    assert str(Profile(())) == "the profiler saw no operation"
+
+
+def test_the_timeline_shows_when_and_what():
+    first, second, *legend = timeline.text_of(EVENTS, 10e-6)
+    assert first == f"device 0   |{'A' * 37}{'.' * 35}|"
+    assert second == f"device 1   |{' ' * 14}{'B' * 8}{' ' * 50}|"
+    assert legend == ["  A  call one", "  B  call two", "  .  other operations"]
+    many = [Event(f"call {i}", True, 0, i * 1e-6, 1e-6) for i in range(30)]
+    assert timeline.text_of(many, 30e-6)[-2] == "  *  call 29"
+
+
+def test_the_picture_has_each_event_to_scale():
+    root = ET.fromstring(timeline.svg_of(EVENTS, 10e-6))
+    bars = [each for each in root.findall("{*}rect") if each.find("{*}title") is not None]
+    widths = {each.find("{*}title").text.partition(":")[0]: float(each.attrib["width"]) for each in bars}
+    assert len(bars) == 4
+    assert widths["call one"] == pytest.approx(450)
+    assert widths["call two"] == pytest.approx(90)
+    ET.fromstring(timeline.svg_of((), 0.0))
+
+
+def test_ranges_are_read_off_a_program():
+    line = (
+        '  ROOT %ffi_call.3 = f32[8]{0} custom-call(%a), custom_call_target="jaxmp_matmul", '
+        'metadata={op_name="jit(f)/jaxmp local 8x8x8 f32*f32->f32 run_to_run (kernel)/ffi_call" source_line=3}'
+    )
+    assert ranges_of(line) == {"ffi_call.3": "local 8x8x8 f32*f32->f32 run_to_run (kernel)"}
+    assert not ranges_of(line.replace("jaxmp_matmul", "another"))
+
+
+def test_it_compiles_where_jit_is_disabled():
+    cases.require("host")
+    with jax.disable_jit():
+        found = jaxmp.profile(lambda a: jaxmp.matmul(jnp.sin(a), a), quiet=True)(jnp.ones((8, 8)))
+    assert [row.runs for row in found.calls if row.name.startswith("local 8x8x8")] == [1]
