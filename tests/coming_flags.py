@@ -9,7 +9,13 @@ import sys
 
 from jax._src import config
 
-TESTS = ("tests/product/test_frameworks.py", "tests/product/test_layers.py", "tests/product/test_einsum.py", "--share", "1/60")
+TESTS = (
+    "tests/product/test_frameworks.py",
+    "tests/product/test_layers.py",
+    "tests/product/test_einsum.py",
+    "--share",
+    "1/60",
+)
 
 # Said beside the default, in JAX's source or changelog, and not by the mark that others have.
 SAID_ELSEWHERE = {"jax_auto_pcast": False, "eager_constant_folding": True}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) ->
 
 
 def _validated(
-    request: Request, group_sizes: ArrayLike, group_offset: ArrayLike | None
+    request: Request, group_sizes: Any, group_offset: Any
 ) -> tuple[GroupedSpec, dict[str, jax.Array]]:
     """The spec and the operands by name."""
     x, w = request.a, request.b
@@ -126,7 +126,7 @@ def _validated(
     return GroupedSpec(types.out, determinism=request.determinism, implementation=implementation), operands
 
 
-def _check_integers(argument: str, x: ArrayLike) -> None:
+def _check_integers(argument: str, x: Any) -> None:
     operand_checks.check_array(argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise InvalidType(f"{argument} must be an array of integers, got dtype {x.dtype}")
