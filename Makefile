@@ -23,6 +23,7 @@ LINT  := .venv/lint-$(TAG)
 WHEEL := .venv/wheel-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 XLA_GPU := .venv/xla-gpu-$(TAG)
+CLIENTS := .venv/clients-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
 XLA_GPU_JAX := 0.12.0.1
 # The folder in build of the C++ tests.
@@ -87,6 +88,10 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest tests/process $(ARGS)
+
+.PHONY: test-clients
+test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
+	$(CLIENTS)/bin/pytest $(PARALLEL) tests/clients $(ARGS)
 
 .PHONY: chaos
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
@@ -177,6 +182,9 @@ $(TEST)/.ready: $(CXX_SOURCES)
 $(XLA_GPU)/.ready: private JAX = $(XLA_GPU_JAX)
 $(XLA_GPU)/.ready: $(WHEEL)/.ready
 	$(call wheel_venv,$(XLA_GPU),test,jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
+
+$(CLIENTS)/.ready: $(CXX_SOURCES) tests/clients/requirements.txt
+	$(call new_venv,$(CLIENTS),--editable . pytest pytest-timeout pytest-xdist -r tests/clients/requirements.txt)
 
 # The site shows jaxmp as it stands, so it is built with the environment of the tests and what the extra `docs` names.
 $(TEST)/.docs: $(TEST)/.ready

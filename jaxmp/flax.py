@@ -3,7 +3,7 @@
     pip install 'flax>=0.12'
 
 Flax's own layers run on jaxmp's products too (`flax.nnx.Linear(..., dot_general=jaxmp.dot_general)`), with the bias and
-the activation as further operations.
+the activation as further operations. `DotGeneral` is that function for layers which take a class of Flax Linen.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jaxmp._src.ops.matmul import linear
 from jaxmp._src.spec.options import Activation, Sharding
 
 try:
-    from flax import nnx
+    from flax import linen, nnx
 except ImportError as error:
     raise ImportError("jaxmp.flax needs Flax, which is not installed; run `pip install 'flax>=0.12'`") from error
 
-__all__ = ["Linear"]
+__all__ = ["DotGeneral", "Linear"]
 
 
 class Linear(nnx.Linear):  # type: ignore[misc]
@@ -72,6 +72,23 @@ class Linear(nnx.Linear):  # type: ignore[misc]
             out_sharding=out_sharding,
         )
         return result
+
+
+class DotGeneral(linen.Module):  # type: ignore[misc]
+    """`jaxmp.dot_general` as a module of Flax Linen without parameters, for layers that take a class.
+
+    A call takes what `jaxmp.dot_general` takes, returns what it returns, and raises what it raises.
+
+    >>> import jax, jax.numpy as jnp, jaxmp.flax
+    >>> from flax import linen
+    >>> layer = linen.Dense(4, dot_general_cls=jaxmp.flax.DotGeneral)
+    >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 3)))[0].shape
+    (2, 4)
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """As `jaxmp.dot_general`."""
+        return dot_general(*args, **options)
 
 
 def __dir__() -> list[str]:

@@ -41,7 +41,8 @@ class Backend {
   virtual size_t workspace_bytes() const = 0;
 };
 
-StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas);
+// hostmp, which multiplies on this many threads beside those of the ranks.
+std::unique_ptr<Backend> make_host_backend(int nranks, int threads = 0);
 
 // Paths of the libraries, or names for the loader. With a file, ranks of other processes get NCCL's id through it.
 struct CudaOptions {

@@ -70,7 +70,7 @@ double smallest(cudaDataType_t type) {
 
 // What a sum of terms of this size may be off, and the neighbour that it is then rounded to.
 double allowance(const Case& c, cudaDataType_t type, double magnitude, Number want) {
-  const double u_acc = test::unit_roundoff(hostmp::AccumulatorOf(c.in)), u_out = test::unit_roundoff(type);
+  const double u_acc = test::unit_roundoff(c.accumulator()), u_out = test::unit_roundoff(type);
   return 8 * u_acc * magnitude + 2 * u_out * std::abs(want) + smallest(type);
 }
 
@@ -93,10 +93,11 @@ Buffers::Buffers(const Case& given, const Operands& operands, Rank* rank, int nu
   a = scatter(operands.a, layouts.a, given.in);
   b = scatter(operands.b, layouts.b, given.in_b);
   c = scatter(operands.c, layouts.d, given.c_type);
-  if (given.c_is_nan)
-    std::memset(c.before(), 0xff, bytes_of(given.c_type, layouts.d.local_shape(number).second * lld(layouts.d)));
   d = given.is_in_place ? scatter(operands.c, layouts.d, given.c_type)
                         : Buffer(rank, bytes_of(given.out, layouts.d.local_shape(number).second * lld(layouts.d)));
+  for (Buffer* buffer : {&c, &d}) {
+    if (given.c_is_nan) std::memset(buffer->before(), 0xff, buffer->bytes());
+  }
   const bool ta = given.trans_a != CUBLAS_OP_N, tb = given.trans_b != CUBLAS_OP_N;
   if (given.scale_a != kUnscaled) scale_a = scatter_scales(layouts.a, given.scale_a, kSeedA, ta);
   if (given.scale_b != kUnscaled) scale_b = scatter_scales(layouts.b, given.scale_b, kSeedB, !tb);
@@ -121,7 +122,8 @@ Buffer Buffers::scatter(const Matrix& whole, const test::Layout& layout, cudaDat
     for (int64_t i = 0; i < layout.rows; ++i) {
       if (layout.owner(i, j) != number_) continue;
       // An all-reduce's C is the same on every rank, side by side.
-      put_element(type, whole.at(i, j % whole.cols), buffer.before(), layout.local_col(j) * ld + layout.local_row(i));
+      test::encode_at(type, whole.at(i, j % whole.cols), buffer.before(),
+                      layout.local_col(j) * ld + layout.local_row(i));
     }
   }
   return buffer;
@@ -164,7 +166,7 @@ void Buffers::make_epilog(const Operands& operands) {
     bias = Buffer(rank_, bytes_of(c_.bias_type, rows));
     for (int64_t i = 0; i < c_.m; ++i) {
       if (!holds_row(i)) continue;
-      put_element(c_.bias_type, operands.bias[static_cast<size_t>(i)], bias.before(), layouts.d.local_row(i));
+      test::encode_at(c_.bias_type, operands.bias[static_cast<size_t>(i)], bias.before(), layouts.d.local_row(i));
     }
   }
   if (test::has_gradient(c_.epilog)) {
@@ -174,7 +176,8 @@ void Buffers::make_epilog(const Operands& operands) {
   const bool is_mask = test::is_relu(c_.epilog);
   aux_ld = round_up(rows, is_mask ? 128 : 8);
   aux = Buffer(rank_, is_mask ? static_cast<size_t>(aux_ld / 8 * cols) : bytes_of(c_.aux_type, aux_ld * cols));
-  if (is_mask) std::memset(aux.before(), 0, static_cast<size_t>(aux_ld / 8 * cols));  // which gathering wants
+  const bool is_written = c_.aux_is_whole && !test::is_derivative(c_.epilog);
+  if (is_mask && !is_written) std::memset(aux.before(), 0, aux.bytes());  // which gathering wants
   if (test::is_derivative(c_.epilog)) put_aux(operands.aux);
 }
 
@@ -185,7 +188,7 @@ void Buffers::put_aux(const Matrix& whole) {
       const Number value = whole.at(i, j % c_.n);
       const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
       if (!test::is_relu(c_.epilog)) {
-        put_element(c_.aux_type, value, aux.before(), at);
+        test::encode_at(c_.aux_type, value, aux.before(), at);
       } else if (value.real() > 0) {
         aux.before()[at / 8] = static_cast<char>(aux.before()[at / 8] | 1 << (row % 8));
       }
@@ -276,13 +279,21 @@ Verdict Buffers::judge_blocks(const Expected& expected) const {
 
 Verdict Buffers::judge_aux(const Expected& expected) const {
   Verdict verdict;
+  const auto at_bit = [this](int64_t at) { return aux.after()[at / 8] >> (at % 8) & 1; };
+  const auto [rows, cols] = layouts.d.local_shape(number_);
+  for (int64_t at = 0; c_.aux_is_whole && at < cols * aux_ld; ++at) {
+    if (at % aux_ld < rows) continue;
+    verdict.add(test::is_relu(c_.epilog) ? at_bit(at) : get_element(c_.aux_type, aux.after(), at), 0, 1e-37);
+  }
   for (int64_t j = 0; j < layouts.d.cols; ++j) {
     for (int64_t i = 0; i < c_.m; ++i) {
       if (layouts.d.owner(i, j) != number_) continue;
       const Number z = expected.z.at(i, j % c_.n);
       const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
       if (test::is_relu(c_.epilog)) {
-        verdict.add(aux.after()[at / 8] >> (row % 8) & 1, z.real() > 0 ? 1 : 0, 1e-37);
+        const double unsure = c_.is_random ? 8 * test::unit_roundoff(c_.accumulator()) : 0;
+        const bool is_unsure = std::abs(z) < unsure * expected.magnitude.at(i, j % c_.n).real();
+        verdict.add(at_bit(at), z.real() > 0 ? 1 : 0, is_unsure ? 1 : 1e-37);
       } else {
         const double magnitude = expected.magnitude.at(i, j % c_.n).real();
         const Number want = z * (c_.has_scale_aux ? kScaleAux : 1);

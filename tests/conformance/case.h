@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/cublasmp/api_table.h"
@@ -56,7 +57,9 @@ enum class Workspace {
 
 constexpr int kUnscaled = -1;
 
-struct Case : test::Case {
+struct Operands;
+
+struct Case : test::BaseCase {
   std::string topic;      // what the case is about, ahead of its name
   std::string variant;    // what sets it apart from its like, behind its name
   cudaDataType_t in_b{};  // the type of B; `in` is that of A
@@ -65,8 +68,12 @@ struct Case : test::Case {
   int scale_a = kUnscaled, scale_b = kUnscaled, d_out_scale = kUnscaled;  // cublasMpMatmulMatrixScale_t
   bool has_scale_c = false, has_scale_d = false, has_amax = false;
   bool has_scale_aux = false, has_amax_aux = false;
-  bool c_is_nan = false;           // with beta = 0, which does not read it
-  bool every_rank_adds_c = false;  // in an all-reduce, where otherwise rank 0 alone passes beta
+  bool c_is_nan = false;                // with beta = 0, which does not read it
+  bool every_rank_adds_c = false;       // in an all-reduce, where otherwise rank 0 alone passes beta
+  bool is_random = false;               // normally distributed operands, of which sums are inexact
+  bool fixed_reduction_order = false;   // hostmp's alone, as is the next
+  bool aux_is_whole = false;            // the padding of its columns is written too
+  std::function<void(Operands&)> fill;  // changes the operands
   Workspace workspace = Workspace::kRegistered;
   std::vector<Setting> settings;
   std::function<void(Descriptions&)> describe;  // changes the descriptors
@@ -74,25 +81,42 @@ struct Case : test::Case {
   // Of the first function that refuses, on hostmp; and the capability (mp_api.h) by which hostmp takes what the real
   // library need not.
   cublasMpStatus_t expected = CUBLASMP_STATUS_SUCCESS;
+  std::vector<std::string> says;  // what stands in hostmp's reason
   std::string capability;
 
   std::string name() const;
   bool all_reduces_c() const { return pattern == Pattern::kAllReduce && has_c && beta != 0.0 && nranks() > 1; }
+  // Of the sums, of alpha and of beta.
+  cudaDataType_t accumulator() const { return in_b == in ? hostmp::AccumulatorOf(in) : CUDA_R_32F; }
   Number beta_of(int rank) const { return !all_reduces_c() || every_rank_adds_c || rank == 0 ? beta : 0; }
 };
 
 // The cases for this many ranks, always in the same order.
 std::vector<Case> all_cases(int nranks);
+// More cases, of hostmp alone: each of them is about its kernels, tiles, epilogs or refusals.
+std::vector<Case> hostmp_cases(int nranks);
 
-// In parts, for all_cases.
+// Patterns with their process grids: one-dimensional ones over all ranks, and every grid that they form.
+std::vector<Case> layouts_on(const char* topic, int nranks, cudaDataType_t in = CUDA_R_32F,
+                             cudaDataType_t out = CUDA_R_32F);
+void set_transposition(Case* c, cublasOperation_t a, cublasOperation_t b);
+constexpr std::pair<cudaDataType_t, cudaDataType_t> kTypes[] = {
+    {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_64F, CUDA_R_64F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
+    {CUDA_R_16F, CUDA_R_16F}, {CUDA_R_16F, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
+constexpr int kEpilogs[] = {4, 2, 6, 130, 134, 136, 152, 32, 36, 160, 164, 192, 208, 256, 512};
+
+// In parts.
 using Add = std::function<void(const Case&)>;
+// With every transposition that the types have.
+void add_transposed(Case c, const Add& add);
 void add_products(int nranks, const Add& add);
 void add_epilogs(int nranks, const Add& add);
 void add_narrow(int nranks, const Add& add);
 void add_options(int nranks, const Add& add);
 void add_refusals(int nranks, const Add& add);
+void add_refusals_of_hostmp(int nranks, const Add& add);
 
-// A plain case of the pattern on all ranks, of small extents that they divide.
+// A plain case of the pattern on all ranks, of small extents that up to 4 of them divide.
 Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in = CUDA_R_32F,
                cudaDataType_t out = CUDA_R_32F);
 

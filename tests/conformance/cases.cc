@@ -6,15 +6,11 @@
 namespace jaxmp::conformance {
 namespace {
 
-constexpr std::pair<cudaDataType_t, cudaDataType_t> kTypes[] = {
-    {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_64F, CUDA_R_64F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
-    {CUDA_R_16F, CUDA_R_16F}, {CUDA_R_16F, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
-constexpr int kEpilogs[] = {4, 2, 6, 130, 134, 136, 152, 32, 36, 160, 164, 192, 208, 256, 512};
-
 bool is_double(cudaDataType_t type) { return type == CUDA_R_64F || type == CUDA_C_64F; }
 
-// Patterns with their process grids: one-dimensional ones over all ranks, and every grid that they form.
-std::vector<Case> layouts(const char* topic, int nranks, cudaDataType_t in, cudaDataType_t out) {
+}  // namespace
+
+std::vector<Case> layouts_on(const char* topic, int nranks, cudaDataType_t in, cudaDataType_t out) {
   std::vector<Case> result;
   if (nranks == 1) result.push_back(make_case(topic, Pattern::kLocal, 1, in, out));
   for (Pattern pattern : {Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}) {
@@ -38,7 +34,6 @@ void set_transposition(Case* c, cublasOperation_t a, cublasOperation_t b) {
   if (c->pattern == Pattern::kAllReduce) c->capability = is_tn ? "" : "all_reduce_any_transposition";
 }
 
-// With every transposition that the types have.
 void add_transposed(Case c, const Add& add) {
   const bool is_complex = Facts(c.in).is_complex;
   for (cublasOperation_t a : {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C}) {
@@ -50,10 +45,8 @@ void add_transposed(Case c, const Add& add) {
   }
 }
 
-}  // namespace
-
 std::string Case::name() const {
-  std::string text = topic + ": " + test::Case::name();
+  std::string text = topic + ": " + test::BaseCase::name();
   if (in_b != in) text += std::string(" B ") + Facts(in_b).name;
   if (aux_type != out) text += std::string(" aux ") + Facts(aux_type).name;
   if (compute != CUBLAS_COMPUTE_32F && compute != CUBLAS_COMPUTE_64F) text += " compute " + std::to_string(compute);
@@ -64,9 +57,11 @@ std::string Case::name() const {
        {std::pair(has_c, " C"), std::pair(is_in_place, " in place"), std::pair(c_is_nan, " of NaN"),
         std::pair(every_rank_adds_c, " on every rank"), std::pair(has_scale_c, " scale C"),
         std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"), std::pair(has_scale_aux, " scale aux"),
-        std::pair(has_amax_aux, " amax of aux"), std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
+        std::pair(has_amax_aux, " amax of aux"), std::pair(workspace == Workspace::kPlain, " plain workspace"),
+        std::pair(is_random, " random"), std::pair(fixed_reduction_order, " in one order")}) {
     if (is_so) text += word;
   }
+  if (extra_ld > 0) text += " ld + " + std::to_string(extra_ld);
   return variant.empty() ? text : text + ", " + variant;
 }
 
@@ -86,7 +81,7 @@ Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in
 
 void add_products(int nranks, const Add& add) {
   for (const auto& [in, out] : kTypes) {
-    for (Case c : layouts("product", nranks, in, out)) {
+    for (Case c : layouts_on("product", nranks, in, out)) {
       add_transposed(c, add);
       c.has_c = true;
       c.alpha = 2, c.beta = -1;
@@ -100,7 +95,7 @@ void add_products(int nranks, const Add& add) {
       add(c);
     }
   }
-  for (Case c : layouts("uneven", nranks, CUDA_R_32F, CUDA_R_32F)) {
+  for (Case c : layouts_on("uneven", nranks, CUDA_R_32F, CUDA_R_32F)) {
     c.m = 13, c.n = 11, c.k = 17;
     if (nranks > 1 && c.pattern != Pattern::kCyclic) add_transposed(c, add);
   }
@@ -123,7 +118,7 @@ void add_epilogs(int nranks, const Add& add) {
   add_complex_epilogs(nranks, add);
   for (const auto& [in, out] : kTypes) {
     if (Facts(in).is_complex) continue;
-    for (Case c : layouts("epilog", nranks, in, out)) {
+    for (Case c : layouts_on("epilog", nranks, in, out)) {
       if (c.pattern == Pattern::kCyclic || (c.pattern == Pattern::kGrid && c.p != c.q)) continue;
       for (int epilog : kEpilogs) {
         c.epilog = epilog;

@@ -3,17 +3,17 @@
 #include <cstring>
 #include <mutex>
 
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/handles/runtime.h"
 #include "tests/conformance/backend.h"
+#include "tests/cpp/threads.h"
 
 namespace jaxmp::conformance {
 namespace {
 
 class HostRank final : public Rank {
  public:
-  HostRank(hostmp::Group* group, hostmp::Rendezvous* rendezvous, int rank)
-      : group_(group), rendezvous_(rendezvous), rank_(rank) {}
+  HostRank(hostmp::Group* group, hostmp::Rendezvous* rendezvous, hostmp::Pool* pool, int rank)
+      : group_(group), rendezvous_(rendezvous), pool_(pool), rank_(rank) {}
 
   abi::ncclComm_t comm() const override { return group_->comm(rank_); }
 
@@ -26,7 +26,7 @@ class HostRank final : public Rank {
       self->wake_.notify_all();
     };
     is_done_ = false;
-    stream_ = {rendezvous_, number, 0, nullptr, done, this};
+    stream_ = {rendezvous_, number, 0, pool_, done, this};
     return hostmp::AsStream(&stream_);
   }
 
@@ -53,6 +53,7 @@ class HostRank final : public Rank {
 
   hostmp::Group* group_;
   hostmp::Rendezvous* rendezvous_;
+  hostmp::Pool* pool_;
   int rank_;
   hostmp::Stream stream_;
   std::mutex mutex_;
@@ -63,23 +64,23 @@ class HostRank final : public Rank {
 
 class HostBackend final : public Backend {
  public:
-  explicit HostBackend(int nranks) : group_(nranks) {}
+  HostBackend(int nranks, int threads) : group_(nranks), pool_(threads > 0 ? new test::Threads(threads) : nullptr) {}
   const MpApi& api() const override { return host_api(); }
   StatusOr<std::unique_ptr<Rank>> make_rank(int rank) override {
-    return std::unique_ptr<Rank>(std::make_unique<HostRank>(&group_, &rendezvous_, rank));
+    return std::unique_ptr<Rank>(std::make_unique<HostRank>(&group_, &rendezvous_, pool_.get(), rank));
   }
   size_t workspace_bytes() const override { return size_t{8} << 20; }
 
  private:
   hostmp::Group group_;
   hostmp::Rendezvous rendezvous_;
+  std::unique_ptr<test::Threads> pool_;
 };
 
 }  // namespace
 
-StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas) {
-  JAXMP_RETURN_IF_ERROR(hostmp::LoadBlas(blas.c_str()));
-  return std::unique_ptr<Backend>(std::make_unique<HostBackend>(nranks));
+std::unique_ptr<Backend> make_host_backend(int nranks, int threads) {
+  return std::make_unique<HostBackend>(nranks, threads);
 }
 
 }  // namespace jaxmp::conformance

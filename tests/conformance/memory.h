@@ -32,6 +32,7 @@ class Buffer {
     return *this;
   }
 
+  size_t bytes() const { return before_.empty() ? 0 : before_.size() - 2 * kMargin; }
   // On the device; null where the case has no such buffer.
   char* get() const { return data_ ? data_ + kMargin : nullptr; }
   bool is_missing() const { return !data_ && !before_.empty(); }
@@ -61,18 +62,10 @@ class Buffer {
 
 // Element `index` of an array of any type; those of 4 bits lie two in a byte, the first in the low half.
 inline Number get_element(cudaDataType_t type, const char* data, int64_t index) {
-  if (type != CUDA_R_4F_E2M1) return test::decode(type, data + index * Facts(type).bytes);
+  if (Facts(type).bits != 4) return test::decode(type, data + index * Facts(type).bytes);
   float pair[2];
   hostmp::Decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
   return pair[index % 2];
-}
-
-inline void put_element(cudaDataType_t type, Number value, char* data, int64_t index) {
-  if (type != CUDA_R_4F_E2M1) return test::encode(type, value, data + index * Facts(type).bytes);
-  float pair[2];
-  hostmp::Decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
-  pair[index % 2] = static_cast<float>(value.real());
-  hostmp::Encode(type, pair, 2, data + index / 2);
 }
 
 inline size_t bytes_of(cudaDataType_t type, int64_t elements) {

@@ -102,6 +102,16 @@ Number stored(cudaDataType_t type, Number value) {
   return test::decode(type, bytes.data());
 }
 
+void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed) {
+  if (Facts(type).is_low_precision) return;
+  std::mt19937 random(seed);
+  std::normal_distribution<double> draw;
+  for (Number& value : matrix->values) {
+    const double real = draw(random);
+    value = stored(type, {real, Facts(type).is_complex ? draw(random) : 0});
+  }
+}
+
 Case with_c_ahead(const Case& c) {
   Case result = c;
   if (c.all_reduces_c() && c.every_rank_adds_c) result.beta *= static_cast<double>(c.nranks());
@@ -124,10 +134,21 @@ Operands::Operands(const Case& given) : c(given.m, given.n), aux(given.m, given.
   fill(&c, given.out, most, 3);
   fill(&aux, given.out, most, 4);
   for (int64_t i = 0; i < given.m; ++i) bias.push_back(double(i % 5) - 2);
+  if (given.is_random) {
+    fill_random(&a, given.in, 1);
+    fill_random(&b, given.in_b, 2);
+    fill_random(&c, given.out, 3);
+    fill_random(&aux, given.out, 4);
+  }
+  if (given.fill) given.fill(*this);
 }
 
 Expected::Expected(const Case& c, const Operands& x)
-    : z(c.m, c.n), magnitude(c.m, c.n), d(c.m, c.n), slack(c.m, c.n), is_exact(!(c.epilog & (32 | 64))) {
+    : z(c.m, c.n),
+      magnitude(c.m, c.n),
+      d(c.m, c.n),
+      slack(c.m, c.n),
+      is_exact(!c.is_random && !(c.epilog & (32 | 64))) {
   const Matrix a = scaled(c, x.a, true), b = scaled(c, x.b, false);
   const bool reads_c = c.has_c && c.beta != 0.0;
   if (Facts(c.in).is_complex) {
@@ -144,21 +165,28 @@ Expected::Expected(const Case& c, const Operands& x)
       const double by = test::is_derivative(c.epilog) ? test::slope(c.epilog, x.aux.at(i, j).real()) : 1;
       d.at(i, j) = test::is_derivative(c.epilog) ? z.at(i, j) * by : test::activation(c.epilog, z.at(i, j));
       // gelu's slope is computed to a few roundings of its terms, of which the largest is about 1.
-      slack.at(i, j) = is_exact ? 0 : magnitude.at(i, j) * (test::is_derivative(c.epilog) ? std::abs(by) + 1 : 1);
+      const double of_slope = std::abs(by) + (test::is_relu(c.epilog) ? 0 : 1);
+      slack.at(i, j) = is_exact                        ? 0
+                       : test::is_derivative(c.epilog) ? magnitude.at(i, j) * of_slope
+                       : c.is_random                   ? 0
+                                                       : magnitude.at(i, j);
     }
   }
   if (!test::has_gradient(c.epilog)) return;
   const bool is_of_a = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA,
              is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
   const Matrix& summed = is_of_a ? a : is_of_b ? b : d;
-  const double u_acc = test::unit_roundoff(hostmp::AccumulatorOf(c.in)), u_out = test::unit_roundoff(c.out);
+  const double u_acc = test::unit_roundoff(c.accumulator()), u_out = test::unit_roundoff(c.out);
   for (int64_t i = 0; i < summed.rows; ++i) {
     Number sum = 0;
     double allowed = 0;
     for (int64_t j = 0; j < summed.cols; ++j) {
       const Number term = is_of_a || is_of_b ? summed.at(i, j) : stored(c.out, summed.at(i, j));
       sum += term;
-      if (!is_exact) allowed += u_acc * (slack.at(i, j).real() + std::abs(term)) + u_out * std::abs(term);
+      if (is_exact) continue;
+      allowed += u_acc * std::abs(term);
+      if (!is_of_a && !is_of_b)
+        allowed += u_acc * (slack.at(i, j).real() + magnitude.at(i, j).real()) + u_out * std::abs(term);
     }
     gradient.push_back(sum);
     gradient_slack.push_back(is_exact ? 0 : 8 * (allowed + u_out * std::abs(sum)));

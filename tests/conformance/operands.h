@@ -26,6 +26,9 @@ constexpr unsigned kSeedA = 2, kSeedB = 3;
 int64_t inner_block(int mode);
 int64_t outer_block(int mode);
 
+// Normally distributed numbers that the type has; one of 8 bits or fewer keeps its integers.
+void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed);
+
 struct Expected {
   Expected(const Case& c, const Operands& x);
 

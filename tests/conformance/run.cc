@@ -1,56 +1,10 @@
 #include "tests/conformance/run.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 #include <vector>
 
 namespace jaxmp::conformance {
-namespace {
-
-template <typename Object>
-using Owned = std::unique_ptr<Object, cublasMpStatus_t (*)(Object*)>;
-
-}  // namespace
-
-// One case on one rank. Each step records the first function that refuses.
-class CaseRun {
- public:
-  CaseRun(Runner* runner, const Case& c, Buffers* buffers)
-      : runner_(*runner), api_(runner->api_), c_(c), x_(*buffers) {}
-
-  bool describe();
-  bool set_attributes();
-  bool query();
-  bool call(int64_t index);
-  // Whether the margin behind the part of the workspace that the query named is as it was.
-  bool workspace_is_intact();
-  Outcome outcome;
-
- private:
-  bool check(cublasMpStatus_t status, const char* stage);
-  bool make(const test::Layout& layout, const Description& description, Owned<cublasMpMatrixDescriptor>* made);
-  bool set(int attribute, const void* value, size_t size);
-  bool set_number(int attribute, int64_t value, size_t size = 0);
-  bool set_pointer(int attribute, const void* pointer) { return set(attribute, &pointer, sizeof(pointer)); }
-  bool set_epilog();
-  bool set_scales();
-  Call arguments();
-  char* workspace() const {
-    return static_cast<char*>(c_.workspace == Workspace::kPlain ? runner_.plain_ : runner_.registered_);
-  }
-
-  Runner& runner_;
-  const MpApi& api_;
-  const Case& c_;
-  Buffers& x_;
-  Owned<cublasMpMatrixDescriptor> a_{nullptr, nullptr}, b_{nullptr, nullptr}, c_desc_{nullptr, nullptr},
-      d_{nullptr, nullptr};
-  Owned<cublasMpMatmulDescriptor> matmul_{nullptr, nullptr};
-  std::array<char, 16> alpha_{}, beta_{};
-  std::vector<char> host_work_;
-};
-
 bool CaseRun::check(cublasMpStatus_t status, const char* stage) {
   if (status == CUBLASMP_STATUS_SUCCESS) return true;
   outcome.stage = stage;
@@ -98,6 +52,7 @@ bool CaseRun::set_attributes() {
   cublasMpMatmulDescriptor_t matmul = nullptr;
   if (!check(api_.MatmulDescriptorCreate(&matmul, c_.compute), "MatmulDescriptorCreate")) return false;
   matmul_ = {matmul, api_.MatmulDescriptorDestroy};
+  if (c_.fixed_reduction_order && !check(api_.fix_reduction_order(matmul), "fix_reduction_order")) return false;
   const int epilog = c_.epilog | (c_.pattern == Pattern::kAllReduce ? CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE : 0);
   if (!set_number(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, c_.trans_a) ||
       !set_number(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, c_.trans_b) ||
@@ -157,7 +112,7 @@ bool CaseRun::set_scales() {
 }
 
 Call CaseRun::arguments() {
-  const cudaDataType_t scalar = hostmp::AccumulatorOf(c_.in);
+  const cudaDataType_t scalar = c_.accumulator();
   test::encode(scalar, c_.alpha, alpha_.data());
   test::encode(scalar, c_.beta_of(runner_.number_), beta_.data());
   Call call = {};
@@ -180,24 +135,33 @@ bool CaseRun::query() {
   return check(status, "Matmul_bufferSize");
 }
 
-bool CaseRun::call(int64_t index) {
+Call CaseRun::ready() {
   Call x = arguments();
   x.work = workspace();
   x.bytes = outcome.workspace;
-  if (x.bytes + kMargin > runner_.backend_.workspace_bytes()) {
-    outcome.stage = "workspace";
-    outcome.status = CUBLASMP_STATUS_ALLOCATION_FAILED;
-    outcome.error = "the suite has no workspace of " + std::to_string(x.bytes) + " bytes";
-    return false;
-  }
   const std::vector<char> margin(kMargin, kCanary);
   (void)runner_.rank_.write(workspace() + x.bytes, margin.data(), kMargin);  // a failure shows as an overrun
+  return x;
+}
+
+cublasMpStatus_t CaseRun::start(const Call& x, cudaStream_t stream) {
+  const cublasMpStatus_t status = api_.SetStream(x.handle, stream);
+  if (status != CUBLASMP_STATUS_SUCCESS) return status;
+  return api_.Matmul(x.handle, x.matmul, x.m, x.n, x.k, x.alpha, x.a, x.ia, x.ja, x.desc_a, x.b, x.ib, x.jb, x.desc_b,
+                     x.beta, x.c, x.ic, x.jc, x.desc_c, x.d, x.id, x.jd, x.desc_d, x.work, x.bytes, host_work_.data(),
+                     host_work_.size());
+}
+
+bool CaseRun::call(int64_t index) {
+  if (outcome.workspace + kMargin > runner_.backend_.workspace_bytes()) {
+    outcome.stage = "workspace";
+    outcome.status = CUBLASMP_STATUS_ALLOCATION_FAILED;
+    outcome.error = "the suite has no workspace of " + std::to_string(outcome.workspace) + " bytes";
+    return false;
+  }
+  Call x = ready();
   if (c_.change) c_.change(x);
-  if (!check(api_.SetStream(x.handle, runner_.rank_.stream(index)), "SetStream")) return false;
-  const cublasMpStatus_t status = api_.Matmul(x.handle, x.matmul, x.m, x.n, x.k, x.alpha, x.a, x.ia, x.ja, x.desc_a,
-                                              x.b, x.ib, x.jb, x.desc_b, x.beta, x.c, x.ic, x.jc, x.desc_c, x.d, x.id,
-                                              x.jd, x.desc_d, x.work, x.bytes, host_work_.data(), host_work_.size());
-  const bool is_taken = check(status, "Matmul");
+  const bool is_taken = check(start(x, runner_.rank_.stream(index)), "Matmul");
   if (!is_taken) runner_.rank_.give_up(outcome.error);
   const Status done = runner_.rank_.synchronize();
   if (is_taken && !done.ok()) {
@@ -275,7 +239,7 @@ Outcome Runner::run(const Case& c, const Operands& operands, const Expected& exp
     return outcome;
   };
   if (const Status written = buffers.write(); !written.ok()) return fail(written);
-  if (!run.describe() || !run.set_attributes() || !run.query() || !run.call(index)) return outcome;
+  if (!run.prepare() || !run.call(index)) return outcome;
   if (const Status read = buffers.read(); !read.ok()) return fail(read);
   outcome.is_memory_intact = buffers.is_memory_intact() && run.workspace_is_intact();
   outcome.results = buffers.judge(expected);

@@ -2,11 +2,13 @@
 #ifndef JAXMP_TESTS_CONFORMANCE_RUN_H_
 #define JAXMP_TESTS_CONFORMANCE_RUN_H_
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "tests/conformance/backend.h"
 #include "tests/conformance/buffers.h"
@@ -55,6 +57,53 @@ class Runner {
   void* registered_ = nullptr;           // where it is not symmetric, the rank's own memory
   bool is_symmetric_ = true;
   void* plain_ = nullptr;
+};
+
+template <typename Object>
+using Owned = std::unique_ptr<Object, cublasMpStatus_t (*)(Object*)>;
+
+// One case on one rank. Each step records the first function that refuses.
+class CaseRun {
+ public:
+  CaseRun(Runner* runner, const Case& c, Buffers* buffers)
+      : runner_(*runner), api_(runner->api_), c_(c), x_(*buffers) {}
+
+  // Makes the descriptors, and asks for the workspace.
+  bool prepare() { return describe() && set_attributes() && query(); }
+  // The arguments of Matmul, as they should be.
+  Call ready();
+  cublasMpStatus_t start(const Call& call, cudaStream_t stream);
+  // Both, changed as the case wants it, up to the end of the product.
+  bool call(int64_t index);
+  // Whether the margin behind the part of the workspace that the query named is as it was.
+  bool workspace_is_intact();
+  Outcome outcome;
+
+ private:
+  bool describe();
+  bool set_attributes();
+  bool query();
+  bool check(cublasMpStatus_t status, const char* stage);
+  bool make(const test::Layout& layout, const Description& description, Owned<cublasMpMatrixDescriptor>* made);
+  bool set(int attribute, const void* value, size_t size);
+  bool set_number(int attribute, int64_t value, size_t size = 0);
+  bool set_pointer(int attribute, const void* pointer) { return set(attribute, &pointer, sizeof(pointer)); }
+  bool set_epilog();
+  bool set_scales();
+  Call arguments();
+  char* workspace() const {
+    return static_cast<char*>(c_.workspace == Workspace::kPlain ? runner_.plain_ : runner_.registered_);
+  }
+
+  Runner& runner_;
+  const MpApi& api_;
+  const Case& c_;
+  Buffers& x_;
+  Owned<cublasMpMatrixDescriptor> a_{nullptr, nullptr}, b_{nullptr, nullptr}, c_desc_{nullptr, nullptr},
+      d_{nullptr, nullptr};
+  Owned<cublasMpMatmulDescriptor> matmul_{nullptr, nullptr};
+  std::array<char, 16> alpha_{}, beta_{};
+  std::vector<char> host_work_;
 };
 
 }  // namespace jaxmp::conformance

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <cmath>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -19,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -28,7 +30,6 @@
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_calls.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
 #include "csrc/plan/plan.h"
@@ -40,6 +41,8 @@ extern "C" void __sanitizer_set_death_callback(void (*callback)()) __attribute__
 
 namespace jaxmp {
 namespace {
+
+TEST(LoadsTheBlas) { check::load_blas(); }
 
 using fake_xla::AnyAttribute;
 using fake_xla::AnyAttributes;
@@ -130,92 +133,40 @@ const std::vector<Kind>& Kinds() {
 // ---- mutations
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
-constexpr int64_t kIntegers[] = {0,
-                                 -1,
-                                 1,
-                                 2,
-                                 3,
-                                 4,
-                                 12,
-                                 16,
-                                 130,
-                                 INT_MAX,
-                                 int64_t{1} << 31,
-                                 int64_t{1} << 32,
-                                 (int64_t{1} << 32) + 4,
-                                 int64_t{1} << 40,
-                                 (int64_t{1} << 40) + 1,
-                                 int64_t{1} << 61,
-                                 int64_t{1} << 62,
-                                 kMax - 1,
-                                 kMax,
-                                 std::numeric_limits<int64_t>::min()};
-constexpr double kNumbers[] = {0.0,
-                               -0.0,
-                               1.0,
-                               0.5,
-                               1e300,
-                               -1e300,
-                               3e9,
-                               std::numeric_limits<double>::quiet_NaN(),
-                               std::numeric_limits<double>::infinity()};
-constexpr const char* kWords[] = {"",
-                                  "local",
-                                  "all_gather",
-                                  "reduce_scatter",
-                                  "all_reduce",
-                                  "grid",
-                                  "N",
-                                  "T",
-                                  "C",
-                                  "none",
-                                  "f32",
-                                  "f64",
-                                  "bf16",
-                                  "f16",
-                                  "c64",
-                                  "c128",
-                                  "u8",
-                                  "f8e4m3",
-                                  "f8e5m2",
-                                  "f4e2m1",
-                                  "s8",
-                                  "s4",
-                                  "f8e8m0",
-                                  "s32",
-                                  "32F",
-                                  "64F",
-                                  "32I",
-                                  "scalar_fp32",
-                                  "vec16_ue4m3",
-                                  "vec32_ue8m0",
-                                  "outer_vec_fp32",
-                                  "vec128_fp32",
-                                  "blk128x128_fp32",
-                                  "run_to_run",
-                                  "batch",
-                                  "topology",
-                                  "default",
-                                  "split_p2p",
-                                  "fused",
-                                  "32F_FAST_TF32",
-                                  "local\0x"};
+std::vector<int64_t> Integers() {
+  std::vector<int64_t> integers = {0, -1, 1, 2, 3, 4, 12, 16, 130, INT_MAX, kMax - 1, kMax, INT64_MIN};
+  integers.insert(integers.end(), {(int64_t{1} << 32) + 4, (int64_t{1} << 40) + 1});
+  for (int bit : {31, 32, 40, 61, 62}) integers.push_back(int64_t{1} << bit);
+  return integers;
+}
+const std::vector<int64_t> kIntegers = Integers();
+
+const std::vector<double> kNumbers = {0.0, -0.0, 1.0, 0.5, 1e300, -1e300, 3e9, NAN, INFINITY};
+std::vector<std::string> Words() {
+  std::istringstream text(
+      "local all_gather reduce_scatter all_reduce grid N T C none f32 f64 bf16 f16 c64 c128 u8 f8e4m3 f8e5m2 f4e2m1 s8 "
+      "s4 f8e8m0 s32 32F 64F 32I scalar_fp32 vec16_ue4m3 vec32_ue8m0 outer_vec_fp32 vec128_fp32 blk128x128_fp32 "
+      "run_to_run batch topology default split_p2p fused 32F_FAST_TF32");
+  std::vector<std::string> words = {"", std::string("local\0x", 7)};
+  for (std::string word; text >> word;) words.push_back(word);
+  return words;
+}
+const std::vector<std::string> kWords = Words();
 
 // How many values stand at a place of an attribute, and what stands there in the i-th variant.
 size_t VariantsOf(const AnyAttribute& attribute) {
-  if (std::holds_alternative<std::string>(attribute)) return std::size(kWords);
+  if (std::holds_alternative<std::string>(attribute)) return kWords.size();
   if (const auto* many = std::get_if<std::vector<int64_t>>(&attribute)) {
-    return (many->size() + 1) * std::size(kIntegers) + 4;
+    return (many->size() + 1) * kIntegers.size() + 4;
   }
-  if (const auto* many = std::get_if<std::vector<double>>(&attribute))
-    return (many->size() + 1) * std::size(kNumbers) + 4;
-  return std::size(kIntegers);
+  if (const auto* many = std::get_if<std::vector<double>>(&attribute)) return (many->size() + 1) * kNumbers.size() + 4;
+  return kIntegers.size();
 }
 
-template <typename T, size_t kCount>
-void ChangeMany(const T (&values)[kCount], size_t variant, std::vector<T>* many) {
-  const size_t place = variant / kCount;
-  const T value = values[variant % kCount];
+template <typename T>
+void ChangeMany(const std::vector<T>& values, size_t variant, std::vector<T>* many) {
+  const size_t place = variant / values.size();
+  const T value = values[variant % values.size()];
   if (place < many->size()) {
     (*many)[place] = value;
   } else if (place == many->size()) {
@@ -279,6 +230,14 @@ void Mutate(size_t index, size_t mutation, AnyAttributes* attributes) {
   }
 }
 
+// One to three of them at random.
+void MutateSome(Random& random, AnyAttributes* attributes) {
+  for (size_t left = 1 + Below(random, 3); left > 0; --left) {
+    const size_t index = Below(random, attributes->size());
+    Mutate(index, Below(random, MutationsOf((*attributes)[index].second)), attributes);
+  }
+}
+
 // One number for the blocks of all matrices along their rows (1), their columns (2) or both (3): blocks have to fit
 // each other, so that one alone would be refused for that.
 void MutateBlocks(size_t along, int64_t block, AnyAttributes* attributes) {
@@ -315,49 +274,26 @@ AnyAttributes All(const Attributes& attributes) {
 
 // ---- execution, with the buffers of the call as it was
 
-XLA_FFI_DataType FfiType(DType dtype) {
-  switch (dtype) {
-    case DType::kF64:
-      return XLA_FFI_DataType_F64;
-    case DType::kBF16:
-      return XLA_FFI_DataType_BF16;
-    case DType::kF16:
-      return XLA_FFI_DataType_F16;
-    case DType::kC64:
-      return XLA_FFI_DataType_C64;
-    case DType::kC128:
-      return XLA_FFI_DataType_C128;
-    case DType::kU8:
-    case DType::kE2M1:
-      return XLA_FFI_DataType_U8;
-    case DType::kE4M3:
-      return XLA_FFI_DataType_F8E4M3FN;
-    case DType::kE5M2:
-      return XLA_FFI_DataType_F8E5M2;
-    case DType::kS8:
-      return XLA_FFI_DataType_S8;
-    case DType::kS32:
-      return XLA_FFI_DataType_S32;
-    case DType::kS4:
-      return XLA_FFI_DataType_S4;
-    case DType::kU4:
-      return XLA_FFI_DataType_U4;
-    case DType::kE3M4:
-      return XLA_FFI_DataType_F8E3M4;
-    case DType::kE4M3Ieee:
-      return XLA_FFI_DataType_F8E4M3;
-    case DType::kE4M3B11Fnuz:
-      return XLA_FFI_DataType_F8E4M3B11FNUZ;
-    case DType::kE4M3Fnuz:
-      return XLA_FFI_DataType_F8E4M3FNUZ;
-    case DType::kE5M2Fnuz:
-      return XLA_FFI_DataType_F8E5M2FNUZ;
-    case DType::kE8M0:
-      return XLA_FFI_DataType_F8E8M0FNU;
-    default:
-      return XLA_FFI_DataType_F32;
-  }
-}
+const std::map<DType, XLA_FFI_DataType> kFfiTypes = {{DType::kF64, XLA_FFI_DataType_F64},
+                                                     {DType::kBF16, XLA_FFI_DataType_BF16},
+                                                     {DType::kF16, XLA_FFI_DataType_F16},
+                                                     {DType::kC64, XLA_FFI_DataType_C64},
+                                                     {DType::kC128, XLA_FFI_DataType_C128},
+                                                     {DType::kU8, XLA_FFI_DataType_U8},
+                                                     {DType::kE2M1, XLA_FFI_DataType_U8},
+                                                     {DType::kE4M3, XLA_FFI_DataType_F8E4M3FN},
+                                                     {DType::kE5M2, XLA_FFI_DataType_F8E5M2},
+                                                     {DType::kS8, XLA_FFI_DataType_S8},
+                                                     {DType::kS32, XLA_FFI_DataType_S32},
+                                                     {DType::kS4, XLA_FFI_DataType_S4},
+                                                     {DType::kU4, XLA_FFI_DataType_U4},
+                                                     {DType::kE3M4, XLA_FFI_DataType_F8E3M4},
+                                                     {DType::kE4M3Ieee, XLA_FFI_DataType_F8E4M3},
+                                                     {DType::kE4M3B11Fnuz, XLA_FFI_DataType_F8E4M3B11FNUZ},
+                                                     {DType::kE4M3Fnuz, XLA_FFI_DataType_F8E4M3FNUZ},
+                                                     {DType::kE5M2Fnuz, XLA_FFI_DataType_F8E5M2FNUZ},
+                                                     {DType::kE8M0, XLA_FFI_DataType_F8E8M0FNU},
+                                                     {DType::kF32, XLA_FFI_DataType_F32}};
 
 // The buffers of one device, each in memory of its own, which ends where the buffer does.
 class Operands {
@@ -390,7 +326,7 @@ class Operands {
   void Add(std::vector<Buffer>* to, DType dtype, int64_t size) {
     const int64_t elements = dtype == DType::kE2M1 ? size / 2 : size;
     memory_.emplace_back(new char[static_cast<size_t>(BytesOf(dtype, size))]());
-    to->push_back({FfiType(dtype), {elements}, memory_.back().get()});
+    to->push_back({kFfiTypes.at(dtype), {elements}, memory_.back().get()});
   }
 
   std::vector<std::unique_ptr<char[]>> memory_;
@@ -503,81 +439,81 @@ void SomeAttributesAtRandom(std::vector<std::unique_ptr<Call>>& calls, int64_t c
     Call& call = *calls[Below(random, calls.size())];
     AnyAttributes attributes = call.all;
     if (Below(random, 4) == 0)
-      MutateBlocks(1 + Below(random, 3), kIntegers[Below(random, std::size(kIntegers))], &attributes);
-    for (size_t left = 1 + Below(random, 3); left > 0; --left) {
-      const size_t index = Below(random, attributes.size());
-      Mutate(index, Below(random, MutationsOf(attributes[index].second)), &attributes);
-    }
+      MutateBlocks(1 + Below(random, 3), kIntegers[Below(random, kIntegers.size())], &attributes);
+    MutateSome(random, &attributes);
     TryLayout(attributes);
     tally->accepted += call.Try(attributes);
     ++tally->sets;
   }
 }
 
-// The same of the call in which processes wait for each other. The other process has ended, so nobody waits for long.
-void ProcessBarriers(int64_t count, uint32_t seed) {
-  ProcessBarrierSite::id.type_id = 2;  // what the registration would have written
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-  close(ends[1]);
-  StartBarrier({0, 2, 0.1, -1});
-  ConnectPeer(1, ends[0]);
-  const Attributes good = {{"program", std::string("jit_step")},
-                           {"index", int64_t{0}},
-                           {"repeat", int64_t{0}},
-                           {"call", std::string("matmul at train.py:41")},
-                           {"fields", std::string("m=1\nn=2")},
-                           {"devices", std::vector<int64_t>{0, 1}},
-                           {"processes", std::vector<int64_t>{0, 1}},
-                           {"groups", std::vector<int64_t>{0, 0}},
-                           {"is_sequential", int64_t{1}}};
-  const AnyAttributes all = All(good);
+// The same of a custom call in which processes meet.
+template <typename SiteType>
+void ProcessCall(const char* name, XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*),
+                 XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), const AnyAttributes& all, int64_t count,
+                 uint32_t seed) {
   int accepted = 0;
   const auto run = [&](const AnyAttributes& attributes) {
-    fake_xla::Context context;
-    fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
-    made.SetAttributes(attributes);
-    const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));
-    const std::unique_ptr<ProcessBarrierSite> site(static_cast<ProcessBarrierSite*>(context.state));
-    CHECK(error.empty() == (site != nullptr));
-    if (!site) return;
+    const auto made = fake_xla::InstantiateWith<SiteType>(instantiate, attributes);
+    CHECK(made.error.empty() == (made.site != nullptr));
+    if (!made.site) return;
     ++accepted;
-    context.state = site.get();
+    fake_xla::Context context;
+    context.state = made.site.get();
     fake_xla::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
     int32_t position = 0;
-    frame.SetBuffers({{XLA_FFI_DataType_S32, {}, &position}}, {});
-    (void)fake_xla::Take(ProcessBarrierExecute(frame.get()));
+    float in = 0, out[4];
+    std::vector<Buffer> args = {{XLA_FFI_DataType_F32, {1}, &in}, {XLA_FFI_DataType_S32, {}, &position}};
+    frame.SetBuffers(args, {{XLA_FFI_DataType_F32, {4}, out}});
+    (void)fake_xla::Take(execute(frame.get()));
     const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
     if (future) future->Wait();
   };
   for (size_t index = 0; index < all.size(); ++index) {
     for (size_t mutation = 0; mutation < MutationsOf(all[index].second); ++mutation) {
-      std::snprintf(trial, sizeof(trial), "a process barrier, %s, mutation %zu", all[index].first.c_str(), mutation);
+      std::snprintf(trial, sizeof(trial), "%s, %s, mutation %zu", name, all[index].first.c_str(), mutation);
       AnyAttributes attributes = all;
       Mutate(index, mutation, &attributes);
       run(attributes);
     }
   }
   for (int64_t i = 0; i < count; ++i, ++seed) {
-    std::snprintf(trial, sizeof(trial), "a process barrier, JAXMP_FUZZ_SEED=%u", seed);
+    std::snprintf(trial, sizeof(trial), "%s, JAXMP_FUZZ_SEED=%u", name, seed);
     Random random(seed);
     AnyAttributes attributes = all;
-    for (size_t left = 1 + Below(random, 3); left > 0; --left) {
-      const size_t index = Below(random, attributes.size());
-      Mutate(index, Below(random, MutationsOf(attributes[index].second)), &attributes);
-    }
+    MutateSome(random, &attributes);
     run(attributes);
   }
   CHECK(accepted > 10);
+}
+
+// The other process has ended, so nobody waits for long.
+void ProcessCalls(int64_t count, uint32_t seed) {
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  close(ends[1]);
+  StartBarrier({0, 2, 0.1, -1});
+  ConnectPeer(1, ends[0]);
+  Attributes good = {{"program", std::string("jit_step")},
+                     {"index", int64_t{0}},
+                     {"repeat", int64_t{0}},
+                     {"call", std::string("matmul at train.py:41")},
+                     {"fields", std::string("m=1\nn=2")},
+                     {"devices", std::vector<int64_t>{0, 1}},
+                     {"processes", std::vector<int64_t>{0, 1}},
+                     {"groups", std::vector<int64_t>{0, 0}},
+                     {"is_sequential", int64_t{1}}};
+  ProcessCall<ProcessBarrierSite>("a process barrier", ProcessBarrierInstantiate, ProcessBarrierExecute, All(good),
+                                  count, seed);
+  good["ranks"] = std::vector<int64_t>{1, 0};
+  good["outer"] = int64_t{2};
+  good["sums"] = int64_t{0};
+  ProcessCall<ProcessCollectiveSite>("a process collective", ProcessCollectiveInstantiate, ProcessCollectiveExecute,
+                                     All(good), count, seed);
   StopBarrier();
 }
 
-}  // namespace
-}  // namespace jaxmp
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
+TEST(NoAttributeCrashes) {
   NameTrialsThatDie();
   const int64_t asked = std::getenv("JAXMP_FUZZ") ? std::atoll(std::getenv("JAXMP_FUZZ")) : 0;
   const int64_t count = asked > 0 ? asked : check::kIsSlow ? 2000 : 10000;
@@ -590,7 +526,7 @@ int main() {
   EveryBlockOfAllMatrices(calls, &tally);
   EveryAttributeWithEveryMutation(calls, &tally);
   SomeAttributesAtRandom(calls, count, seed, &tally);
-  ProcessBarriers(count / 20, seed);
+  ProcessCalls(count / 20, seed);
   for (const auto& call : calls) tally.succeeded += call->succeeded, tally.failed += call->failed;
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
   std::printf(
@@ -599,5 +535,7 @@ int main() {
       static_cast<long long>(tally.succeeded + tally.failed), static_cast<long long>(tally.failed));
   CHECK(tally.accepted > tally.sets / 50);
   CHECK(tally.succeeded > 100 && tally.failed > 100);
-  return check::summary("attribute_fuzz");
 }
+
+}  // namespace
+}  // namespace jaxmp

@@ -1,4 +1,5 @@
-// Checks for the C++ tests: each test is a program that returns the number of failed checks.
+// Tests of C++ and their checks. `cpp_tests NAME` runs those of tests/cpp/NAME.cc, in the order in which they stand
+// there.
 #ifndef JAXMP_TESTS_CHECK_H_
 #define JAXMP_TESTS_CHECK_H_
 
@@ -7,6 +8,10 @@
 #include <cstdlib>
 #include <sstream>
 #include <string>
+#include <vector>
+
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/cblas.h"
 
 namespace jaxmp::check {
 
@@ -45,9 +50,24 @@ inline void contains(const std::string& message, const std::string& part, const 
   report(message.find(part) != std::string::npos, file, line, "no \"" + part + "\" in: " + message);
 }
 
+struct Test {
+  Test(const char* file, const char* name, void (*run)()) : file(file), name(name), run(run) { all().push_back(*this); }
+  static std::vector<Test>& all() {
+    static std::vector<Test> tests;
+    return tests;
+  }
+  const char *file, *name;
+  void (*run)();
+};
+
 inline int summary(const char* name) {
   std::printf("%s: %d failed\n", name, failures.load());
   return failures.load() == 0 ? 0 : 1;
+}
+
+[[noreturn]] inline void skip(const std::string& why) {
+  std::printf("SKIPPED: %s\n", why.c_str());
+  std::exit(77);
 }
 
 // A variable that the environment must have.
@@ -60,8 +80,26 @@ inline const char* environment(const char* name) {
   return value;
 }
 
+inline void load_blas() {
+  const Status status = hostmp::LoadBlas(environment("JAXMP_BLAS"));
+  report(status.ok(), __FILE__, __LINE__, status.message());
+}
+
+// To the one that JAXMP_ISA names: one machine tests every instruction set that its processor has.
+inline void limit_instruction_set() {
+  const char* const name = std::getenv("JAXMP_ISA");
+  if (!name) return;
+  const Status status = hostmp::LimitInstructionSet(name);
+  if (!status.ok()) skip(status.message());
+  std::printf("instruction set: %s\n", hostmp::instruction_set().c_str());
+}
+
 }  // namespace jaxmp::check
 
+#define TEST(name)                                                      \
+  void name();                                                          \
+  const jaxmp::check::Test name##_is_a_test = {__FILE__, #name, &name}; \
+  void name()
 #define CHECK(condition) jaxmp::check::report(condition, __FILE__, __LINE__, #condition)
 #define CHECK_EQ(a, b) jaxmp::check::equal(a, b, #a " == " #b, __FILE__, __LINE__)
 #define CHECK_CONTAINS(message, part) jaxmp::check::contains(message, part, __FILE__, __LINE__)

@@ -8,8 +8,10 @@
 namespace jaxmp::conformance {
 namespace {
 
+TEST(LoadsTheBlas) { check::load_blas(); }
+
 struct World {
-  World() : backend(*make_host_backend(1, check::environment("JAXMP_BLAS"))), rank(*backend->make_rank(0)) {
+  World() : backend(make_host_backend(1)), rank(*backend->make_rank(0)) {
     runner = std::make_unique<Runner>(*backend, *rank, 0, 1);
     CHECK_EQ(runner->start().message(), "");
   }
@@ -57,42 +59,44 @@ void check_found(World* world, const Case& c, const char* result, const std::fun
   }
 }
 
-void test_results(World* world) {
+TEST(test_results) {
+  World world;
   const auto one_of_d = [](Expected* x) { x->d.at(3, 2) += 1; };
   const auto one_of_z = [](Expected* x) { x->z.at(3, 2) = -x->z.at(3, 2) + 0.5; };
   const auto one_sum = [](Expected* x) { x->gradient[5] += 1; };
-  check_found(world, with_epilog(0), "d", one_of_d);
-  check_found(world, with_epilog(0, CUDA_R_16BF), "d", one_of_d);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_GELU), "d", one_of_d);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_RELU_AUX), "aux", one_of_z);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_GELU_AUX), "aux", one_of_z);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD), "gradient", one_sum);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_BGRADA), "gradient", one_sum);
-  check_found(world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_BGRADB), "gradient", one_sum);
+  check_found(&world, with_epilog(0), "d", one_of_d);
+  check_found(&world, with_epilog(0, CUDA_R_16BF), "d", one_of_d);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_GELU), "d", one_of_d);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_RELU_AUX), "aux", one_of_z);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_GELU_AUX), "aux", one_of_z);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD), "gradient", one_sum);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_BGRADA), "gradient", one_sum);
+  check_found(&world, with_epilog(CUBLASMP_MATMUL_EPILOGUE_BGRADB), "gradient", one_sum);
   Case amax = narrow(CUDA_R_8F_E4M3);
   amax.has_amax = true;
-  check_found(world, amax, "amax", [](Expected* x) {
+  check_found(&world, amax, "amax", [](Expected* x) {
     x->d.at(0, 0) = 512;  // which D, that ends at 448, does not show
     x->magnitude.at(0, 0) = 1e9;
   });
   Case blocks = narrow(CUDA_R_8F_E4M3);
   blocks.scale_a = blocks.scale_b = blocks.d_out_scale = CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
-  check_found(world, blocks, "d", [](Expected* x) {
+  check_found(&world, blocks, "d", [](Expected* x) {
     for (Number& value : x->d.values) value += value == 0.0 ? 1.0 : value;
   });
 }
 
 // A small error in a result that has one right answer is inexact, and still within its bound.
-void test_rounding(World* world) {
+TEST(test_rounding) {
+  World world;
   const Case c = with_epilog(0);
   Expected expected(c, Operands(c));
   expected.d.at(0, 0) += 1e-5;
-  const Verdict verdict = world->run(c, expected).results.at("d");
+  const Verdict verdict = world.run(c, expected).results.at("d");
   CHECK(!verdict.is_exact);
   CHECK(verdict.worst > 0 && verdict.worst < 1);
 }
 
-void test_verdict() {
+TEST(test_verdict) {
   Verdict verdict;
   verdict.add(1, 1, 1e-37);
   CHECK(verdict.is_exact);
@@ -104,8 +108,9 @@ void test_verdict() {
   CHECK(verdict.worst > 1);
 }
 
-void test_memory(World* world) {
-  Buffer buffer(world->rank.get(), 64);
+TEST(test_memory) {
+  World world;
+  Buffer buffer(world.rank.get(), 64);
   const auto changes = [&buffer](int64_t at) {
     CHECK(buffer.write().ok());
     buffer.get()[at] ^= 1;
@@ -120,7 +125,7 @@ void test_memory(World* world) {
 }
 
 // Each name once, so that two libraries' lines can be matched.
-void test_names() {
+TEST(test_names) {
   for (int nranks : {1, 2, 4}) {
     std::map<std::string, int> seen;
     for (const Case& c : all_cases(nranks)) ++seen[c.name()];
@@ -131,14 +136,3 @@ void test_names() {
 
 }  // namespace
 }  // namespace jaxmp::conformance
-
-int main() {
-  using namespace jaxmp::conformance;
-  World world;
-  test_results(&world);
-  test_rounding(&world);
-  test_verdict();
-  test_memory(&world);
-  test_names();
-  return jaxmp::check::summary("conformance_judge");
-}

@@ -19,7 +19,15 @@ namespace {
 using S = std::string;
 using I = int64_t;
 
-constexpr int kSkipped = 77;
+TEST(TheRealLibraryOpens) {
+  const char* wheels = std::getenv("JAXMP_CUDA_WHEELS");
+  if (!wheels) check::skip("JAXMP_CUDA_WHEELS is not set");
+  const std::string nvidia = wheels;
+  const Status loaded = cuda::Load(nvidia + "/cublasmp/cu13/lib/libcublasmp.so.0", nvidia + "/nccl/lib/libnccl.so.2",
+                                   tests::Fake("right/libcuda.so.1"));
+  CHECK_EQ(loaded.message(), "");
+  if (!cuda::Loaded()) std::exit(1);
+}
 
 struct Descriptor {
   explicit Descriptor(Compute compute) {
@@ -58,7 +66,7 @@ void CheckAccepted(Attributes attributes, std::initializer_list<std::pair<const 
   CHECK_EQ(written, sizeof(epilog));
 }
 
-void EveryAttributeIsAccepted() {
+TEST(EveryAttributeIsAccepted) {
   for (const Attributes& base : {tests::Local(64, 64, 64), tests::AllGather(2, 64, 64, 64),
                                  tests::ReduceScatter(2, 64, 64, 64), tests::AllReduce(2, 64, 64, 64)}) {
     CheckAccepted(base, {});
@@ -103,7 +111,7 @@ void EveryAttributeIsAccepted() {
   }
 }
 
-void NumrocIsOurs() {
+TEST(NumrocIsOurs) {
   for (int64_t n = 0; n < 40; ++n) {
     for (int64_t block = 1; block < 7; ++block) {
       for (uint32_t nprocs = 1; nprocs < 5; ++nprocs) {
@@ -116,7 +124,7 @@ void NumrocIsOurs() {
   }
 }
 
-void ErrorsReachTheMessage() {
+TEST(ErrorsReachTheMessage) {
   const Descriptor descriptor(Compute::k32F);
   (void)cuda::TakeLog();
   const int64_t wrong = 0;
@@ -130,21 +138,3 @@ void ErrorsReachTheMessage() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  const char* wheels = std::getenv("JAXMP_CUDA_WHEELS");
-  if (!wheels) {
-    std::puts("cuda_descriptors: skipped, for JAXMP_CUDA_WHEELS is not set");
-    return jaxmp::kSkipped;
-  }
-  const std::string nvidia = wheels;
-  CHECK_EQ(jaxmp::cuda::Load(nvidia + "/cublasmp/cu13/lib/libcublasmp.so.0", nvidia + "/nccl/lib/libnccl.so.2",
-                             jaxmp::tests::Fake("right/libcuda.so.1"))
-               .message(),
-           "");
-  if (!jaxmp::cuda::Loaded()) return jaxmp::check::summary("cuda_descriptors");
-  jaxmp::EveryAttributeIsAccepted();
-  jaxmp::NumrocIsOurs();
-  jaxmp::ErrorsReachTheMessage();
-  return jaxmp::check::summary("cuda_descriptors");
-}

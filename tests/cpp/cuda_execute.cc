@@ -19,9 +19,11 @@ namespace {
 using namespace tests;  // NOLINT: fake devices
 using fake_xla::InstanceOf;
 
+TEST(TheMachineStarts) { StartMachine(); }
+
 Attributes TransposedA(Attributes attributes) { return With(std::move(attributes), "trans_a", std::string("T")); }
 
-void EveryPatternIsRight() {
+TEST(EveryPatternIsRight) {
   for (int64_t nranks : {1, 2, 4}) {
     for (const Attributes& attributes :
          {Local(7, 5, 9), AllGather(nranks, 8, 12, 5), ReduceScatter(nranks, 5, 8, 12),
@@ -38,30 +40,16 @@ void EveryPatternIsRight() {
 }
 
 // C is D's memory.
-void CIsAdded() {
+TEST(CIsAdded) {
   Attributes attributes = ReduceScatter(2, 4, 6, 8);
   attributes["dtype_c"] = std::string("f32");
   attributes["beta"] = std::vector<double>{2, 0};
   const InstanceOf<CudaSite> instance = Make(attributes);
-  World world(instance.site->plan->problem());
-  for (auto& d : world.d) d.assign(d.size(), 3);
-  OnEach(2, [&](int32_t rank) {
-    const auto r = static_cast<size_t>(rank);
-    const Gpu& gpu = *machine()[r];
-    const std::vector<fake_xla::Buffer> args = {
-        F32(world.a[r]), F32(world.b[r]), F32(world.d[r]), {XLA_FFI_DataType_S32, {}, &rank}};
-    CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, gpu.ordinal, gpu.stream, args, {F32(world.d[r])}), "");
-    CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
-  });
-  for (size_t rank : {0, 1}) {
-    std::vector<float> expected = world.Expected(static_cast<int>(rank));
-    for (float& element : expected) element += 6;
-    CHECK(world.d[rank] == expected);
-  }
+  RunRight(*instance.site, FirstGpus(2));
 }
 
 // The first execution makes everything, in one order on every rank; a later one only runs.
-void ALaterExecutionOnlyRuns() {
+TEST(ALaterExecutionOnlyRuns) {
   const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 8), {4, 5}));
   const std::vector<const Gpu*> gpus = Gpus({4, 5});
   (void)CallsOn(4);
@@ -88,7 +76,7 @@ std::string DriverCallsOn(int device) {
 
 // Beyond the library's own work: nothing for one rank; two events, by which the watchdog knows the time of a call, for
 // one of several. No kernel, no copy, no memset, no wait.
-void ALaterExecutionPutsLittleOnTheDevice() {
+TEST(ALaterExecutionPutsLittleOnTheDevice) {
   const std::pair<Attributes, const char*> cases[] = {
       {Local(6, 5, 4), ""},
       {OnDevices(AllGather(2, 4, 6, 8), {4, 5}), "EventRecord EventRecord "},
@@ -110,9 +98,9 @@ void ALaterExecutionPutsLittleOnTheDevice() {
   }
 }
 
-// Without an event behind every call, a call on another stream has to wait all the same, also when the last stream is
-// gone.
-void CallsWithoutPeersMayChangeStreams() {
+// Without an event behind every call, a call on another stream has to wait for the last one all the same, also when its
+// stream is gone.
+TEST(CallsWithoutPeersMayChangeStreams) {
   const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
   const Gpu& gpu = *machine()[6];
   std::vector<std::unique_ptr<World>> worlds;
@@ -130,7 +118,7 @@ void CallsWithoutPeersMayChangeStreams() {
 }
 
 // A program that names its devices knows its ranks by the ids that this process gave them.
-void DevicesAreKnownByTheirIds() {
+TEST(DevicesAreKnownByTheirIds) {
   const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 8), {91, 92}));
   const auto error = [&](const std::map<int, int64_t>& ids) {
     cuda::SetDeviceIds(ids);
@@ -145,7 +133,7 @@ void DevicesAreKnownByTheirIds() {
   RunRight(*instance.site, Gpus({7, 6}));
 }
 
-void PointersAreAttributes() {
+TEST(PointersAreAttributes) {
   Attributes attributes = OnDevices(AllGather(2, 4, 6, 8), {4, 5});
   attributes["epilog"] = int64_t{4};
   attributes["dtype_bias"] = std::string("f32");
@@ -170,7 +158,7 @@ void PointersAreAttributes() {
 }
 
 // A handle, a communicator and grids serve every plan of a rank, and one workspace those whose D lies on one grid.
-void PlansShareWhatARankHas() {
+TEST(PlansShareWhatARankHas) {
   const std::vector<const Gpu*> gpus = Gpus({6, 7});
   const auto run = [&](int64_t m, int64_t k) {
     const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, m, 4, k), {6, 7}));
@@ -196,7 +184,7 @@ void PlansShareWhatARankHas() {
   CHECK(CallsOn(6).find("BufferRegister") == std::string::npos);
 }
 
-void LocalProductsNeedNoPeer() {
+TEST(LocalProductsNeedNoPeer) {
   const InstanceOf<CudaSite> instance = Make(Local(30, 20, 10));
   std::vector<std::unique_ptr<World>> worlds;
   for (int i = 0; i < 4; ++i) worlds.push_back(std::make_unique<World>(instance.site->plan->problem(), i));
@@ -207,7 +195,7 @@ void LocalProductsNeedNoPeer() {
 }
 
 // In a mesh of 2 x 2 the second axis spans two groups, which multiply at the same time.
-void GroupsDoNotMix() {
+TEST(GroupsDoNotMix) {
   Attributes attributes = ReduceScatter(2, 4, 6, 8);
   attributes["mesh_shape"] = std::vector<int64_t>{2, 2};
   attributes["axes_row"] = std::vector<int64_t>{1};
@@ -223,7 +211,7 @@ void GroupsDoNotMix() {
 }
 
 // A rank that two meshes have on one device must not take the other mesh's communicator.
-void MeshesOverOtherDevicesDoNotMix() {
+TEST(MeshesOverOtherDevicesDoNotMix) {
   const Attributes attributes = AllGather(2, 4, 6, 8);
   for (const std::vector<int64_t>& devices : {std::vector<int64_t>{0, 1}, {1, 0}, {0, 2}, {2, 1}}) {
     const InstanceOf<CudaSite> instance = Make(OnDevices(attributes, devices));
@@ -241,7 +229,7 @@ void MeshesOverOtherDevicesDoNotMix() {
 }
 
 // The host runs ahead of the streams, and two sites alternate: every rank meets its peers call by call all the same.
-void CallsOnTheirWayKeepTheirOrder() {
+TEST(CallsOnTheirWayKeepTheirOrder) {
   const Attributes attributes[] = {AllGather(3, 6, 6, 10), ReduceScatter(3, 6, 6, 12)};
   const InstanceOf<CudaSite> sites[] = {Make(attributes[0]), Make(attributes[1])};
   std::vector<std::unique_ptr<World>> worlds;
@@ -261,7 +249,7 @@ void CallsOnTheirWayKeepTheirOrder() {
   for (const auto& world : worlds) CHECK(world->IsRight());
 }
 
-void TwoThreadsOnOneDeviceTakeTurns() {
+TEST(TwoThreadsOnOneDeviceTakeTurns) {
   const InstanceOf<CudaSite> instance = Make(Local(9, 9, 9));
   const Gpu& gpu = *machine()[3];
   const abi::CUstream streams[] = {gpu.stream, gpu.NewStream()};
@@ -279,7 +267,7 @@ void TwoThreadsOnOneDeviceTakeTurns() {
 }
 
 // What a plan makes goes with it; what ranks share stays.
-void APlanTakesItsObjectsWithIt() {
+TEST(APlanTakesItsObjectsWithIt) {
   static auto* const live = FakeFunction<decltype(fake_cublasmp_live)>("right/libcublasmp.so.0", "fake_cublasmp_live");
   plan_cache().Clear();
   const int before = live();
@@ -295,7 +283,7 @@ void APlanTakesItsObjectsWithIt() {
 
 // Two processes, of which one has lost its plan of the problem (by an eviction, by plan_cache_clear, with an
 // executable) and makes it again: nothing of that may be collective, for the other has its own still.
-void APlanMadeAgainWaitsForNobody() {
+TEST(APlanMadeAgainWaitsForNobody) {
   const Attributes attributes = OnDevices(AllGather(2, 4, 6, 12), {4, 5});
   const InstanceOf<CudaSite> kept = Make(attributes);
   RunRight(*kept.site, Gpus({4, 5}));
@@ -312,27 +300,8 @@ void APlanMadeAgainWaitsForNobody() {
   cuda::SetTimeout(60);
 }
 
-void AnotherStreamWaitsForTheLast() {
-  const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
-  const Gpu& gpu = *machine()[0];
-  const abi::CUstream other = gpu.NewStream();
-  World first(instance.site->plan->problem(), 0), second(instance.site->plan->problem(), 1);
-  const auto begin = [&](World& world, abi::CUstream stream) {
-    CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, 0, stream, {F32(world.a[0]), F32(world.b[0])}, {F32(world.d[0])}),
-             "");
-  };
-  begin(first, gpu.stream);
-  begin(second, other);
-  CHECK_EQ(Gpu::driver().StreamSynchronize(other), abi::CUDA_SUCCESS);
-  CHECK(first.IsRight() && second.IsRight());  // so the first was over as well
-  CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
-  begin(first, gpu.stream);  // and back, for the other is about to go
-  CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
-  CHECK_EQ(Gpu::driver().StreamDestroy_v2(other), abi::CUDA_SUCCESS);
-}
-
 // 3 rows of a mask have 16 bytes a column; what the library does not write is 0 all the same.
-void AuxIsWrittenCompletely() {
+TEST(AuxIsWrittenCompletely) {
   Attributes attributes = Local(3, 2, 4);
   attributes["epilog"] = int64_t{130};
   attributes["dtype_aux"] = std::string("u8");
@@ -348,7 +317,7 @@ void AuxIsWrittenCompletely() {
   for (size_t i = 0; i < aux.size(); ++i) CHECK(i % 16 == 0 ? aux[i] < 8 : aux[i] == 0);
 }
 
-void EmptyProductsRunNothing() {
+TEST(EmptyProductsRunNothing) {
   const InstanceOf<CudaSite> instance = Make(AllGather(2, 0, 4, 4));
   World world(instance.site->plan->problem());
   (void)CallsOn(0);
@@ -358,7 +327,7 @@ void EmptyProductsRunNothing() {
 
 // Where ranks do not reach each other's memory, a workspace is the driver's, and cuBLASMp does without overlap; an
 // algorithm that overlaps, asked for by name, is then refused on every rank alike.
-void AWorkspaceNeedsNoSymmetricMemory() {
+TEST(AWorkspaceNeedsNoSymmetricMemory) {
   setenv("FAKE_CUBLASMP_SYMMETRIC", "0", 1);
   const std::vector<int64_t> devices = {70, 71};  // a communicator of its own, without a workspace yet
   auto* const allocations =
@@ -380,7 +349,7 @@ void AWorkspaceNeedsNoSymmetricMemory() {
 }
 
 // Operands on grids of different orders may keep the library off its local product.
-void OneRankMultipliesLocally() {
+TEST(OneRankMultipliesLocally) {
   cuda::SetLogging(true);
   (void)cuda::TakeLog();
   for (const Attributes& attributes : {Local(7, 5, 9), AllGather(1, 8, 12, 5), ReduceScatter(1, 5, 8, 12),
@@ -394,7 +363,7 @@ void OneRankMultipliesLocally() {
   cuda::SetLogging(false);
 }
 
-void OneRankGetsNoHints() {
+TEST(OneRankGetsNoHints) {
   const auto count = [](const Attributes& attributes) {
     const InstanceOf<CudaSite> instance = Make(attributes);
     (void)CallsOn(0);
@@ -411,31 +380,7 @@ void OneRankGetsNoHints() {
   CHECK_EQ(count(With(hinted, "communication_dtype", std::string("f32"))), expected);
 }
 
+TEST(TheMachineEnds) { machine().clear(); }
+
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  const jaxmp::tests::Machine machine;
-  jaxmp::EveryPatternIsRight();
-  jaxmp::CIsAdded();
-  jaxmp::ALaterExecutionOnlyRuns();
-  jaxmp::ALaterExecutionPutsLittleOnTheDevice();
-  jaxmp::CallsWithoutPeersMayChangeStreams();
-  jaxmp::DevicesAreKnownByTheirIds();
-  jaxmp::PointersAreAttributes();
-  jaxmp::PlansShareWhatARankHas();
-  jaxmp::LocalProductsNeedNoPeer();
-  jaxmp::GroupsDoNotMix();
-  jaxmp::MeshesOverOtherDevicesDoNotMix();
-  jaxmp::CallsOnTheirWayKeepTheirOrder();
-  jaxmp::TwoThreadsOnOneDeviceTakeTurns();
-  jaxmp::APlanTakesItsObjectsWithIt();
-  jaxmp::APlanMadeAgainWaitsForNobody();
-  jaxmp::AnotherStreamWaitsForTheLast();
-  jaxmp::AuxIsWrittenCompletely();
-  jaxmp::EmptyProductsRunNothing();
-  jaxmp::AWorkspaceNeedsNoSymmetricMemory();
-  jaxmp::OneRankMultipliesLocally();
-  jaxmp::OneRankGetsNoHints();
-  return jaxmp::check::summary("cuda_execute");
-}

@@ -206,10 +206,9 @@ void StartCase(const Case& given) {
   if (given.last_words) CHECK_CONTAINS(said, given.last_words);
 }
 
+TEST(EveryFaultEndsAsItShould) {
+  for (const Case& given : kCases) StartCase(given);
+}
+
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  for (const jaxmp::Case& given : jaxmp::kCases) jaxmp::StartCase(given);
-  return jaxmp::check::summary("cuda_faults");
-}

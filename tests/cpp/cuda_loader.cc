@@ -39,12 +39,12 @@ std::string CallError() {
   return fake_xla::ExecuteOnCuda(*instance.site, 0, nullptr, {}, {});
 }
 
-void NothingIsLoadedAtFirst() {
+TEST(NothingIsLoadedAtFirst) {
   CHECK_CONTAINS(cuda::cuda_api().status().message(), "cuBLASMp is not loaded in this process; call jaxmp.register()");
   CHECK_CONTAINS(CallError(), "cuBLASMp is not loaded");
 }
 
-void WhatIsMissingIsNamed() {
+TEST(WhatIsMissingIsNamed) {
   CHECK_CONTAINS(LoadError(kMp, kNccl, "none/libcuda.so.1"), "jaxmp: the CUDA driver cannot be opened as ");
   CHECK_CONTAINS(LoadError(kMp, kNccl, "none/libcuda.so.1"), "install NVIDIA's driver");
   CHECK_CONTAINS(LoadError(kMp, "none/libnccl.so.2", kCuda), "jaxmp: NCCL cannot be opened as ");
@@ -55,14 +55,14 @@ void WhatIsMissingIsNamed() {
   CHECK_CONTAINS(LoadError("lacking/libcublasmp.so.0", kNccl, kCuda), "has no cublasMpNumroc, which cuBLASMp 0.10 has");
 }
 
-void WrongVersionsAreNamed() {
+TEST(WrongVersionsAreNamed) {
   CHECK_CONTAINS(LoadErrorWith("FAKE_NCCL_VERSION", "22907"), "is NCCL 2.29.7, but cuBLASMp 0.10 needs 2.30 or newer");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "902"), "is cuBLASMp 0.9.2, but 0.10 is required");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "1100"), "is cuBLASMp 0.11.0, but 0.10 is required");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "10000"), "is cuBLASMp 1.0.0, but 0.10 is required");
 }
 
-void ASecondNcclIsNamed() {
+TEST(ASecondNcclIsNamed) {
   const std::string error = LoadError(kMp, "second/libnccl_second.so.2", kCuda);
   CHECK_CONTAINS(error, "two NCCLs are in this process: ");
   CHECK_CONTAINS(error, "libnccl_second.so.2 was opened, but ");
@@ -71,12 +71,12 @@ void ASecondNcclIsNamed() {
   CHECK_CONTAINS(CallError(), "two NCCLs");
 }
 
-void WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp() {
+TEST(WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp) {
   CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::AllGather(2, 5, 4, 4)).error,
                  "needs m to be a multiple of 2, got m=5");
 }
 
-void TheFirstSuccessHolds() {
+TEST(TheFirstSuccessHolds) {
   CHECK_EQ(LoadErrorWith("FAKE_CUBLASMP_VERSION", "1005"), "");
   const cuda::Libraries* first = cuda::Loaded();
   if (!first) return;
@@ -95,13 +95,3 @@ void TheFirstSuccessHolds() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::NothingIsLoadedAtFirst();
-  jaxmp::WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp();
-  jaxmp::WhatIsMissingIsNamed();
-  jaxmp::WrongVersionsAreNamed();
-  jaxmp::ASecondNcclIsNamed();
-  jaxmp::TheFirstSuccessHolds();
-  return jaxmp::check::summary("cuda_loader");
-}

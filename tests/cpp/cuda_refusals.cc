@@ -20,7 +20,9 @@ namespace {
 using namespace tests;  // NOLINT: fake devices
 using fake_xla::InstanceOf;
 
-void BuffersAreChecked() {
+TEST(TheMachineStarts) { StartMachine(); }
+
+TEST(BuffersAreChecked) {
   const InstanceOf<CudaSite> instance = Make(Local(4, 6, 8));
   World world(instance.site->plan->problem());
   const auto error = [&](std::vector<fake_xla::Buffer> args) {
@@ -37,7 +39,7 @@ void FailNext(const char* call, int device, int status) {
 }
 
 // The library's status, its own words, the rank and the problem; and nothing is left behind.
-void AFailedCallSaysEverything() {
+TEST(AFailedCallSaysEverything) {
   const InstanceOf<CudaSite> instance = Make(Local(3, 3, 4));
   World world(instance.site->plan->problem());
   FailNext("Matmul", 1, abi::CUBLASMP_STATUS_NOT_SUPPORTED);
@@ -50,7 +52,7 @@ void AFailedCallSaysEverything() {
 }
 
 // A rank that fails on its own, while the plan is made, takes the others with it: none waits for it on the device.
-void OneRankThatCannotPrepareStopsAll() {
+TEST(OneRankThatCannotPrepareStopsAll) {
   const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 10), {4, 5}));
   for (const char* call : {"Matmul_bufferSize", "MatrixDescriptorCreate", "MatmulDescriptorCreate"}) {
     World world(instance.site->plan->problem());
@@ -63,7 +65,7 @@ void OneRankThatCannotPrepareStopsAll() {
 }
 
 // Memory that runs out on one rank is an error on all, and no rank waits for the other in a registration.
-void OneRankWithoutMemoryStopsAll() {
+TEST(OneRankWithoutMemoryStopsAll) {
   static auto* const exhaust = FakeFunction<decltype(fake_nccl_exhaust)>("right/libnccl.so.2", "fake_nccl_exhaust");
   static auto* const allocations =
       FakeFunction<decltype(fake_cuda_allocations)>("right/libcuda.so.1", "fake_cuda_allocations");
@@ -100,7 +102,7 @@ void OneRankWithoutMemoryStopsAll() {
 }
 
 // The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
-void IdsTravelThroughTheExchange() {
+TEST(IdsTravelThroughTheExchange) {
   static std::mutex mutex;
   static std::condition_variable changed;
   static std::map<std::string, std::string> values;
@@ -122,7 +124,7 @@ void IdsTravelThroughTheExchange() {
 }
 
 // A rank that does not come in time is named on every rank, and the next attempt starts afresh.
-void ALateRankIsNamed() {
+TEST(ALateRankIsNamed) {
   const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(3, 6, 6, 10), {0, 3, 4}));
   const std::vector<const Gpu*> gpus = Gpus({0, 3, 4});
   cuda::SetTimeout(0.2);
@@ -139,7 +141,7 @@ void ALateRankIsNamed() {
   RunRight(*instance.site, gpus);
 }
 
-void AttributesAreRefused() {
+TEST(AttributesAreRefused) {
   const auto refusal = [](const Attributes& attributes) { return fake_xla::InstantiateOnCuda(attributes).error; };
   CHECK_CONTAINS(refusal(With(Local(4, 4, 4), "determinism", std::string("batch"))),
                  "jaxmp: cublasmp cannot keep the order of sums");
@@ -147,7 +149,7 @@ void AttributesAreRefused() {
                  "attribute devices must be empty or name the 2 devices of mesh_shape; got 1");
 }
 
-void TheLibrarysLogIsKept() {
+TEST(TheLibrarysLogIsKept) {
   const InstanceOf<CudaSite> instance = Make(ReduceScatter(2, 4, 6, 8));
   (void)cuda::TakeLog();
   RunRight(*instance.site, FirstGpus(2));
@@ -161,18 +163,7 @@ void TheLibrarysLogIsKept() {
   CHECK(cuda::TakeLog().empty());
 }
 
+TEST(TheMachineEnds) { machine().clear(); }
+
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  const jaxmp::tests::Machine machine;
-  jaxmp::BuffersAreChecked();
-  jaxmp::AFailedCallSaysEverything();
-  jaxmp::OneRankThatCannotPrepareStopsAll();
-  jaxmp::OneRankWithoutMemoryStopsAll();
-  jaxmp::IdsTravelThroughTheExchange();
-  jaxmp::ALateRankIsNamed();
-  jaxmp::AttributesAreRefused();
-  jaxmp::TheLibrarysLogIsKept();
-  return jaxmp::check::summary("cuda_refusals");
-}

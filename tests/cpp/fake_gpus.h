@@ -89,6 +89,7 @@ inline void AddPosition(const Problem& problem, int32_t* position, const Gpu& gp
 // One rank of a world on a device, up to the end of its stream; the call's error, or the stream's.
 inline std::string RunRank(CudaSite& site, World& world, const Gpu& gpu, int32_t position, size_t rank) {
   std::vector<fake_xla::Buffer> args = {F32(world.a[rank]), F32(world.b[rank])};
+  if (world.problem.has_c()) args.push_back(F32(world.d[rank]));
   AddPosition(world.problem, &position, gpu, &args);
   const std::string error = fake_xla::ExecuteOnCuda(site, gpu.ordinal, gpu.stream, args, {F32(world.d[rank])});
   if (!error.empty()) return error;
@@ -117,14 +118,11 @@ inline std::vector<std::unique_ptr<Gpu>>& machine() {
   return *gpus;
 }
 
-// The fakes loaded, and eight devices, for as long as a test runs.
-struct Machine {
-  Machine() {
-    CHECK_EQ(LoadFakes().message(), "");
-    for (int i = 0; i < 8; ++i) machine().push_back(std::make_unique<Gpu>(i));
-  }
-  ~Machine() { machine().clear(); }
-};
+// Loads the fakes and makes eight devices.
+inline void StartMachine() {
+  CHECK_EQ(LoadFakes().message(), "");
+  for (int i = 0; i < 8; ++i) machine().push_back(std::make_unique<Gpu>(i));
+}
 
 inline std::vector<const Gpu*> Gpus(const std::vector<size_t>& ordinals) {
   std::vector<const Gpu*> gpus;

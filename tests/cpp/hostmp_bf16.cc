@@ -10,14 +10,14 @@
 #include <vector>
 
 #include "csrc/hostmp/cpu/features.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
+
+TEST(LoadsTheBlas) { check::load_blas(); }
 
 using hostmp::KSegments;
 using hostmp::Product;
@@ -253,24 +253,20 @@ const Kernel kChosen = {"the chosen kernel",
                         hostmp::Bf16Sums::kAmx,
                         /*only_adds=*/true};
 
-}  // namespace
-}  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  tests::LimitInstructionSet();
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
-  const test::Kernel kernels[] = {
+TEST(test_kernels) {
+  const Kernel kernels[] = {
       {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::Avx512Bf16Gemm, hostmp::kKC, hostmp::kBf16Unit,
        hostmp::Avx512Bf16GemmScratch, hostmp::Bf16Sums::kAvx512Bf16, false},
       {"AMX", hostmp::cpu().amx_bf16, hostmp::AmxGemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::AmxGemmScratch,
        hostmp::Bf16Sums::kAmx, false},
   };
-  for (const test::Kernel& kernel : kernels) {
-    test::test_kernel(kernel);
-    test::test_extents_and_parts_do_not_matter(kernel);
-    test::test_few_columns_have_the_bits_of_many(kernel);
+  for (const Kernel& kernel : kernels) {
+    test_kernel(kernel);
+    test_extents_and_parts_do_not_matter(kernel);
+    test_few_columns_have_the_bits_of_many(kernel);
   }
-  test::test_kernel(test::kChosen);
-  return check::summary("hostmp_bf16");
+  test_kernel(kChosen);
 }
+
+}  // namespace
+}  // namespace jaxmp::test

@@ -12,6 +12,8 @@
 namespace jaxmp::test {
 namespace {
 
+TEST(LoadsTheBlas) { check::load_blas(); }
+
 constexpr abi::cublasOperation_t kOps[] = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T};
 
 template <typename T>
@@ -58,15 +60,12 @@ void test_on_threads(const std::string& name, int times, int64_t most) {
   }
 }
 
+TEST(test_threads) {
+  const int times = check::kUnderThreadSanitizer ? 300 : 20000;
+  test_on_threads<float>("f32", times, 14);
+  test_on_threads<double>("f64", times, 14);
+  test_on_threads<float>("f32", times / 300, 180);
+}
+
 }  // namespace
 }  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
-  const int times = check::kUnderThreadSanitizer ? 300 : 20000;
-  test::test_on_threads<float>("f32", times, 14);
-  test::test_on_threads<double>("f64", times, 14);
-  test::test_on_threads<float>("f32", times / 300, 180);
-  return check::summary("hostmp_blas");
-}

@@ -44,7 +44,8 @@ void stay_on(int processor) {
   CHECK_EQ(sched_setaffinity(0, sizeof(set), &set), 0);
 }
 
-void test_helpers_are_on_every_other_processor() {
+TEST(test_helpers_are_on_every_other_processor) {
+  processors();  // before this thread is bound to one of them
   for (const int here : processors()) {
     stay_on(here);
     const std::multiset<int> found = processors_of(machine_threads() - 1);
@@ -55,16 +56,9 @@ void test_helpers_are_on_every_other_processor() {
 }
 
 // The asking thread's own processor comes last.
-void test_as_many_as_processors() {
+TEST(test_as_many_as_processors) {
   CHECK(processors_of(machine_threads()) == std::multiset<int>(processors().begin(), processors().end()));
 }
 
 }  // namespace
 }  // namespace jaxmp::hostmp
-
-int main() {
-  jaxmp::hostmp::processors();  // before this thread is bound to one of them
-  jaxmp::hostmp::test_helpers_are_on_every_other_processor();
-  jaxmp::hostmp::test_as_many_as_processors();
-  return jaxmp::check::summary("hostmp_bound_threads");
-}

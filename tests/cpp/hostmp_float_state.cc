@@ -1,14 +1,18 @@
 // Without these a thread of ours would round otherwise than XLA's, and the bits of a program depend on who has waited
 // for whom: each rank's program resumes in the state of the thread that it came on, and the tiles of a product are
 // computed in one state, whoever computes them.
+#include <array>
+#include <atomic>
 #include <optional>
+#include <random>
 
 #include "csrc/base/float_state.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {
 namespace {
+
+TEST(LoadsTheBlas) { check::load_blas(); }
 
 #if defined(__x86_64__) || defined(__aarch64__)
 constexpr bool kHasState = true;
@@ -27,7 +31,7 @@ bool keeps_subnormals() {
   return tiny * large != 0;
 }
 
-void test_scope() {
+TEST(test_scope) {
   const FloatState before = FloatState::Current();
   CHECK(keeps_subnormals());
   {
@@ -66,9 +70,9 @@ void resume(void* context, const Status&) {
 
 // Each rank comes on a thread of its own and state, and all but the last go on before the next one comes. So they
 // resume on threads of hostmp's, which serve ranks of either state in turn.
-void test_ranks_resume_in_their_own_state(bool fails) {
+void check_resumption(bool fails) {
   for (int round = 0; round < 12; ++round) {
-    World world({Pattern::kAllGather, 3, 1, 9, 9, 8});
+    World world(product(Pattern::kAllGather, 3, 9, 9, 8));
     std::array<Resumed, 3> resumed;
     std::array<hostmp::Stream, 3> streams;
     std::array<std::thread::id, 3> came_on;
@@ -99,13 +103,16 @@ void test_ranks_resume_in_their_own_state(bool fails) {
   }
 }
 
+TEST(test_ranks_resume_in_their_own_state) { check_resumption(/*fails=*/false); }
+TEST(test_ranks_that_failed_resume_in_their_own_state) { check_resumption(/*fails=*/true); }
+
 // Ranks that still wait when their call site goes.
-void test_ranks_of_a_destroyed_site_resume_in_their_own_state() {
+TEST(test_ranks_of_a_destroyed_site_resume_in_their_own_state) {
   for (bool flushes : {false, true, false}) {
     Resumed resumed;
     hostmp::Stream stream;
     {
-      World world({Pattern::kAllGather, 2, 1, 8, 8, 8});
+      World world(product(Pattern::kAllGather, 2, 8, 8, 8));
       stream = {&world.rendezvous, 1, 0, nullptr, resume, &resumed};
       const ScopedFloatState scope(state_of(flushes));
       check_ok(world.matmul(1, &stream));
@@ -134,25 +141,25 @@ class OtherThreads final : public hostmp::Pool {
 };
 
 // Products of which every partial result is subnormal, or needs a subnormal operand.
-void fill_tiny(World* world) {
+void fill_tiny(Operands& x) {
   const auto fill = [&](Matrix* matrix, double scale, unsigned seed) {
     std::mt19937 random(seed);
     for (Number& value : matrix->values) value = scale * (1 + static_cast<double>(random() % 7));
   };
-  fill(&world->a, 1e-40, 1);
-  fill(&world->b, 1e30, 2);
-  fill(&world->c0, 1e-41, 3);
-  for (size_t i = 0; i < world->a.values.size(); i += 3) world->a.values[i] = 1e-20;
+  fill(&x.a, 1e-40, 1);
+  fill(&x.b, 1e30, 2);
+  fill(&x.c, 1e-41, 3);
+  for (size_t i = 0; i < x.a.values.size(); i += 3) x.a.values[i] = 1e-20;
 }
 
 std::vector<Number> product_of(const Case& c, std::optional<bool> pool_flushes, int last,
                                const std::vector<bool>& state) {
-  World world(c, fill_tiny);
+  World world(c);
   std::optional<OtherThreads> pool;
   if (pool_flushes) pool.emplace(3, *pool_flushes);
-  std::vector<Resumed> resumed(world.ranks.size());
-  std::vector<hostmp::Stream> streams(world.ranks.size());
   const int nranks = c.nranks();
+  std::vector<Resumed> resumed(world.calls.size());
+  std::vector<hostmp::Stream> streams(world.calls.size());
   for (int turn = 1; turn <= nranks; ++turn) {
     const int rank = (last + turn) % nranks;
     const auto i = static_cast<size_t>(rank);
@@ -166,16 +173,16 @@ std::vector<Number> product_of(const Case& c, std::optional<bool> pool_flushes, 
 
 // The same bits whichever rank comes last and whatever the state of the threads that help. (XLA's are all in one state;
 // where ranks come in different ones, rank 0's is the product's.)
-void test_the_product_does_not_depend_on_who_computes_it() {
+TEST(test_the_product_does_not_depend_on_who_computes_it) {
   const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
       {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F}};
   for (const auto& [in, out] : types) {
     for (bool fixed_reduction_order : {false, true}) {
       for (const int64_t m : {3, 120}) {
         for (bool has_c : {false, true}) {
-          Case c = {Pattern::kReduceScatter, 2, 1, m, 96, 240};
-          c.in = in, c.out = out, c.fixed_reduction_order = fixed_reduction_order, c.has_c = has_c,
-          c.beta = has_c ? 1 : 0;
+          Case c = product(Pattern::kReduceScatter, 2, m, 96, 240, in, out);
+          c.fixed_reduction_order = fixed_reduction_order, c.has_c = has_c, c.beta = has_c ? 1 : 0;
+          c.fill = fill_tiny;
           c.epilog = out == CUDA_C_32F ? 0 : CUBLASMP_MATMUL_EPILOGUE_BGRADA;
           for (bool flushes : {false, true}) {
             const std::vector<Number> alone = product_of(c, {}, 0, {flushes, flushes});
@@ -193,15 +200,16 @@ void test_the_product_does_not_depend_on_who_computes_it() {
 }
 
 // And flushing is flushing: a product of subnormal operands is zero then, and only then.
-void test_the_state_reaches_the_kernels() {
+TEST(test_the_state_reaches_the_kernels) {
   for (bool fixed_reduction_order : {false, true}) {
     for (bool flushes : {false, true}) {
-      Case c = {Pattern::kReduceScatter, 2, 1, 120, 96, 240};
+      Case c = product(Pattern::kReduceScatter, 2, 120, 96, 240);
       c.fixed_reduction_order = fixed_reduction_order;
-      World world(c, [](World* w) {
-        for (Number& value : w->a.values) value = 1e-40;
-        for (Number& value : w->b.values) value = 1e30;
-      });
+      c.fill = [](Operands& x) {
+        for (Number& value : x.a.values) value = 1e-40;
+        for (Number& value : x.b.values) value = 1e30;
+      };
+      World world(c);
       OtherThreads pool(3, !flushes);
       {
         const ScopedFloatState scope(state_of(flushes));
@@ -216,15 +224,3 @@ void test_the_state_reaches_the_kernels() {
 
 }  // namespace
 }  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
-  test::test_scope();
-  test::test_ranks_resume_in_their_own_state(/*fails=*/false);
-  test::test_ranks_resume_in_their_own_state(/*fails=*/true);
-  test::test_ranks_of_a_destroyed_site_resume_in_their_own_state();
-  test::test_the_product_does_not_depend_on_who_computes_it();
-  test::test_the_state_reaches_the_kernels();
-  return check::summary("hostmp_float_state");
-}

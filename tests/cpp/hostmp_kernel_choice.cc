@@ -42,7 +42,7 @@ hostmp::ProductKind pair(cudaDataType_t a, cudaDataType_t b, int64_t n, bool is_
 #define EXPECT(processor, product, kernel, type, conversion) \
   expect(processor, product, Kernel::kernel, type, Conversion::conversion, __LINE__)
 
-void test_one_type(bool has_openblas) {
+void check_one_type(bool has_openblas) {
   EXPECT(kPortable, plain(CUDA_R_32F, 1), kBlas, CUDA_R_32F, kNone);
   EXPECT(kAvx2, plain(CUDA_R_32F, 16), kSimdFewColumns, CUDA_R_32F, kNone);
   EXPECT(kAvx2, plain(CUDA_R_32F, 16, kT), kBlas, CUDA_R_32F, kNone);
@@ -65,7 +65,13 @@ void test_one_type(bool has_openblas) {
   EXPECT(kSapphireRapids, ordered(CUDA_R_16BF, 4), kAmxFewColumns, CUDA_R_16BF, kNone);
 }
 
-void test_conversions() {
+TEST(test_one_type) {
+  check_one_type(/*has_openblas=*/false);
+  check::load_blas();
+  check_one_type(/*has_openblas=*/true);
+}
+
+TEST(test_conversions) {
   EXPECT(kAvx2, pair(CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, 40), kWideningBlas, CUDA_R_16BF, kDecoded);
   EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_8I, 4), kAmxFewColumns, CUDA_R_16BF, kDecoded);
   EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 16), kSimdFewColumns, CUDA_R_32F, kDecodedFewColumns);
@@ -79,12 +85,3 @@ void test_conversions() {
 
 }  // namespace
 }  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  test::test_one_type(/*has_openblas=*/false);
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
-  test::test_one_type(/*has_openblas=*/true);
-  test::test_conversions();
-  return check::summary("hostmp_kernel_choice");
-}

@@ -14,7 +14,6 @@
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
@@ -325,23 +324,15 @@ void test_type() {
   test_extents_and_cuts<T>();
 }
 
+TEST(test_types) {
+  test_type<float>();
+  test_type<Complex64>();
+  test_type<BFloat16>();
+  if (check::kIsSlow) return;  // the same code, for other types
+  test_type<double>();
+  test_type<Complex128>();
+  test_type<Float16>();
+}
+
 }  // namespace
 }  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  tests::LimitInstructionSet();
-  if (check::kUnderThreadSanitizer) {
-    std::printf("SKIPPED: the kernels use no threads, so there is nothing to find for the thread sanitizer\n");
-    return 0;
-  }
-  test::test_type<float>();
-  test::test_type<hostmp::Complex64>();
-  test::test_type<hostmp::BFloat16>();
-  if (!check::kIsSlow) {  // the same code, for other types
-    test::test_type<double>();
-    test::test_type<hostmp::Complex128>();
-    test::test_type<hostmp::Float16>();
-  }
-  return check::summary("hostmp_ordered");
-}

@@ -1,20 +1,23 @@
-// Without these, arrivals of different calls could be mixed, a rank could wait for ever, or the bits of a result could
-// depend on who had time: many call sites at once, runs that overlap, loops, failing ranks, streams destroyed at once.
-#include "csrc/hostmp/gemm/cblas.h"
+// Without these, arrivals of different calls could be mixed, or a rank could wait for ever: many call sites at once,
+// runs that overlap, loops, failing ranks, streams destroyed at once.
+#include <array>
+#include <atomic>
+
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {
 namespace {
 
+TEST(LoadsTheBlas) { check::load_blas(); }
+
 Case case_of(int number) {
   const Pattern pattern = std::array{Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}[number % 3];
-  Case c = {pattern, 2 + number % 3, 1, 24 + number, 36, 12};
-  if (number % 4 == 3) c.in = c.out = CUDA_R_16BF;
-  return c;
+  const cudaDataType_t type = number % 4 == 3 ? CUDA_R_16BF : CUDA_R_32F;
+  return product(pattern, 2 + number % 3, 24 + number, 36, 12, type, type);
 }
 
 // A thousand products in 16 call sites, every rank of each on a thread of its own, all sharing one pool.
-void test_many_sites() {
+TEST(test_many_sites) {
   constexpr int kSites = 16, kRounds = 63;
   Threads pool(4);
   std::vector<std::thread> sites;
@@ -25,8 +28,7 @@ void test_many_sites() {
       world.run(&pool);
       const std::vector<Number> first = world.gather().values;
       for (int round = 0; round < kRounds; ++round) {
-        world.run_id = round % 3;
-        world.run(&pool, /*on_threads=*/round % 8 == 0);
+        world.run(&pool, /*on_threads=*/round % 8 == 0, /*run_id=*/round % 3);
         wrong += world.gather().values != first;
         for (const std::string& error : world.errors) wrong += !error.empty();
       }
@@ -52,8 +54,8 @@ void wait_for(const Done& done, int count) {
 }
 
 // One rank may run ahead through a loop, and through another run of the same program, before its peer arrives at all.
-void test_a_rank_runs_ahead() {
-  const Case c = {Pattern::kAllGather, 2, 1, 8, 8, 8};
+TEST(test_a_rank_runs_ahead) {
+  const Case c = product(Pattern::kAllGather, 2, 8, 8, 8);
   constexpr int kTurns = 5;
   std::vector<std::unique_ptr<World>> turns;
   for (int i = 0; i < 2 * kTurns; ++i) turns.push_back(std::make_unique<World>(c));
@@ -73,8 +75,8 @@ void test_a_rank_runs_ahead() {
   CHECK_EQ(done.failed.load(), 0);
 }
 
-void test_failing_rank_frees_its_peers() {
-  World world({Pattern::kReduceScatter, 4, 1, 8, 8, 8});
+TEST(test_failing_rank_frees_its_peers) {
+  World world(product(Pattern::kReduceScatter, 4, 8, 8, 8));
   for (int failing = 0; failing < 4; ++failing) {
     Done done;
     std::vector<hostmp::Stream> streams(4);
@@ -92,8 +94,8 @@ void test_failing_rank_frees_its_peers() {
   }
 }
 
-void test_destroyed_site_frees_who_waits() {
-  World world({Pattern::kAllGather, 2, 1, 8, 8, 8});
+TEST(test_destroyed_site_frees_who_waits) {
+  World world(product(Pattern::kAllGather, 2, 8, 8, 8));
   Done done;
   hostmp::Stream stream;
   {
@@ -106,7 +108,7 @@ void test_destroyed_site_frees_who_waits() {
 }
 
 // A peer's continuation may block for long: the others' completions must not queue up behind it.
-void test_blocking_continuations() {
+TEST(test_blocking_continuations) {
   constexpr int kCalls = 8;
   struct Gate {
     std::mutex mutex;
@@ -126,7 +128,7 @@ void test_blocking_continuations() {
   std::vector<hostmp::Stream> streams(2 * kCalls);
   Done done;
   for (size_t i = 0; i < kCalls; ++i) {
-    worlds.push_back(std::make_unique<World>(Case{Pattern::kAllGather, 2, 1, 8, 8, 8}));
+    worlds.push_back(std::make_unique<World>(product(Pattern::kAllGather, 2, 8, 8, 8)));
     hostmp::Stream &first = streams[2 * i], &second = streams[2 * i + 1];
     first = {&worlds[i]->rendezvous, 1, 0, nullptr, meet, &gate};
     second = {&worlds[i]->rendezvous, 1, 0, nullptr, count_done, &done};
@@ -139,41 +141,5 @@ void test_blocking_continuations() {
   wait_for(done, kCalls);
 }
 
-// The same bits however many threads help.
-void test_bits_do_not_depend_on_threads() {
-  for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_C_32F}) {
-    Case c = {Pattern::kReduceScatter, 2, 1, 300, 210, 260, CUBLAS_OP_N, CUBLAS_OP_T, type, type};
-    c.epilog = Facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
-    World world(c, [](World* w) {
-      std::mt19937 random(5);
-      std::normal_distribution<double> normal;
-      for (Number& value : w->a.values) value = normal(random);
-      for (Number& value : w->b.values) value = normal(random);
-    });
-    world.run(nullptr);
-    std::vector<std::vector<char>> first;
-    for (const Rank& rank : world.ranks) first.push_back(rank.d->all());
-    for (int threads : {1, 2, 7}) {
-      Threads pool(threads);
-      for (int times = 0; times < 5; ++times) {
-        world.run(&pool, true);
-        for (size_t i = 0; i < first.size(); ++i) CHECK(world.ranks[i].d->all() == first[i]);
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace jaxmp::test
-
-int main() {
-  using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
-  test::test_many_sites();
-  test::test_a_rank_runs_ahead();
-  test::test_failing_rank_frees_its_peers();
-  test::test_destroyed_site_frees_who_waits();
-  test::test_blocking_continuations();
-  test::test_bits_do_not_depend_on_threads();
-  return check::summary("hostmp_stress");
-}

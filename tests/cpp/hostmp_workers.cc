@@ -8,7 +8,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-void test_one_thread_on_each_processor() {
+TEST(test_one_thread_on_each_processor) {
   Workers workers;
   for (int processor = 0; processor < machine_threads(); ++processor) {
     CHECK_EQ(workers.Join(processor), processor);
@@ -17,7 +17,7 @@ void test_one_thread_on_each_processor() {
 }
 
 // On a system that does not bind threads, all of them may seem to be on one processor.
-void test_helpers_take_what_is_left() {
+TEST(test_helpers_take_what_is_left) {
   Workers workers;
   std::set<int> areas = {workers.Join(0)};
   for (int helper = 1; helper < machine_threads(); ++helper) areas.insert(workers.JoinAsHelper(0));
@@ -26,7 +26,7 @@ void test_helpers_take_what_is_left() {
   CHECK_EQ(workers.JoinAsHelper(0), -1);
 }
 
-void test_a_thread_on_no_known_processor_takes_any_area() {
+TEST(test_a_thread_on_no_known_processor_takes_any_area) {
   Workers workers;
   for (int area = 0; area < machine_threads(); ++area) CHECK_EQ(workers.Join(-1), area);
   CHECK_EQ(workers.Join(-1), -1);
@@ -34,10 +34,3 @@ void test_a_thread_on_no_known_processor_takes_any_area() {
 
 }  // namespace
 }  // namespace jaxmp::hostmp
-
-int main() {
-  jaxmp::hostmp::test_one_thread_on_each_processor();
-  jaxmp::hostmp::test_helpers_take_what_is_left();
-  jaxmp::hostmp::test_a_thread_on_no_known_processor_takes_any_area();
-  return jaxmp::check::summary("hostmp_workers");
-}

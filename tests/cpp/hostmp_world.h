@@ -1,150 +1,135 @@
-// The ranks of one product, side by side in one process: local buffers with canaries, and what D should be.
+// The ranks of one product on hostmp, side by side in one process, each with what it passes to Matmul.
 #ifndef JAXMP_TESTS_HOSTMP_WORLD_H_
 #define JAXMP_TESTS_HOSTMP_WORLD_H_
 
-#include <algorithm>
-#include <array>
-#include <complex>
 #include <condition_variable>
-#include <cstring>
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <queue>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "csrc/cublasmp/api_table.h"
-#include "csrc/hostmp/handles/runtime.h"
+#include "tests/conformance/run.h"
 #include "tests/cpp/check.h"
-#include "tests/cpp/placement.h"
+#include "tests/cpp/threads.h"
 
 namespace jaxmp::test {
 
-// ---- memory
+using conformance::Buffers;
+using conformance::Call;
+using conformance::Case;
+using conformance::make_case;
+using conformance::Operands;
 
-constexpr unsigned char kCanary = 0xa5;
-constexpr size_t kMargin = 256;
+inline const MpApi& api = host_api();
 
-// Bytes between two margins, everything set to the canary: what is not written stays recognisable (and a NaN-like or
-// tiny number where it is read by mistake).
-class Buffer {
- public:
-  explicit Buffer(size_t bytes) : bytes_(bytes), data_(bytes + 2 * kMargin, static_cast<char>(kCanary)) {}
-  char* get() { return data_.data() + kMargin; }
-  const char* get() const { return data_.data() + kMargin; }
-  size_t size() const { return bytes_; }
-  const std::vector<char>& all() const { return data_; }
-  bool margins_are_intact() const {
-    for (size_t i = 0; i < kMargin; ++i) {
-      if (static_cast<unsigned char>(data_[i]) != kCanary) return false;
-      if (static_cast<unsigned char>(data_[kMargin + bytes_ + i]) != kCanary) return false;
-    }
-    return true;
-  }
+inline void check_ok(cublasMpStatus_t status) {
+  if (status != CUBLASMP_STATUS_SUCCESS) check::report(false, __FILE__, __LINE__, api.last_error());
+}
 
- private:
-  size_t bytes_;
-  std::vector<char> data_;
-};
-
-// A fixed number of threads.
-class Threads final : public hostmp::Pool {
- public:
-  explicit Threads(int count) {
-    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
-  }
-  ~Threads() override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stops_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int num_threads() const override { return static_cast<int>(threads_.size()); }
-  void Schedule(int64_t threads, const std::function<void()>& work) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (int64_t i = 0; i < threads; ++i) work_.push(work);
-    }
-    wake_.notify_all();
-  }
-
- private:
-  void serve() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [this] { return stops_ || !work_.empty(); });
-      if (work_.empty()) return;
-      const std::function<void()> work = std::move(work_.front());
-      work_.pop();
-      lock.unlock();
-      work();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::queue<std::function<void()>> work_;
-  std::vector<std::thread> threads_;
-  bool stops_ = false;
-};
-
-// ---- one product
-
-template <typename T>
-using Owned = std::unique_ptr<T, cublasMpStatus_t (*)(T*)>;
-
-struct Rank {
-  std::vector<Owned<cublasMpGrid>> grids;
-  Owned<cublasMpHandle> handle{nullptr, nullptr};
-  Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
-  Owned<cublasMpMatrixDescriptor> desc_a{nullptr, nullptr}, desc_b{nullptr, nullptr}, desc_d{nullptr, nullptr};
-  std::unique_ptr<Buffer> a, b, c, d, bias, aux, gradient, workspace;
-  std::array<char, 16> alpha{}, beta{};
-  int64_t aux_ld = 0;
-};
+// A product of f32 on `nranks` ranks.
+inline Case product(Pattern pattern, int nranks, int64_t m, int64_t n, int64_t k, cudaDataType_t in = CUDA_R_32F,
+                    cudaDataType_t out = CUDA_R_32F) {
+  Case c = make_case("", pattern, nranks, in, out);
+  c.m = m, c.n = n, c.k = k;
+  return c;
+}
 
 class World {
  public:
-  // Small integers, or what `fill` puts into a, b and c0.
-  explicit World(const Case& c, const std::function<void(World*)>& fill = nullptr);
+  explicit World(const Case& given) : c(given), operands(c), backend_(conformance::make_host_backend(c.nranks())) {
+    for (int rank = 0; rank < c.nranks(); ++rank) {
+      Member& member = members_.emplace_back();
+      member.rank = *backend_->make_rank(rank);
+      member.runner = std::make_unique<conformance::Runner>(*backend_, *member.rank, rank, c.nranks());
+      CHECK_EQ(member.runner->start().message(), "");
+      member.buffers = std::make_unique<Buffers>(c, operands, member.rank.get(), rank);
+      CHECK_EQ(member.buffers->write().message(), "");
+      member.run = std::make_unique<conformance::CaseRun>(member.runner.get(), c, member.buffers.get());
+      CHECK(member.run->prepare());
+      calls.push_back(member.run->ready());
+    }
+    errors.resize(members_.size());
+  }
+
+  cublasMpStatus_t matmul(int rank, hostmp::Stream* stream) {
+    return at(rank).run->start(calls[static_cast<size_t>(rank)], hostmp::AsStream(stream));
+  }
 
   // Each rank's call, in order, on this thread, or each on a thread of its own; returns when all are done.
-  void run(hostmp::Pool* pool, bool on_threads = false);
-  cublasMpStatus_t query(int rank, size_t* device_bytes);
-  cublasMpStatus_t matmul(int rank, hostmp::Stream* stream);
+  void run(hostmp::Pool* pool, bool on_threads = false, int64_t run_id = 1) {
+    struct Context {
+      World* world;
+      std::string* error;
+    };
+    std::vector<Context> contexts(calls.size());
+    std::vector<hostmp::Stream> streams(calls.size());
+    left_ = calls.size();
+    const auto done = [](void* context, const Status& status) {
+      auto* const self = static_cast<Context*>(context);
+      std::lock_guard<std::mutex> lock(self->world->mutex_);
+      *self->error = status.message();
+      if (--self->world->left_ == 0) self->world->wake_.notify_all();
+    };
+    const auto start = [&](int rank) {
+      const auto i = static_cast<size_t>(rank);
+      contexts[i] = {this, &errors[i]};
+      streams[i] = {&rendezvous, run_id, 7, pool, done, &contexts[i]};
+      if (matmul(rank, &streams[i]) == CUBLASMP_STATUS_SUCCESS) return;
+      hostmp::Fail(streams[i], rank, c.nranks(), InvalidArgument(api.last_error()));
+    };
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < c.nranks(); ++rank) {
+      on_threads ? threads.emplace_back(start, rank), void() : start(rank);
+    }
+    for (std::thread& thread : threads) thread.join();
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [this] { return left_ == 0; });
+  }
 
-  // D as one rank's part of the whole holds it (all-reduce: rank `copy`'s).
-  Matrix gather(int64_t copy = 0) const;
-  void check_untouched() const;  // operands, margins
+  // D, of which every rank of an all-reduce has a copy.
+  Matrix gather() {
+    Matrix whole(c.m, c.n);
+    for (int rank = 0; rank < c.nranks(); ++rank) {
+      Buffers& x = buffers(rank);
+      CHECK(x.read().ok());
+      CHECK(x.is_memory_intact() && at(rank).run->workspace_is_intact());
+      const int64_t ld = x.lld(x.layouts.d);
+      for (int64_t j = 0; j < c.n; ++j) {
+        for (int64_t i = 0; i < c.m; ++i) {
+          if (x.layouts.d.owner(i, j) != rank) continue;
+          const int64_t place = x.layouts.d.local_col(j) * ld + x.layouts.d.local_row(i);
+          whole.at(i, j) = conformance::get_element(c.out, x.d.after(), place);
+        }
+      }
+    }
+    return whole;
+  }
 
-  Case c;
-  Layouts layouts;
-  hostmp::Group group;
+  Buffers& buffers(int rank) { return *at(rank).buffers; }
+
+  const Case c;
+  const Operands operands;
   hostmp::Rendezvous rendezvous;
-  std::vector<Rank> ranks;
-  Matrix a, b, c0, aux0;     // op'd later: as stored; c0 is C, aux0 what a derivative reads (the mask says > 0)
-  std::vector<Number> bias;  // by row of D
-  std::vector<std::string> errors;
-  int64_t run_id = 1;
+  std::vector<Call> calls;          // by rank
+  std::vector<std::string> errors;  // of the last run
 
  private:
-  void make_rank(int rank);
-  void make_bias(int rank);
-  void make_aux(int rank);
-  Owned<cublasMpMatrixDescriptor> make_matrix(Rank& rank, int number, const Layout& layout, cudaDataType_t type);
-  std::unique_ptr<Buffer> scatter(const Matrix& whole, const Layout& layout, int rank, cudaDataType_t type) const;
-  int64_t lld(const Layout& layout, int rank) const;
-  std::vector<std::vector<char>> before_;
+  struct Member {
+    std::unique_ptr<conformance::Rank> rank;
+    std::unique_ptr<conformance::Runner> runner;
+    std::unique_ptr<Buffers> buffers;
+    std::unique_ptr<conformance::CaseRun> run;
+  };
+  Member& at(int rank) { return members_[static_cast<size_t>(rank)]; }
+
+  const std::unique_ptr<conformance::Backend> backend_;
+  std::vector<Member> members_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  size_t left_ = 0;
 };
 
 }  // namespace jaxmp::test
-
-#include "tests/cpp/hostmp_world_impl.h"
 
 #endif  // JAXMP_TESTS_HOSTMP_WORLD_H_

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -61,7 +60,7 @@ inline Number decode(cudaDataType_t type, const char* from) {
 
 // The code of a number that a type of 8 bits or fewer has.
 inline uint8_t code_of(cudaDataType_t type, float value) {
-  static std::map<cudaDataType_t, std::map<float, uint8_t>> known;  // of one thread
+  static thread_local std::map<cudaDataType_t, std::map<float, uint8_t>> known;
   std::map<float, uint8_t>& codes = known[type];
   for (int code = 0; codes.empty() || code % (1 << Facts(type).bits) != 0; ++code) {
     const auto byte = static_cast<uint8_t>(code);
@@ -152,7 +151,7 @@ struct Layout {
 enum class Pattern { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid, kCyclic };
 constexpr const char* kPatternNames[] = {"local", "all-gather", "reduce-scatter", "all-reduce", "grid", "cyclic"};
 
-struct Case {
+struct BaseCase {
   Pattern pattern = Pattern::kLocal;
   int p = 1, q = 1;  // q for kGrid and kCyclic
   int64_t m = 1, n = 1, k = 1;
@@ -162,19 +161,13 @@ struct Case {
   bool has_c = false, is_in_place = false;
   Number alpha = 1, beta = 0;
   int64_t extra_ld = 0;
-  cublasComputeType_t single = CUBLAS_COMPUTE_32F;  // the compute type of all but f64 and c128
-  bool fixed_reduction_order = false;
-  std::optional<cudaDataType_t> in_b = std::nullopt;  // where it is another than A's
 
-  cudaDataType_t type_b() const { return in_b.value_or(in); }
-  cudaDataType_t accumulator() const { return in_b ? CUDA_R_32F : hostmp::AccumulatorOf(in); }
   int nranks() const { return p * q; }
   std::string name() const {
     const char ops[] = "NTC";
     return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
            " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
-           ops[trans_b] + " " + Facts(in).name + (in_b ? std::string("*") + Facts(*in_b).name : "") + "->" +
-           Facts(out).name + " epilog " + std::to_string(epilog);
+           ops[trans_b] + " " + Facts(in).name + "->" + Facts(out).name + " epilog " + std::to_string(epilog);
   }
 };
 
@@ -185,7 +178,7 @@ struct Layouts {
 inline int64_t part(int64_t extent, int64_t parts) { return std::max<int64_t>(1, (extent + parts - 1) / parts); }
 
 // cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed where asked for.
-inline Layouts layouts_of(const Case& c) {
+inline Layouts layouts_of(const BaseCase& c) {
   const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
   // One rank has one grid, as in cuBLASMp's samples.
   const Grid row = c.nranks() == 1 ? column : Grid{1, c.nranks(), CUBLASMP_GRID_LAYOUT_ROW_MAJOR};

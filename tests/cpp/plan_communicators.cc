@@ -24,7 +24,7 @@ void CheckPlaces(const Axes& axes, const std::vector<std::pair<int, int64_t>>& r
   CHECK(communicator.Locate(static_cast<int64_t>(rank_and_group.size())) == nullptr);
 }
 
-void RanksCountOverTheGroupsAxes() {
+TEST(RanksCountOverTheGroupsAxes) {
   CheckPlaces({{}, {}, {}}, {{0, 0}});
   CheckPlaces({{4}, {0}, {}}, {{0, 0}, {1, 0}, {2, 0}, {3, 0}});
   CheckPlaces({{2, 3}, {1}, {}}, {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}, {2, 1}});
@@ -32,12 +32,12 @@ void RanksCountOverTheGroupsAxes() {
   CheckPlaces({{2, 3}, {}, {}}, {{0, 0}, {0, 1}, {0, 2}, {0, 3}, {0, 4}, {0, 5}});  // local: everybody alone
 }
 
-void TwoAxesCountInTheOrderGiven() {
+TEST(TwoAxesCountInTheOrderGiven) {
   CheckPlaces({{2, 2}, {0, 1}, {}}, {{0, 0}, {1, 0}, {2, 0}, {3, 0}});
   CheckPlaces({{2, 2}, {1, 0}, {}}, {{0, 0}, {2, 0}, {1, 0}, {3, 0}});
 }
 
-void GridsCountDownTheColumns() {
+TEST(GridsCountDownTheColumns) {
   CheckPlaces({{2, 3}, {0}, {1}}, {{0, 0}, {2, 0}, {4, 0}, {1, 0}, {3, 0}, {5, 0}});
   CheckPlaces({{2, 3}, {1}, {0}}, {{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {5, 0}});
   const auto made = GetCommunicator({{2, 2, 3}, {2}, {0}});
@@ -48,7 +48,7 @@ void GridsCountDownTheColumns() {
   CHECK_EQ(communicator.Locate(1 * 6 + 1 * 3 + 2)->group, 1);
 }
 
-void OneCommunicatorForAsLongAsItIsHeld() {
+TEST(OneCommunicatorForAsLongAsItIsHeld) {
   const Axes axes = {{4, 2}, {0}, {}};
   const auto first = GetCommunicator(axes);
   CHECK(GetCommunicator(axes) == first);
@@ -62,11 +62,3 @@ void OneCommunicatorForAsLongAsItIsHeld() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::RanksCountOverTheGroupsAxes();
-  jaxmp::TwoAxesCountInTheOrderGiven();
-  jaxmp::GridsCountDownTheColumns();
-  jaxmp::OneCommunicatorForAsLongAsItIsHeld();
-  return jaxmp::check::summary("plan_communicators");
-}

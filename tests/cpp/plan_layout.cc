@@ -46,7 +46,7 @@ void CheckBlocksCoverTheGrid(const MatrixDistribution& matrix, int64_t nranks) {
   }
 }
 
-void OneDimensionalPatternsKeepTheContract() {
+TEST(OneDimensionalPatternsKeepTheContract) {
   for (int64_t nranks : {1, 2, 4}) {
     for (const auto& attributes : {tests::AllGather(nranks, 8, 12, 20), tests::ReduceScatter(nranks, 8, 12, 20),
                                    tests::AllReduce(nranks, 7, 5, 20)}) {
@@ -65,7 +65,7 @@ void OneDimensionalPatternsKeepTheContract() {
   }
 }
 
-void GridsKeepTheContractWhereTheyCan() {
+TEST(GridsKeepTheContractWhereTheyCan) {
   for (const auto& attributes : {tests::Grid(1, 1, 3, 5, 7), tests::Grid(2, 2, 4, 8, 12), tests::Grid(4, 1, 4, 8, 12),
                                  tests::Grid(1, 4, 4, 8, 12)}) {
     for (const char* trans_a : {"N", "T"}) {
@@ -77,7 +77,7 @@ void GridsKeepTheContractWhereTheyCan() {
   }
 }
 
-void LocalPartsAreThoseOfTheBoundary() {
+TEST(LocalPartsAreThoseOfTheBoundary) {
   Distribution layout = *MakeDistribution(Transposed(tests::AllGather(4, 8, 12, 20), "N", "T"));
   CheckLocal(layout.a, 2, 20);
   CheckLocal(layout.b, 3, 20);
@@ -100,7 +100,7 @@ void LocalPartsAreThoseOfTheBoundary() {
   CheckLocal(layout.d, 3, 5);
 }
 
-void EpilogsSizeTheirBuffers() {
+TEST(EpilogsSizeTheirBuffers) {
   Attributes attributes = tests::AllGather(2, 34, 6, 4);
   attributes["epilog"] = int64_t{134};  // RELU_AUX_BIAS
   attributes["dtype_bias"] = std::string("f32");
@@ -121,7 +121,7 @@ void EpilogsSizeTheirBuffers() {
   CHECK_CONTAINS(Refusal(attributes), "ALLREDUCE bit");
 }
 
-void BiasGradientsAreSizedByWhatIsSummed() {
+TEST(BiasGradientsAreSizedByWhatIsSummed) {
   Attributes attributes = tests::AllGather(2, 34, 6, 4);
   attributes["epilog"] = int64_t{256};  // BGRADA: the local rows of D
   CHECK_CONTAINS(Refusal(attributes), "epilog 256 needs bias, but dtype_bias is none");
@@ -140,7 +140,7 @@ void BiasGradientsAreSizedByWhatIsSummed() {
 }
 
 // 10 rows in blocks of 2 over 2 process rows from row 1: blocks 0, 2, 4 on row 1 (6 rows), 1 and 3 on row 0 (4).
-void CyclicLayoutsHoldTheLargestPart() {
+TEST(CyclicLayoutsHoldTheLargestPart) {
   Distribution layout = *MakeDistribution(*MakeProblem(tests::Cyclic(2, 3, 10, 19, 13)));
   CheckLocal(layout.a, 6, 5);  // k: 4 4 4 1 over 3
   CheckLocal(layout.b, 8, 7);  // k: 4 4 4 1 over 2; n: six 3s and a 1 over 3
@@ -165,7 +165,7 @@ void CyclicLayoutsHoldTheLargestPart() {
   CHECK_EQ(Refusal(attributes), "jaxmp: block-cyclic layouts take no epilog, got epilog 2");
 }
 
-void ExtentsThatDoNotDivideAreNamed() {
+TEST(ExtentsThatDoNotDivideAreNamed) {
   CHECK_EQ(Refusal(tests::AllGather(4, 6, 8, 3)),
            "jaxmp: pattern all_gather needs m to be a multiple of 4, got m=6; pad the operands or choose another mesh");
   CHECK_CONTAINS(Refusal(tests::AllGather(4, 8, 6, 3)), "needs n to be a multiple of 4, got n=6");
@@ -177,14 +177,3 @@ void ExtentsThatDoNotDivideAreNamed() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::OneDimensionalPatternsKeepTheContract();
-  jaxmp::GridsKeepTheContractWhereTheyCan();
-  jaxmp::LocalPartsAreThoseOfTheBoundary();
-  jaxmp::EpilogsSizeTheirBuffers();
-  jaxmp::BiasGradientsAreSizedByWhatIsSummed();
-  jaxmp::CyclicLayoutsHoldTheLargestPart();
-  jaxmp::ExtentsThatDoNotDivideAreNamed();
-  return jaxmp::check::summary("plan_layout");
-}

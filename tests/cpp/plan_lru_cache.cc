@@ -26,7 +26,7 @@ void CheckInfo(const Cache& cache, int64_t hits, int64_t misses, size_t size) {
   CHECK_EQ(info.size, size);
 }
 
-void KeysOfOneHashKeepTheirOwnValues() {
+TEST(KeysOfOneHashKeepTheirOwnValues) {
   Cache cache(8);
   for (int round = 0; round < 2; ++round) {
     for (const char* key : {"a", "b", "c"}) CHECK(**cache.Get(key, Echo) == key);
@@ -34,7 +34,7 @@ void KeysOfOneHashKeepTheirOwnValues() {
   CheckInfo(cache, 3, 3, 3);
 }
 
-void LeastRecentlyUsedGoesFirst() {
+TEST(LeastRecentlyUsedGoesFirst) {
   Cache cache(2);
   const auto a = *cache.Get("a", Echo);
   (void)cache.Get("b", Echo);
@@ -49,7 +49,7 @@ void LeastRecentlyUsedGoesFirst() {
   CHECK_EQ(*a, "a");  // still held
 }
 
-void FailuresAreNotRemembered() {
+TEST(FailuresAreNotRemembered) {
   Cache cache(2);
   const auto fail = [](const std::string&) -> StatusOr<std::shared_ptr<std::string>> { return InvalidArgument("no"); };
   CHECK_EQ(cache.Get("a", fail).status().message(), "no");
@@ -59,7 +59,7 @@ void FailuresAreNotRemembered() {
   CheckInfo(cache, 0, 0, 0);
 }
 
-void ThreadsThatMissTogetherGetOneValue() {
+TEST(ThreadsThatMissTogetherGetOneValue) {
   Cache cache(2);
   std::atomic<int> waiting{0};
   const auto slow = [&](const std::string& key) {
@@ -77,11 +77,3 @@ void ThreadsThatMissTogetherGetOneValue() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::KeysOfOneHashKeepTheirOwnValues();
-  jaxmp::LeastRecentlyUsedGoesFirst();
-  jaxmp::FailuresAreNotRemembered();
-  jaxmp::ThreadsThatMissTogetherGetOneValue();
-  return jaxmp::check::summary("plan_lru_cache");
-}

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <map>
 
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/plan/communicator.h"
 #include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"
@@ -11,6 +10,8 @@
 
 namespace jaxmp::tests {
 namespace {
+
+TEST(LoadsTheBlas) { check::load_blas(); }
 
 using namespace abi;  // NOLINT: cuBLASMp's own names
 
@@ -67,7 +68,7 @@ std::string Refusal(const Attributes& attributes) {
   return plan.ok() ? "" : plan.status().message();
 }
 
-void TestTensorwide() {
+TEST(TestTensorwide) {
   Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
   CHECK_EQ(Refusal(attributes), "");
   CHECK_EQ(Modes(), "-1 -1 -1 -1 -1 -1");
@@ -82,7 +83,7 @@ void TestTensorwide() {
   CHECK_EQ((*plan)->distribution().scales.a, 1);
 }
 
-void TestBlocks() {
+TEST(TestBlocks) {
   Attributes attributes = Narrow(AllGather(2, 256, 512, 256), "f8e4m3", "f8e4m3");
   attributes["scale_mode_a"] = attributes["scale_mode_b"] = std::string("vec32_ue8m0");
   attributes["d_out_scale_mode"] = std::string("vec32_ue8m0");
@@ -105,7 +106,7 @@ void TestBlocks() {
 }
 
 // GELU_AUX of an fp8 D: the aux in fp8 with its scale and its largest value, or in 16 bits.
-void TestAux() {
+TEST(TestAux) {
   Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
   attributes["epilog"] = int64_t{CUBLASMP_MATMUL_EPILOGUE_GELU_AUX};
   attributes["dtype_aux"] = std::string("f16");
@@ -124,7 +125,7 @@ void TestAux() {
   check::contains(Refusal(attributes), "the aux is f32 beside D of f8e4m3", __FILE__, __LINE__);
 }
 
-void TestRefusals() {
+TEST(TestRefusals) {
   Attributes attributes = Local(32, 32, 32);
   attributes["scale_mode_a"] = std::string("scalar_fp32");
   check::contains(Refusal(attributes), "asks for scaling or an absolute maximum, which f32 does not take", __FILE__,
@@ -137,12 +138,3 @@ void TestRefusals() {
 
 }  // namespace
 }  // namespace jaxmp::tests
-
-int main() {
-  CHECK_EQ(jaxmp::hostmp::LoadBlas(jaxmp::check::environment("JAXMP_BLAS")).message(), "");
-  jaxmp::tests::TestTensorwide();
-  jaxmp::tests::TestBlocks();
-  jaxmp::tests::TestAux();
-  jaxmp::tests::TestRefusals();
-  return jaxmp::check::summary("plan_narrow");
-}

@@ -10,7 +10,7 @@ namespace {
 
 std::string Refusal(const Attributes& attributes) { return MakeProblem(attributes).status().message(); }
 
-void DecodesEveryAttribute() {
+TEST(DecodesEveryAttribute) {
   Attributes attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["alpha"] = std::vector<double>{2, -1};
   const StatusOr<Problem> problem = MakeProblem(attributes);
@@ -25,7 +25,7 @@ void DecodesEveryAttribute() {
   CHECK_CONTAINS(ToString(*problem), "alpha=2-1i");
 }
 
-void RefusesWhatItDoesNotKnow() {
+TEST(RefusesWhatItDoesNotKnow) {
   Attributes attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["trans_a"] = std::string("X");
   CHECK_EQ(Refusal(attributes), "jaxmp: attribute trans_a must be one of N, T, C; got X");
@@ -41,7 +41,7 @@ void RefusesWhatItDoesNotKnow() {
   CHECK_CONTAINS(Refusal(attributes), "expected 35 attributes, got 36");
 }
 
-void RefusesAxesThatTheMeshLacks() {
+TEST(RefusesAxesThatTheMeshLacks) {
   Attributes attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["axes_row"] = std::vector<int64_t>{1};
   CHECK_CONTAINS(Refusal(attributes), "distinct indices of the 1 axes of mesh_shape; got 1");
@@ -55,7 +55,7 @@ void RefusesAxesThatTheMeshLacks() {
   CHECK_CONTAINS(Refusal(attributes), "pattern local takes no axes_row");
 }
 
-void RefusesLayoutsThatTheGridLacks() {
+TEST(RefusesLayoutsThatTheGridLacks) {
   const Attributes base = tests::Cyclic(2, 3, 6, 8, 10);
   CHECK_EQ(Refusal(base), "");
   const auto with = [&base](const char* name, std::vector<int64_t> layout) {
@@ -78,7 +78,7 @@ void RefusesLayoutsThatTheGridLacks() {
 }
 
 // Ahead of the first arithmetic, in which they would overflow.
-void RefusesNumbersBeyondAnyMachine() {
+TEST(RefusesNumbersBeyondAnyMachine) {
   const auto with = [](const Attributes& base, const char* name, const Attribute& value) {
     Attributes attributes = base;
     attributes[name] = value;
@@ -105,7 +105,7 @@ void RefusesNumbersBeyondAnyMachine() {
   }
 }
 
-void ComparesEveryFieldByItsBits() {
+TEST(ComparesEveryFieldByItsBits) {
   const Attributes base = tests::AllReduce(4, 6, 8, 10);
   const Problem problem = *MakeProblem(base);
   CHECK(problem == *MakeProblem(base));
@@ -134,13 +134,3 @@ void ComparesEveryFieldByItsBits() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::DecodesEveryAttribute();
-  jaxmp::RefusesWhatItDoesNotKnow();
-  jaxmp::RefusesAxesThatTheMeshLacks();
-  jaxmp::RefusesLayoutsThatTheGridLacks();
-  jaxmp::RefusesNumbersBeyondAnyMachine();
-  jaxmp::ComparesEveryFieldByItsBits();
-  return jaxmp::check::summary("plan_problem");
-}

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -53,6 +54,8 @@ class Peer {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     fd_ = ends[1];
+    const timeval limit = {5, 0};  // of Next()
+    CHECK_EQ(setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
     StartBarrier({0, 2, kTimeout, interrupts});
     ConnectPeer(1, ends[0]);
   }
@@ -105,7 +108,7 @@ bool IsReady(const std::future<std::string>& outcome) {
   return outcome.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
 }
 
-void WhoeverComesLastFreesBoth() {
+TEST(WhoeverComesLastFreesBoth) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
   for (uint64_t count = 1; count <= 50; ++count) {
@@ -121,7 +124,7 @@ void WhoeverComesLastFreesBoth() {
   CHECK_EQ(BarrierFailure(), "");
 }
 
-void IndependentCallsMayComeInAnyOrder() {
+TEST(IndependentCallsMayComeInAnyOrder) {
   Peer peer;
   const auto one = Make("jit_f", 0, "k=4"), two = Make("jit_f", 1, "k=8"), theirs = Make("jit_g", 1, "k=8");
   for (const auto& call : {one, two}) ExpectCall(*call);
@@ -135,7 +138,7 @@ void IndependentCallsMayComeInAnyOrder() {
   CHECK_EQ(first.get(), "");
 }
 
-void DifferentFieldsAreNamed() {
+TEST(DifferentFieldsAreNamed) {
   Peer peer;
   peer.Come(*Make("jit_f", 0, "m=1\nk=4095"), 1);
   CHECK_EQ(Come(Make("jit_f", 0, "m=1\nk=4096")).get(),
@@ -145,7 +148,7 @@ void DifferentFieldsAreNamed() {
 }
 
 // A decorator without functools.wraps, or an eager call, on one rank.
-void EqualCallsMeetUnderDifferentNames() {
+TEST(EqualCallsMeetUnderDifferentNames) {
   Peer peer;
   peer.Come(*Make("jit_wrapper", 0, "k=4"), 1);
   CHECK_EQ(Come(Make("jit_f", 0, "k=4")).get(), "");
@@ -154,7 +157,7 @@ void EqualCallsMeetUnderDifferentNames() {
 }
 
 // Two towers, which the ranks call in different orders: they would exchange operands.
-void EqualProgramsInAnotherOrderAreNamed() {
+TEST(EqualProgramsInAnotherOrderAreNamed) {
   Peer peer;
   const auto one = Make("jit_one", 0, "k=4"), other = Make("jit_other", 1, "k=4");
   for (const auto& call : {one, other}) ExpectCall(*call);
@@ -164,7 +167,7 @@ void EqualProgramsInAnotherOrderAreNamed() {
                  "has both; all ranks must call them in one order");
 }
 
-void OtherProgramsThatWaitForEachOtherAreNamed() {
+TEST(OtherProgramsThatWaitForEachOtherAreNamed) {
   for (const bool is_sequential : {true, false}) {  // with several devices, at the deadline
     Peer peer;
     peer.Come(*Make("jit_g", 5, "k=4\nm=1"), 1);
@@ -175,7 +178,7 @@ void OtherProgramsThatWaitForEachOtherAreNamed() {
   }
 }
 
-void AMissingRankIsNamedAtTheDeadline() {
+TEST(AMissingRankIsNamedAtTheDeadline) {
   Peer peer;
   const auto begun = std::chrono::steady_clock::now();
   const std::string message = Come(Make("jit_f", 0, "k=4")).get();
@@ -186,7 +189,7 @@ void AMissingRankIsNamedAtTheDeadline() {
   CHECK_CONTAINS(BarrierFailure(), "rank 1 has not come");
 }
 
-void ARankThatEndsIsNamedAtOnce() {
+TEST(ARankThatEndsIsNamedAtOnce) {
   for (const bool says_so : {false, true}) {
     Peer peer;
     auto outcome = Come(Make("jit_f", 0, "k=4"));
@@ -203,7 +206,7 @@ void ARankThatEndsIsNamedAtOnce() {
 }
 
 // At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
-void ALaterReasonReplacesAGoodEnd() {
+TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
   Message goodbye;
   goodbye.kind = Kind::kGoodbye;
@@ -217,7 +220,7 @@ void ALaterReasonReplacesAGoodEnd() {
   CHECK_EQ(PeerStates()[0].gone, "has ended: rank 2 has ended without a word");
 }
 
-void WhatAPeerGivesUpIsGivenUpHere() {
+TEST(WhatAPeerGivesUpIsGivenUpHere) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
   Message failure;
@@ -231,7 +234,7 @@ void WhatAPeerGivesUpIsGivenUpHere() {
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
 }
 
-void AnInterruptEndsTheWaiting() {
+TEST(AnInterruptEndsTheWaiting) {
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
   {
@@ -245,7 +248,7 @@ void AnInterruptEndsTheWaiting() {
   close(ends[1]);
 }
 
-void TheEndFreesThoseWhoWait() {
+TEST(TheEndFreesThoseWhoWait) {
   std::future<std::string> outcome;
   {
     Peer peer;
@@ -256,7 +259,7 @@ void TheEndFreesThoseWhoWait() {
 }
 
 // Whoever waits goes on as XLA's threads compute, which take subnormal numbers as zero, as does whoever comes last.
-void AProgramResumesInTheStateInWhichItCame() {
+TEST(AProgramResumesInTheStateInWhichItCame) {
   struct Resumed {
     FloatState state;
     std::thread::id thread;
@@ -287,7 +290,7 @@ void AProgramResumesInTheStateInWhichItCame() {
 }
 
 // Two processes of two devices each may run one program on the first device of each, and again on the second.
-void GroupsOfOtherDevicesHaveOtherKeys() {
+TEST(GroupsOfOtherDevicesHaveOtherKeys) {
   auto key_on = [](std::vector<int64_t> devices) {
     CallSignature signature = *Make("jit_f", 0, "");
     signature.members.clear();
@@ -298,7 +301,7 @@ void GroupsOfOtherDevicesHaveOtherKeys() {
   CHECK(key_on({0, 2}) != key_on({1, 3}));
 }
 
-void APlaceOutsideTheMeshIsRefused() {
+TEST(APlaceOutsideTheMeshIsRefused) {
   std::string message;
   Arrive(Make("jit_f", 0, ""), 7, [&message](const Status& status) { message = status.message(); });
   CHECK_CONTAINS(message, "the mesh has no position 7");
@@ -308,7 +311,7 @@ void APlaceOutsideTheMeshIsRefused() {
 }
 
 // A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
-void AProcessIsConnectedWhenItIsNeeded() {
+TEST(AProcessIsConnectedWhenItIsNeeded) {
   StartBarrier({0, 3, kTimeout, -1});
   const auto call = Make("jit_f", 0, "k=4");
   auto outcome = Come(call);
@@ -332,7 +335,7 @@ void AProcessIsConnectedWhenItIsNeeded() {
   close(ends[1]);
 }
 
-void AProcessThatCannotBeConnectedIsNamedAtOnce() {
+TEST(AProcessThatCannotBeConnectedIsNamedAtOnce) {
   StartBarrier({0, 2, kTimeout, -1});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   LosePeer(1, "has ended: nothing listens at 127.0.0.1:9 any more");
@@ -341,7 +344,7 @@ void AProcessThatCannotBeConnectedIsNamedAtOnce() {
 }
 
 // A second connection to the same process, and one of a process that the job has not, are closed.
-void AConnectionOfNoUseIsClosed() {
+TEST(AConnectionOfNoUseIsClosed) {
   Peer peer;
   for (int process : {0, 1, 2, -1}) {
     int ends[2];
@@ -373,7 +376,7 @@ int ConnectTo(int port) {
 }
 
 // Strangers come and go at the proxy, some of them silent; the service is there, and then it is not.
-void TheProxyKeepsNoDescriptorOfAStranger() {
+TEST(TheProxyKeepsNoDescriptorOfAStranger) {
   const int service = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
@@ -435,26 +438,3 @@ void TheProxyKeepsNoDescriptorOfAStranger() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::WhoeverComesLastFreesBoth();
-  jaxmp::IndependentCallsMayComeInAnyOrder();
-  jaxmp::DifferentFieldsAreNamed();
-  jaxmp::EqualCallsMeetUnderDifferentNames();
-  jaxmp::EqualProgramsInAnotherOrderAreNamed();
-  jaxmp::OtherProgramsThatWaitForEachOtherAreNamed();
-  jaxmp::AMissingRankIsNamedAtTheDeadline();
-  jaxmp::ARankThatEndsIsNamedAtOnce();
-  jaxmp::ALaterReasonReplacesAGoodEnd();
-  jaxmp::WhatAPeerGivesUpIsGivenUpHere();
-  jaxmp::AnInterruptEndsTheWaiting();
-  jaxmp::TheEndFreesThoseWhoWait();
-  jaxmp::AProgramResumesInTheStateInWhichItCame();
-  jaxmp::GroupsOfOtherDevicesHaveOtherKeys();
-  jaxmp::APlaceOutsideTheMeshIsRefused();
-  jaxmp::AProcessIsConnectedWhenItIsNeeded();
-  jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();
-  jaxmp::AConnectionOfNoUseIsClosed();
-  jaxmp::TheProxyKeepsNoDescriptorOfAStranger();
-  return jaxmp::check::summary("process_barrier");
-}

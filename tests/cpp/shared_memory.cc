@@ -38,7 +38,7 @@ void ReadAndRelease(uint64_t token, size_t bytes, char byte) {
   ReleaseBlock(0, token);
 }
 
-void ABlockIsWrittenToAgainOnceAllHaveReadIt() {
+TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   CHECK(ShareArena(0, *DescribeLocalArena()).ok());
   const Block first = *AllocateBlock(100000, 2), second = *AllocateBlock(1, 1);
   CHECK(first.token % kPages != second.token % kPages);
@@ -70,7 +70,7 @@ size_t AddressesMapped() {
   return pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-void MemoryThatIsNotUsedGoesBack() {
+TEST(MemoryThatIsNotUsedGoesBack) {
   constexpr size_t kLarge = 64 << 20;
   const size_t before = AddressesMapped();
   const Block large = *AllocateBlock(kLarge, 1);
@@ -109,7 +109,7 @@ int AtALimit(__rlimit_resource resource, rlim_t limit, const char* why) {
   return check::summary("a limit");
 }
 
-void MemoryThatRunsOutIsNamed() {
+TEST(MemoryThatRunsOutIsNamed) {
   const std::pair<__rlimit_resource, const char*> limits[] = {{RLIMIT_FSIZE, "File too large"},
                                                               {RLIMIT_AS, "Cannot allocate memory"}};
   for (const auto& [resource, why] : limits) {
@@ -122,7 +122,7 @@ void MemoryThatRunsOutIsNamed() {
   }
 }
 
-void WhatIsNotThereIsRefused() {
+TEST(WhatIsNotThereIsRefused) {
   const Block block = *AllocateBlock(100, 1);
   Fill(block, 1, 100);
   const uint64_t token = block.token;
@@ -148,7 +148,7 @@ void WhatIsNotThereIsRefused() {
   CHECK_CONTAINS(ShareArena(1, place + " 5").message(), "is not the memory of rank 1");
 }
 
-void AnotherProcessReadsWhatThisOneWrites() {
+TEST(AnotherProcessReadsWhatThisOneWrites) {
   const std::string described = *DescribeLocalArena();
   const Block block = *AllocateBlock(6, 1);
   std::memcpy(block.data, "shared", 6);
@@ -244,7 +244,7 @@ std::vector<float> Operand(int64_t position, size_t pieces) {
   return x;
 }
 
-void ResultsAreInTheOrderOfTheRanks() {
+TEST(ResultsAreInTheOrderOfTheRanks) {
   for (const bool sums : {false, true}) {
     Job job(sums);
     const size_t given = sums ? 4 : 1, wanted = sums ? 1 : 4;
@@ -278,7 +278,7 @@ void ResultsAreInTheOrderOfTheRanks() {
   }
 }
 
-void AProcessComesWithItsLastDevice() {
+TEST(AProcessComesWithItsLastDevice) {
   Job job(/*sums=*/false);
   std::vector<std::vector<float>> operands;
   for (int64_t position = 0; position < 4; ++position) operands.push_back(Operand(position, 1));
@@ -293,7 +293,7 @@ void AProcessComesWithItsLastDevice() {
   CHECK_EQ(second.get(), "");
 }
 
-void AFaultIsAnError() {
+TEST(AFaultIsAnError) {
   std::vector<float> x = Operand(0, 1), result(60), wrong(59);
   {
     Job job(/*sums=*/false);
@@ -326,15 +326,3 @@ void AFaultIsAnError() {
 
 }  // namespace
 }  // namespace jaxmp
-
-int main() {
-  jaxmp::ABlockIsWrittenToAgainOnceAllHaveReadIt();
-  jaxmp::MemoryThatIsNotUsedGoesBack();
-  jaxmp::MemoryThatRunsOutIsNamed();
-  jaxmp::WhatIsNotThereIsRefused();
-  jaxmp::AnotherProcessReadsWhatThisOneWrites();
-  jaxmp::ResultsAreInTheOrderOfTheRanks();
-  jaxmp::AProcessComesWithItsLastDevice();
-  jaxmp::AFaultIsAnError();
-  return jaxmp::check::summary("shared_memory");
-}

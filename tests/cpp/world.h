@@ -15,8 +15,8 @@
 namespace jaxmp::tests {
 
 // f32 matrices of one problem, cut into the ranks' parts as its layout says. D starts as NaN: an element that nobody
-// writes differs from every answer. Where a rank holds less than the largest block-cyclic part, elements beyond the
-// matrix stand for the padding, which nobody may read or write.
+// writes differs from every answer; C, where there is one, lies in its place. Where a rank holds less than the largest
+// block-cyclic part, elements beyond the matrix stand for the padding, which nobody may read or write.
 struct World {
   explicit World(const Problem& problem, int salt = 0)
       : problem(problem), layout(*MakeDistribution(problem)), salt(salt) {
@@ -24,13 +24,15 @@ struct World {
     for (int rank = 0; rank < problem.nranks(); ++rank) {
       a.push_back(Part(layout.a, rank, [this](int64_t i, int64_t j) { return A(i, j); }));
       b.push_back(Part(layout.b, rank, [this](int64_t i, int64_t j) { return B(i, j); }));
-      d.push_back(Part(layout.d, rank, [nan](int64_t, int64_t) { return nan; }));
+      d.push_back(Part(layout.d, rank, [this, nan](int64_t i, int64_t j) { return adds_c() ? C(i, j) : nan; }));
     }
   }
 
   // Stored elements of A and B.
   float A(int64_t i, int64_t j) const { return Element(layout.a, i, j, (i * 7 + j * 3 + salt) % 5 - 2); }
   float B(int64_t i, int64_t j) const { return Element(layout.b, i, j, (i * 2 + j * 5 + salt) % 7 - 3); }
+  float C(int64_t i, int64_t j) const { return Element(layout.d, i, j, (i * 3 + j % problem.n * 4) % 7 - 3); }
+  bool adds_c() const { return problem.has_c() && problem.beta != 0.0; }
   static float Element(const MatrixDistribution& matrix, int64_t i, int64_t j, int64_t value) {
     const bool is_padding = i >= matrix.rows || j >= matrix.cols;
     return is_padding ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(value);
@@ -38,7 +40,7 @@ struct World {
 
   std::vector<float> Expected(int rank) const {
     return Part(layout.d, rank, [this](int64_t i, int64_t j) {
-      float sum = Element(layout.d, i, j, 0);
+      float sum = adds_c() ? static_cast<float>(problem.beta.real()) * C(i, j) : Element(layout.d, i, j, 0);
       for (int64_t l = 0; l < problem.k; ++l) {
         const int64_t column = j % problem.n;  // an all-reduce lays copies of D side by side
         sum +=

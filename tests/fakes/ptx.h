@@ -1,5 +1,6 @@
-// PTX, read and interpreted as far as the kernels go that XLA writes for element-wise programs, copies, transposes and
-// reductions. One thread after the other, on the host: plain and slow.
+// PTX, read and interpreted as far as the kernels go that XLA writes for the programs of `make test-xla-gpu`: threads
+// and blocks along x, element-wise programs, copies, transposes, and reductions within a block. One thread after the
+// other, on the host: plain and slow.
 #ifndef JAXMP_TESTS_FAKES_PTX_H_
 #define JAXMP_TESTS_FAKES_PTX_H_
 
@@ -24,7 +25,6 @@ struct Operand {
   enum class Kind { kRegister, kImmediate, kSpecial, kSymbol, kVector };
   Kind kind = Kind::kImmediate;
   int number = 0;      // of the register
-  int second = -1;     // of the predicate behind a bar, as in %p|%q
   uint64_t value = 0;  // immediate
   std::string name;    // special register, symbol or label
   std::vector<Operand> parts;

@@ -160,9 +160,7 @@ class Body {
     }
     if (text[0] == '%' || text == "_") {
       operand.kind = Operand::Kind::kRegister;
-      const size_t bar = text.find('|');
-      operand.number = RegisterOf(text.substr(0, bar));
-      if (bar != std::string::npos) operand.second = RegisterOf(text.substr(bar + 1));
+      operand.number = RegisterOf(text.substr(0, text.find('|')));  // a second predicate is nobody's
       return operand;
     }
     if (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-') {
@@ -174,12 +172,7 @@ class Body {
     return operand;
   }
 
-  static bool IsSpecial(const std::string& text) {
-    for (const char* name : {"%tid.", "%ntid.", "%ctaid.", "%nctaid.", "%laneid", "%warpid"}) {
-      if (text.compare(0, std::strlen(name), name) == 0) return true;
-    }
-    return false;
-  }
+  static bool IsSpecial(const std::string& text) { return text == "%tid.x" || text == "%ctaid.x"; }
 
   Kernel& kernel_;
 };

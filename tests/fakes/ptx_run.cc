@@ -59,10 +59,10 @@ uint64_t Unsigned(uint64_t value, int bits) { return Narrow(value, {'u', bits});
 
 template <typename T>
 bool IsOrdered(const std::string& how, T x, T y) {
-  if (how == "lt" || how == "lo") return x < y;
-  if (how == "le" || how == "ls") return x <= y;
-  if (how == "gt" || how == "hi") return x > y;
-  if (how == "ge" || how == "hs") return x >= y;
+  if (how == "lt") return x < y;
+  if (how == "le") return x <= y;
+  if (how == "gt") return x > y;
+  if (how == "ge") return x >= y;
   if (how == "eq") return x == y;
   if (how == "ne") return x != y;
   Fail("comparison " + how);
@@ -86,8 +86,7 @@ bool Compare(std::string how, uint64_t x, uint64_t y, Type type) {
 
 struct Thread {
   enum class State { kRunning, kAtBarrier, kAtShuffle, kDone };
-  unsigned x = 0, y = 0, z = 0;
-  int lane = 0;
+  unsigned x = 0;
   size_t at = 0;  // in the code
   State state = State::kRunning;
   std::vector<uint64_t> registers;
@@ -95,13 +94,17 @@ struct Thread {
 
 class Block {
  public:
-  Block(const Kernel& kernel, const Extent& grid, const Extent& block, const std::vector<char>& parameters,
+  Block(const Kernel& kernel, unsigned threads, const std::vector<char>& parameters,
         const std::map<std::string, void*>& symbols)
-      : kernel_(kernel), grid_(grid), block_(block), parameters_(parameters), symbols_(symbols) {}
+      : kernel_(kernel), parameters_(parameters), symbols_(symbols), threads_(threads) {}
 
-  void Run(unsigned x, unsigned y, unsigned z) {
-    position_ = {x, y, z};
-    MakeThreads();
+  void Run(unsigned position) {
+    position_ = position;
+    for (unsigned x = 0; x < threads_.size(); ++x) {
+      threads_[x] = Thread();
+      threads_[x].x = x;
+      threads_[x].registers.resize(kernel_.registers.size());
+    }
     for (;;) {
       for (Thread& thread : threads_) {
         while (thread.state == Thread::State::kRunning) Step(thread);
@@ -118,26 +121,8 @@ class Block {
   }
 
  private:
-  void MakeThreads() {
-    threads_.assign(block_.count(), Thread());
-    for (unsigned i = 0; i < threads_.size(); ++i) {
-      Thread& thread = threads_[i];
-      thread.x = i % block_.x, thread.y = i / block_.x % block_.y, thread.z = i / block_.x / block_.y;
-      thread.lane = static_cast<int>(i % 32);
-      thread.registers.resize(kernel_.registers.size());
-    }
-  }
-
   uint64_t Special(const std::string& name, const Thread& thread) const {
-    if (name == "%laneid") return static_cast<uint64_t>(thread.lane);
-    const auto of = [&name](unsigned x, unsigned y, unsigned z) {
-      return name.back() == 'x' ? x : name.back() == 'y' ? y : z;
-    };
-    if (name.compare(0, 5, "%tid.") == 0) return of(thread.x, thread.y, thread.z);
-    if (name.compare(0, 6, "%ntid.") == 0) return of(block_.x, block_.y, block_.z);
-    if (name.compare(0, 7, "%ctaid.") == 0) return of(position_.x, position_.y, position_.z);
-    if (name.compare(0, 8, "%nctaid.") == 0) return of(grid_.x, grid_.y, grid_.z);
-    Fail("register " + name);
+    return name == "%tid.x" ? thread.x : position_;
   }
 
   uint64_t Symbol(const std::string& name) const {
@@ -221,7 +206,6 @@ class Block {
         is_so = i.has("and") ? is_so && other : i.has("or") ? is_so || other : is_so != other;
       }
       Put(operands[0], is_so, thread);
-      if (operands[0].second >= 0) thread.registers[static_cast<size_t>(operands[0].second)] = !is_so;
     } else if (i.op == "cvt") {
       Put(operands[0], Convert(i, thread), thread);
     } else {
@@ -324,10 +308,7 @@ class Block {
                                   : static_cast<uint64_t>(static_cast<unsigned __int128>(x) * y >> type.bits);
       return whole(high + added);
     }
-    if (op == "div") return y == 0 ? whole(~uint64_t{0}) : whole(is_signed ? static_cast<uint64_t>(sx / sy) : x / y);
-    if (op == "rem") return y == 0 ? x : whole(is_signed ? static_cast<uint64_t>(sx % sy) : x % y);
     if (op == "neg") return whole(0 - x);
-    if (op == "abs") return whole(sx < 0 ? 0 - x : x);
     if (op == "min") return whole(Compare("lt", x, y, type) ? x : y);
     if (op == "max") return whole(Compare("gt", x, y, type) ? x : y);
     if (op == "and") return whole(x & y);
@@ -363,51 +344,41 @@ class Block {
     return found;
   }
 
-  // Of 32-bit integers over the lanes that have come.
+  // The sum of 32-bit integers over the lanes that have come.
   void Reduce(const std::vector<Thread*>& lanes) const {
     const Instruction& i = kernel_.code[lanes[0]->at];
-    uint64_t all = Narrow(Get(i.operands[1], *lanes[0]), i.type());
-    for (size_t lane = 1; lane < lanes.size(); ++lane) {
-      const uint64_t own = Narrow(Get(i.operands[1], *lanes[lane]), i.type());
-      const bool is_less = i.type().kind == 's' ? static_cast<int64_t>(own) < static_cast<int64_t>(all) : own < all;
-      if (i.has("min") || i.has("max")) {
-        all = is_less == i.has("min") ? own : all;
-      } else {
-        all = i.has("and") ? all & own : i.has("or") ? all | own : i.has("xor") ? all ^ own : all + own;
-      }
-    }
-    for (Thread* thread : lanes) {
-      Put(i.operands[0], Narrow(all, i.type()), *thread);
-      ++thread->at;
-      thread->state = Thread::State::kRunning;
-    }
+    if (!i.has("add")) Fail("unknown reduction " + i.text);
+    uint64_t sum = 0;
+    for (Thread* thread : lanes) sum += Get(i.operands[1], *thread);
+    for (Thread* thread : lanes) PutAndGoOn(i, Narrow(sum, i.type()), thread);
   }
 
   void Shuffle(const std::vector<Thread*>& lanes) const {
     const Instruction& i = kernel_.code[lanes[0]->at];
+    if (!i.has("down") && !i.has("bfly")) Fail("unknown shuffle " + i.text);
     std::unordered_map<int, uint64_t> given;
-    for (Thread* thread : lanes) given[thread->lane] = Get(i.operands[1], *thread);
+    for (Thread* thread : lanes) given[LaneOf(*thread)] = Get(i.operands[1], *thread);
     for (Thread* thread : lanes) {
-      const int lane = thread->lane, by = static_cast<int>(Get(i.operands[2], *thread));
+      const int lane = LaneOf(*thread), by = static_cast<int>(Get(i.operands[2], *thread));
       const int mask = static_cast<int>(Get(i.operands[3], *thread));
       const int clamp = mask & 31, segment = mask >> 8 & 31, last = (lane & segment) | (clamp & ~segment);
-      const bool is_up = i.has("up");
-      int from = is_up ? lane - by : i.has("down") ? lane + by : (lane & segment) | (by & ~segment);
-      if (i.has("bfly")) from = lane ^ by;
-      const bool is_within = is_up ? from >= last : from <= last;
-      const auto found = given.find(is_within ? from : lane);
-      Put(i.operands[0], found == given.end() ? given[lane] : found->second, *thread);
-      if (i.operands[0].second >= 0) thread->registers[static_cast<size_t>(i.operands[0].second)] = is_within;
-      ++thread->at;
-      thread->state = Thread::State::kRunning;
+      const int from = i.has("down") ? lane + by : lane ^ by;
+      const auto found = given.find(from <= last ? from : lane);
+      PutAndGoOn(i, found == given.end() ? given[lane] : found->second, thread);
     }
   }
 
+  static int LaneOf(const Thread& thread) { return static_cast<int>(thread.x % 32); }
+  static void PutAndGoOn(const Instruction& i, uint64_t value, Thread* thread) {
+    Put(i.operands[0], value, *thread);
+    ++thread->at;
+    thread->state = Thread::State::kRunning;
+  }
+
   const Kernel& kernel_;
-  const Extent grid_, block_;
   const std::vector<char>& parameters_;
   const std::map<std::string, void*>& symbols_;
-  Extent position_;
+  unsigned position_ = 0;
   std::vector<Thread> threads_;
 };
 
@@ -450,12 +421,9 @@ void Run(const Module& module, const Kernel& kernel, const Extent& grid, const E
   const SharedMemory shared(bytes + shared_bytes + kAlignment);
   std::map<std::string, void*> symbols = globals;
   for (const auto& [name, offset] : offsets) symbols[name] = shared.data() + offset;
-  Block one(kernel, grid, block, parameters, symbols);
-  for (unsigned z = 0; z < grid.z; ++z) {
-    for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) one.Run(x, y, z);
-    }
-  }
+  if (grid.count() != grid.x || block.count() != block.x) Fail("threads along y or z");
+  Block one(kernel, block.x, parameters, symbols);
+  for (unsigned x = 0; x < grid.x; ++x) one.Run(x);
 }
 
 }  // namespace fakes::ptx

@@ -24,6 +24,7 @@ from faults import FAULTS, Fault
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "mutations"
+CPP_TESTS = ("cpp_tests", "conformance")
 # A test that runs longer than this, in seconds, counts as failed: a fault may end in a deadlock.
 TIMEOUT = 240
 
@@ -92,8 +93,7 @@ def noticed(name: str, fault: Fault) -> str:
     """The test that notices a fault, or ""."""
     extension = None
     if fault.replace is None:
-        targets = [test.removeprefix("cpp:") for test in fault.tests if test.startswith("cpp:")]
-        build(linked(name, fault), "_jaxmp", *targets)
+        build(linked(name, fault), "_jaxmp", *CPP_TESTS * any(test.startswith("cpp:") for test in fault.tests))
         extension = next(BUILD.glob("_jaxmp*.so"))
     for test in fault.tests:
         if test.startswith("cpp:"):
