@@ -28,7 +28,7 @@ from jax.interpreters import ad
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Tangent
 from jaxmp._src.spec import levels
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Implementation, Parts
@@ -98,7 +98,7 @@ def jvp_rule(
     return d, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(d).to_tangent_aval())
 
 
-def transpose_rule(ct: Tangent, x: Operand, w: Operand, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent]:
+def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
     of_x = ad.is_undefined_primal(x)
     aval: Any = (x if of_x else w).aval
     if isinstance(ct, ad.Zero):
@@ -110,8 +110,8 @@ def transpose_rule(ct: Tangent, x: Operand, w: Operand, bounds: jax.Array, *, sp
     elif spec.is_contraction:
         found = grouped(spec.rows(aval.dtype, is_transposed=False), x, ct, bounds)
     else:
-        pair = (ct, x) if spec.is_transposed else (x, ct)
-        found = grouped(spec.contraction(aval.dtype), *pair, bounds)
+        left, right = (ct, x) if spec.is_transposed else (x, ct)
+        found = grouped(spec.contraction(aval.dtype), left, right, bounds)
     if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
         found = found.sum(0, keepdims=True)
     return [found, None, None] if of_x else [None, found, None]
