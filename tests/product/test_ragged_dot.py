@@ -78,6 +78,13 @@ def test_sizes(kind, implementation):
     assert_same(derivatives(ours, x, w), want)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_types_of_sizes(dtype, x64):
+    x, w, sizes = integers((300, 2)), integers((3, 2, 2), 1), np.array([100, 50, np.iinfo(dtype).max], dtype)
+    ours = jaxmp.ragged_dot(x, w, jnp.array(sizes), jnp.zeros((), dtype))
+    assert_same(ours, reference(x, w, np.minimum(sizes.astype(np.uint64), 300)))
+
+
 def drawn(seed):
     """(x, w, sizes, first group, whether the level is "batch") of a trial."""
     rng = random.Random(seed)
@@ -230,7 +237,7 @@ def shardings(ndim, axes):
     return found
 
 
-def check_on_mesh(axes, kind, of_x, of_w, of_d, level="run_to_run"):
+def check_on_mesh(axes, kind, of_x, of_w, of_d):
     mesh = jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),
@@ -243,9 +250,7 @@ def check_on_mesh(axes, kind, of_x, of_w, of_d, level="run_to_run"):
     options = {"in_shardings": (of_x, of_w)} if kind == AxisType.Auto else {}
     with jax.set_mesh(mesh):
         x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
-        ours = functools.partial(
-            jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, determinism=level, **options
-        )
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
 
         @jax.jit
         def run(x, w, ct):
@@ -278,7 +283,12 @@ def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
     "specs", [(P(None, "p"), P(None, "p"), P("p")), (P("p"), P("p"), P("p")), (P(), P(None, "p"), P())]
 )
 def test_a_level_on_a_mesh(specs):
-    check_on_mesh(LINE, AxisType.Explicit, *specs, "batch")
+    """No device adds what others have summed."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 600), (4, 600, 8)))
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
 
 
 @pytest.mark.parametrize("out_sharding", [None, P("p")])

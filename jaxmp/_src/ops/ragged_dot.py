@@ -88,9 +88,7 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) ->
     return call(operands)
 
 
-def _validated(
-    request: Request, group_sizes: Any, group_offset: Any
-) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+def _validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
     """The spec and the operands by name."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):

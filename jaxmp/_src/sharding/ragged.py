@@ -26,6 +26,7 @@ from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
 from jaxmp._src.spec.matmul_spec import accumulator
 
+_CALLER = "ragged_dot"
 PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
 
 
@@ -49,7 +50,7 @@ class RaggedCall:
         """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"."""
         if self.frame is None:
             return self._on_shards(operands)["d"]
-        result: jax.Array = on_shards(self.frame, self._on_shards, operands, "ragged_dot")["d"]
+        result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
         return result
 
     def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
@@ -67,9 +68,9 @@ class RaggedCall:
         if self.contracted:  # partial sums are rounded when they are complete
             spec = dataclasses.replace(spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
         d = grouped(spec, x[None], w[None], bounds[None])[0]
-        d = collectives.psum(d, self.sums) if self.sums else d
+        d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
         for axis, axes in enumerate(self.scatters):
-            d = collectives.reduce_scatter(d, axes, axis=axis) if axes else d
+            d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
         return {"d": d.astype(self.spec.out_dtype)}
 
 
@@ -79,12 +80,18 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
     def add(a: jax.Array, b: jax.Array) -> jax.Array:  # sums of sizes that are too large would overflow
         return jnp.minimum(a + b, m)
 
-    ends = lax.associative_scan(add, jnp.clip(sizes, 0, m).astype(jnp.int32))
+    ends = lax.associative_scan(add, _within(sizes, m))
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     if offset is None:
         return bounds
-    first = jnp.clip(offset, 0, sizes.shape[0]).astype(jnp.int32)
-    return bounds[jnp.minimum(first + jnp.arange(groups + 1, dtype=jnp.int32), sizes.shape[0])]
+    last = sizes.shape[0]
+    return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
+
+
+def _within(x: jax.Array, most: int) -> jax.Array:
+    """Integers of any type as int32 from 0 to `most`, which a narrow type may not have."""
+    x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+    return jnp.clip(x, 0, most).astype(jnp.int32)
 
 
 # The plan ------------------------------------------------------------------------------------------------------
