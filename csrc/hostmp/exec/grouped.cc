@@ -128,14 +128,20 @@ void RunTile(const Job& job, const Product& tile, char* memory) {
   }
 }
 
-// A thread that comes late finds nothing left, and touches no array.
-void Work(Job& job) {
-  const ScopedFloatState state(job.state);
+using Area = std::unique_ptr<char, void (*)(void*)>;
+
+Area MakeArea(const Job& job) {
   const auto bytes = static_cast<size_t>(RoundUp(job.sums_bytes + job.scratch_bytes + kLine, kLine));
-  const std::unique_ptr<char, void (*)(void*)> memory(static_cast<char*>(std::aligned_alloc(kLine, bytes)), std::free);
-  if (!memory) throw std::bad_alloc();
+  Area area(static_cast<char*>(std::aligned_alloc(kLine, bytes)), std::free);
+  if (!area) throw std::bad_alloc();
+  return area;
+}
+
+// A thread that comes late finds nothing left, and touches no array.
+void Work(Job& job, const Area& area) noexcept {
+  const ScopedFloatState state(job.state);
   for (size_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.tiles.size();) {
-    RunTile(job, job.tiles[i], memory.get());
+    RunTile(job, job.tiles[i], area.get());
     if (job.left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
     const std::lock_guard<std::mutex> lock(job.mutex);
     job.done.notify_all();
@@ -150,8 +156,8 @@ void CallHelpers(const std::shared_ptr<Job>& job, int most_threads) {
   if (threads < 2 || operations < kWorthSharing) return;
   BoundThreads(most_threads).Schedule(threads - 1, [job] {
     try {
-      Work(*job);
-    } catch (const std::bad_alloc&) {  // without help it only takes longer
+      Work(*job, MakeArea(*job));
+    } catch (const std::bad_alloc&) {  // likewise
     }
   });
 }
@@ -176,8 +182,12 @@ Status MultiplyGroups(const GroupedProduct& product, int most_threads) {
       job->scratch_bytes = std::max(job->scratch_bytes, ScratchBytes(KernelFor(*job, tile), tile.m, tile.n, tile.k));
     }
     job->left = job->tiles.size();
-    CallHelpers(job, most_threads);
-    Work(*job);
+    const Area area = MakeArea(*job);  // ahead of the helpers, who may not be left alone with the arrays
+    try {
+      CallHelpers(job, most_threads);
+    } catch (const std::exception&) {  // without help it only takes longer
+    }
+    Work(*job, area);
     std::unique_lock<std::mutex> lock(job->mutex);
     job->done.wait(lock, [&] { return job->left.load(std::memory_order_acquire) == 0; });
     return {};
