@@ -89,7 +89,7 @@ def result_type(f, mesh, arrays, specs, out):
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_types_are_those_of_jnp(request, mesh_name, name):
     """Where jnp takes shardings, jaxmp takes them and the result's type is equal; where it refuses, jaxmp names why."""
-    count = 5000 if request.config.getoption("--exhaustive") else 100
+    count = 5000 if request.config.getoption("--exhaustive") else 250
     subscripts, extents = PRODUCTS[name]
     arrays = operands(subscripts, extents)
     mesh = make_mesh(mesh_name)

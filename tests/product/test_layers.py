@@ -136,12 +136,14 @@ COMBINATIONS = [
     for layer in SHAPES
     for layout in LAYOUTS
     for mode in MODES
-    # In shard_map the layers name the axis of tensor parallelism, and a product of its own is local.
+    # In shard_map two layers gather and scatter rows over the axis that they name, and one layer is local.
     if mode == "explicit" or (mode == "in_shardings") or layout in ("tensor parallel", "sequence parallel")
-    if not (layer == "linear" and mode.startswith("shard_map") and layout == "sequence parallel")
+    if not mode.startswith("shard_map") or (layer == "linear") == (layout == "tensor parallel")
     for transform in TRANSFORMS
     for activation in ACTIVATIONS
     for dtype in ("float32", "bfloat16")
+    # JAX 0.12's erf has no derivative in shard_map with check_vma, in plain JAX either.
+    if not (activation == "gelu_exact" and mode == "shard_map")
     # Of second derivatives with bfloat16's roundings the bound says nothing.
     if dtype == "float32" or transform is first_order
 ]

@@ -134,7 +134,9 @@ class _Explained:
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function, traced; a compiled one with its own shardings, donation and names of arguments if it can."""
         if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
-            return self._fn.trace(*args, **kwargs)
+            traced = self._fn.trace(*args, **kwargs)
+            if hasattr(traced, "jaxpr"):  # a jit of nnx has stages of its own
+                return traced
         if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
             return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
         arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)

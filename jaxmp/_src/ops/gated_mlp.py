@@ -132,11 +132,12 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
 
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
     """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
+    like = layers.operands[0]["b"]
+    shape = tuple(getattr(request.b, "shape", like.shape))
+    if shape[:1] == like.shape[:1] and shape != like.shape:
+        raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
     with UP.naming():
         _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
-    shape, like = tuple(request.b.shape), layers.operands[0]["b"]
-    if shape != like.shape:
-        raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
     if layers.mode == meshes.Mode.SHARDED and layers.calls[0].frame.is_explicit:
         have, wanted = (meshes.type_dims("w_up", w) for w in (operands["b"], like))
         if have != wanted:
