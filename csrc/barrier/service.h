@@ -75,8 +75,8 @@ struct Service {
   std::mutex mutex;  // of everything below; the functions above, but for Serve(), are called under it
   bool is_running = false;
   BarrierOptions options;
-  std::map<int, Peer> peers;  // those that are wanted, by process
-  std::vector<int> wanted;    // that nobody has been told of
+  std::map<int, Peer> peers;  // that calls have asked for, by process
+  std::vector<int> wanted;    // newly asked for; whoever waits for has_wanted takes them
   std::condition_variable has_wanted;
   ArrivalTracker arrivals{0};
   std::vector<Waiting> waiting;  // in the order in which they came

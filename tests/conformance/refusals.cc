@@ -221,7 +221,7 @@ void add_descriptors_of_hostmp(const Refusals& refuse) {
     c.describe = what;
     refuse.put(c, variant, expected, says);
   };
-  describe_c("blocks of C", kInvalid, {"blocks of C (6x8)", "D (12x8)"}, [](Descriptions& x) { x.c.mb = 6; });
+  describe_c("blocks of C", kInvalid, {"C has blocks of 6x8", "D of 12x8"}, [](Descriptions& x) { x.c.mb = 6; });
   describe_c("first block of C", kInvalid, {"C is distributed otherwise"}, [](Descriptions& x) { x.c.rsrc = 1; });
   describe_c("rows of C", kInvalid, {"C is distributed otherwise"}, [](Descriptions& x) { x.c.m = 48, x.c.lld = 24; });
   describe_c("type of C", kUnsupported, {"C is f64"}, [](Descriptions& x) { x.c.type = CUDA_R_64F; });

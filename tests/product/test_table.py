@@ -1,7 +1,7 @@
 """The table of products (drawn.py): every pair of layout, way to call, transposition, type, epilog, traced scalars,
 implementation, level of determinism and batch, each judged by the oracle of suite.py with its gradients.
 
-`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which it prints (`make fuzz N=20000 SEED=7`).
+`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which it prints.
 Every program has a number of its own, and a failure says how to draw it alone.
 """
 
@@ -66,7 +66,8 @@ def test_drawn_products(capsys):
         try:
             counts += drawn.check_on(trial, drawn.kinds_of(trial), np.random.default_rng([number, 1]))
         except Exception as error:
-            failures.append(f"{trial.id}: {type(error).__name__}: {error}\n  again: make fuzz N=1 SEED={number}")
+            again = f"JAXMP_FUZZ=1 JAXMP_FUZZ_SEED={number}"
+            failures.append(f"{trial.id}: {type(error).__name__}: {error}\n  again: {again}")
             with capsys.disabled():
                 print(failures[-1], flush=True)
         number += 1

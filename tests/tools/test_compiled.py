@@ -1,5 +1,6 @@
 """Every collective of a compiled program: its cause, line, bytes and count; and the program's memory."""
 
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ import jaxmp
 from jaxmp._src.explain import hlo
 
 F32 = 4
+SHARDED = {"in_shardings": (P(None, "model"), P("model")), "out_sharding": P()}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,9 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     assert explanation.calls.calls == 1
     assert explanation.calls.rows[0].pattern == "all_reduce"
     assert explanation.bytes_hidden == explanation.calls.bytes_in_calls > 0
+    by_xla = compiled(functools.partial(jaxmp.matmul, implementation="xla", mesh=mesh, **SHARDED), x, w)
+    (row,) = by_xla.collectives
+    assert (row.cause_kind, by_xla.bytes_moved, by_xla.bytes_hidden) == ("jaxmp", row.nbytes, 0)  # counted once
 
 
 def test_a_program_without_collectives_passes_and_others_fail_with_their_table(array):

@@ -80,6 +80,7 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
 
     # Everything else.
     assert_type(jaxmp.explain(jaxmp.matmul)(x, y).rows[0].flops, int)
+    assert_type(jaxmp.explain(jaxmp.matmul, compiled=True)(x, y).calls.rows[0].flops, int)
     machine = jaxmp.Hardware("mine", {"float32": 1e13}, memory_bandwidth=1e12, link_bandwidth=1e11)
     assert_type(jaxmp.explain(jaxmp.matmul, hardware=machine)(x, y).seconds, float)
     assert_type(jaxmp.advise(8, 8, 8, 2, hardware="h100-8", dtype=jnp.float32).best.a, P)

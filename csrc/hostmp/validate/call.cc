@@ -164,8 +164,8 @@ Status CheckC(const MatmulCall& call, bool is_given) {
     return Unimplemented("C is ", NameOf(c.type), " and D is ", NameOf(d.type), "; they must be of one type");
   }
   if (c.rows.block != d.rows.block || c.cols.block != d.cols.block) {
-    return InvalidArgument("the blocks of C (", c.rows.block, "x", c.cols.block, ") differ from those of D (",
-                           d.rows.block, "x", d.cols.block, ")");
+    return InvalidArgument("C has blocks of ", c.rows.block, "x", c.cols.block, " and D of ", d.rows.block, "x",
+                           d.cols.block, "; they must be equal");
   }
   const auto same = [](const Axis& x, const Axis& y) {
     return x.extent == y.extent && x.nprocs == y.nprocs && x.source == y.source;

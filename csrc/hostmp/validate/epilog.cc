@@ -102,7 +102,7 @@ Status CheckAux(const cublasMpMatmulDescriptor& desc, bool executes, const Epilo
 
 Status ReadEpilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   const Epilog* epilog = FindEpilog(call->epilog);
-  if (!epilog) return Unimplemented("epilog ", call->epilog, " is not among those that hostmp computes");
+  if (!epilog) return Unimplemented("epilog ", call->epilog, " is not among the epilogs of hostmp");
   if (epilog->activation != Activation::kNone && Facts(call->d.desc.type).is_complex) {
     return Unimplemented("epilog ", epilog->name, " has no meaning for ", NameOf(call->d.desc.type));
   }

@@ -178,7 +178,7 @@ Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog) {
   const bool is_gelu = epilog.activation == Activation::kGelu;
   if ((is_gelu && (!epilog.has_aux || epilog.is_derivative)) || epilog.gradient != Gradient::kNone) {
     return Unimplemented("cuBLAS has no epilog ", epilog.name, " for ", NameOf(call.a.desc.type),
-                         "; it has BIAS, those of RELU, DRELU and GELU_AUX");
+                         "; use BIAS, an epilog of RELU or DRELU, or GELU_AUX");
   }
   if (is_gelu && call.d.desc.type == CUDA_R_4F_E2M1) {
     return Unimplemented("epilog ", epilog.name, " is not computed for D of ", NameOf(call.d.desc.type),

@@ -10,7 +10,7 @@
 
 namespace jaxmp::hostmp {
 
-// The arguments of Matmul_bufferSize, and those that Matmul shares with it.
+// The arguments that Matmul and Matmul_bufferSize both take.
 struct Arguments {
   abi::cublasMpHandle_t handle;
   abi::cublasMpMatmulDescriptor_t matmul;

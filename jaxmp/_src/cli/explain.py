@@ -47,9 +47,8 @@ def run(options: argparse.Namespace) -> int:
         function = load(options.function)
         arguments = [argument_of(text, mesh) for text in options.arguments]
         check_count(options.function, function, arguments)
-        explanation = explain_lib.explain(function, quiet=True, hardware=hardware, compiled=options.compiled)(
-            *arguments
-        )
+        compiled: bool = options.compiled
+        explanation = explain_lib.explain(function, quiet=True, hardware=hardware, compiled=compiled)(*arguments)
     if options.json:
         print_json(_json_of(explanation))
     else:

@@ -82,13 +82,25 @@ class CompiledExplanation:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a device receives in all collectives; those of loops without a known number of iterations once."""
-        return sum(_total(row) for row in self.collectives)
+        """Bytes that a device receives, in all collectives and in calls of jaxmp that read what other devices hold.
+
+        A loop without a known number of iterations counts once.
+        """
+        return sum(_total(row) for row in self.collectives) + self._bytes_in_calls("host", "cublasmp", *self._apart)
 
     @property
     def bytes_hidden(self) -> int:
-        """Bytes that devices receive while they compute: within jaxmp's calls, and where XLA overlaps a collective."""
-        return self.calls.bytes_in_calls + sum(_total(row) for row in self.collectives if row.is_hidden)
+        """Bytes that a device receives while it computes: in a call of jaxmp, or where XLA overlaps a collective."""
+        return sum(_total(row) for row in self.collectives if row.is_hidden) + self._bytes_in_calls("host", "cublasmp")
+
+    @property
+    def _apart(self) -> tuple[str, ...]:
+        """Calls that move data beside their products, and not by a collective of XLA: through shared memory."""
+        return () if any(row.cause_kind == "jaxmp" for row in self.collectives) else ("host+xla",)
+
+    def _bytes_in_calls(self, *implementations: str) -> int:
+        rows = (row for row in self.calls.rows if row.extents and row.implementation in implementations)
+        return sum(row.count * row.bytes_moved for row in rows)
 
     def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
         """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
@@ -124,9 +136,8 @@ class CompiledExplanation:
 
     def _totals(self) -> str:
         count = len(self.collectives)
-        hidden = self.bytes_hidden
-        every = self.bytes_moved + self.calls.bytes_in_calls
-        share = f", {100 * hidden / every:.0f} % of it hidden behind products" if every else ""
+        every = self.bytes_moved
+        share = f", {100 * self.bytes_hidden / every:.0f} % of it hidden behind products" if every else ""
         return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
 
     def _notes(self) -> list[str]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import jax
 
@@ -21,9 +21,26 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.validation.operand_checks import check_flag
 from jaxmp._src.validation.public import public
 
 
+@overload
+def explain(
+    fn: Callable[..., Any],
+    *,
+    quiet: bool = ...,
+    hardware: str | Hardware | None = ...,
+    compiled: Literal[False] = ...,
+) -> Callable[..., Explanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: Literal[True]
+) -> Callable[..., CompiledExplanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: bool
+) -> Callable[..., Any]: ...
 @public
 def explain(
     fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
@@ -58,11 +75,8 @@ def explain(
     >>> explanation.rows[0].pattern, explanation.rows[0].accumulator
     ('local', 'float32')
     """
-    if not callable(fn):
-        raise TypeError(
-            f"explain: takes a function, got {type(fn).__name__}; write explain(fn)(*args) for the calls of fn(*args)"
-        )
-    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware), compiled)
+    machine = None if hardware is None else hardware_of("explain", hardware)
+    return _Explained(_function("explain", fn), quiet, machine, check_flag("compiled", compiled))
 
 
 @public
@@ -78,26 +92,41 @@ def assert_no_collectives(
 
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.
-    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function; ValueError
-      where `allowed` names no kind of collective.
+    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function or `allowed` is
+      one string; ValueError where `allowed` names no kind of collective.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
     >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
     CompiledExplanation(0 collectives, 0 B received by each device)
     """
-    kinds = {each if isinstance(each, str) else each[0] for each in allowed}
-    if unknown := sorted(kinds - {*COLLECTIVES}):
-        raise ValueError(f"assert_no_collectives: allowed has {unknown[0]!r}; it takes {', '.join(COLLECTIVES)}")
-    explained = explain(fn, quiet=True, compiled=True)
+    if isinstance(allowed, str):
+        raise TypeError(f"assert_no_collectives: allowed must be a list of kinds, got a string; pass [{allowed!r}]")
+    for each in allowed:
+        kind = each[0] if isinstance(each, tuple) and len(each) == 2 else each
+        if kind not in COLLECTIVES:
+            raise ValueError(
+                f"assert_no_collectives: allowed has {each!r}; it takes {', '.join(COLLECTIVES)}, or a pair of one of "
+                "them and a mesh axis"
+            )
+    explained = _Explained(_function("assert_no_collectives", fn), True, None, True)
 
     @functools.wraps(fn, updated=())
     def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
-        explanation: CompiledExplanation = explained(*args, **kwargs)
+        explanation = explained(*args, **kwargs)
+        assert isinstance(explanation, CompiledExplanation)
         check_allowed(explanation, allowed)
         return explanation
 
     return checked
+
+
+def _function(name: str, fn: Any) -> Callable[..., Any]:
+    if not callable(fn):
+        raise TypeError(
+            f"{name}: takes a function, got {type(fn).__name__}; write {name}(fn)(*args) for the calls of fn(*args)"
+        )
+    return cast(Callable[..., Any], fn)
 
 
 class _Explained:

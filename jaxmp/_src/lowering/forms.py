@@ -16,7 +16,7 @@ from jax import lax
 from jaxmp._src.lowering import backend, ffi_call, fixed_shape, xla_matmul
 from jaxmp._src.lowering.backend import Choice
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, why_no_epilog
+from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, is_tiled, why_no_epilog
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
@@ -126,9 +126,7 @@ class Gathered(Form):
 
     @staticmethod
     def why(product: Product, capabilities: Capabilities) -> str | None:
-        # A fixed order is kept by calls of one shape where the library keeps none.
-        is_tiled = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
-        return _NO_ORDER if is_tiled else None
+        return _NO_ORDER if is_tiled(product.spec, capabilities) else None
 
     @staticmethod
     def inner(product: Product) -> Product:

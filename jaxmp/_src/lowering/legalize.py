@@ -23,10 +23,14 @@ class Capabilities:
     fixed_reduction_order: bool = False
 
 
+def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
+    """Whether calls of one shape keep a fixed order, for the library keeps none."""
+    return spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+
+
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library takes the call in no form, or the empty string."""
-    # Tiles are local products, whatever the pattern is.
-    has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+    has_tiles = is_tiled(spec, capabilities)  # which are local products, whatever the pattern is
     why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
     if why and spec.fixed_reduction_order:
         return f"{why}, and XLA's would not keep {spec.level}"

@@ -16,7 +16,7 @@ gradients are calls of that kind (`primitive/row_order`), and what XLA would sum
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
@@ -65,6 +65,7 @@ def find(name: Any) -> Level:
     Raises:
       ValueError: there is none.
     """
-    if name not in get_args(Determinism):
-        raise InvalidValue(f"determinism must be one of {get_args(Determinism)}, got {name!r}")
+    names = tuple(_LEVELS)  # any value can be compared with them, also one without a hash
+    if name not in names:
+        raise InvalidValue(f"determinism must be one of {names}, got {name!r}")
     return _LEVELS[name]

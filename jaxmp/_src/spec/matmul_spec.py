@@ -229,13 +229,16 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes`, the same one each time; itself where they change nothing."""
-        # 0.0 == -0.0
-        key = tuple((name, repr(x) if name in ("alpha", "beta") else x) for name, x in changes.items())
+        """A copy with `changes`, the same one each time but for an alpha or beta; itself where they change nothing."""
+        if all(getattr(self, name) == value for name, value in changes.items()):
+            return self
+        # A program may have a new alpha at each step.
+        if "alpha" in changes or "beta" in changes:
+            return dataclasses.replace(self, **changes)
+        key = tuple(changes.items())
         copy = self._copies.get(key)
         if copy is None:
-            is_same = all(getattr(self, name) == value for name, value in changes.items())
-            copy = self._copies[key] = self if is_same else dataclasses.replace(self, **changes)
+            copy = self._copies[key] = dataclasses.replace(self, **changes)
         return copy
 
     @functools.cached_property
