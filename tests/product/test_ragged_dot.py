@@ -182,6 +182,13 @@ def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
         assert_same(product(x[row : row + 1], w, sizes), many[row : row + 1])
     assert_same(product(x, w, jnp.array([9, 0, 31]))[:40], many[:40])
     assert_same(jaxmp.matmul(x[9:69], w[2], determinism="batch"), many[9:69])
+    # Likewise at another place, among other rows, and of the gradient in x.
+    moved = jnp.concatenate([2 * x[20:33], x[9:40], x[:9]])
+    assert_same(product(moved, w, jnp.array([0, 13, 31]))[13:44], many[9:40])
+    ct = jnp.asarray(rng.normal(size=many.shape), dtype)
+    dx = jax.vjp(lambda x: product(x, w, jnp.array([9, 0, 60])), x)[1](ct)[0]
+    alone = jax.vjp(lambda x: product(x, w, jnp.array([0, 0, 1])), x[40:41])[1](ct[40:41])[0]
+    assert_same(alone, dx[40:41])
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
@@ -235,6 +242,65 @@ def shardings(ndim, axes):
         dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
         found.append(P(*(dim or None for dim in dims)))
     return found
+
+
+def with_bias(x, w, bias, sizes):
+    """A loop over the groups, in the type of x."""
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    rest = jnp.zeros((x.shape[0] - len(rows), bias.shape[1]), x.dtype)
+    return jax.nn.relu(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bias_and_activation(dtype):
+    """With the bias of its own group for each row, summed before the one rounding."""
+    x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
+    bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
+    ours = functools.partial(_activated, sizes=jnp.array(sizes))
+    theirs = functools.partial(with_bias, sizes=sizes)
+    assert_same(ours(x, w, bias), theirs(x, w, bias))
+    assert_same(jax.vjp(ours, x, w, bias)[1](ct), jax.vjp(theirs, x, w, bias)[1](ct))
+    many = jax.vmap(ours, (0, None, 0))(jnp.stack([x, 2 * x]), w, jnp.stack([bias, -bias]))
+    assert_same(many, jnp.stack([theirs(x, w, bias), theirs(2 * x, w, -bias)]))
+    assert_same(ours(x, w, bias, determinism="batch"), theirs(x, w, bias))
+
+
+def _activated(x, w, bias, sizes, **options):
+    return jaxmp.ragged_dot(x, w, sizes, bias=bias, activation="relu", **options)
+
+
+def test_activations_of_a_product_that_is_rounded_once():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((30, 64), (2, 64, 16)))
+    sizes = jnp.array([10, 15])
+    for activation in ("silu", jnp.tanh):
+        d = jaxmp.ragged_dot(x, w, sizes, activation=activation)
+        wide = jaxmp.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+        assert_same(d, (jax.nn.silu if activation == "silu" else activation)(wide).astype(jnp.bfloat16))
+
+
+BIAS_SPECS = [
+    (P("p"), P(), P(), P("p")),
+    (P(), P("p"), P("p"), P("p")),
+    (P(None, "p"), P(None, "p"), P(None, "p"), P()),
+    (P(), P(None, None, "p"), P(), P(None, "p")),
+    (P("p"), P("p"), P("p"), P()),
+]
+
+
+@pytest.mark.parametrize("specs", BIAS_SPECS, ids=str)
+def test_bias_on_a_mesh(specs):
+    x, w, bias, ct = integers((8, 4)), integers((4, 4, 8), 1), integers((4, 8), 2), integers((8, 8), 3)
+    theirs = functools.partial(with_bias, sizes=(3, 0, 4, 0))
+    want = theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](ct)
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w, bias, ct = (
+            jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w, bias, ct), specs, strict=True)
+        )
+        ours = functools.partial(_activated, sizes=jnp.array([3, 0, 4, 0]), out_sharding=specs[3])
+        got = jax.jit(lambda *operands: (ours(*operands), *jax.vjp(ours, *operands)[1](ct)))(x, w, bias)
+    assert_same(got, want)
 
 
 def check_on_mesh(axes, kind, of_x, of_w, of_d):
@@ -372,12 +438,27 @@ ERRORS = {
         "XLA is asked for",
     ),
     "no mesh": ((X, W, S), {"out_sharding": P("p")}, ValueError, "needs a mesh"),
-    "keyword": ((X, W, S), {"bias": X}, TypeError, "unexpected keyword argument 'bias'"),
+    "keyword": ((X, W, S), {"beta": X}, TypeError, "unexpected keyword argument 'beta'"),
+    "rank of the bias": ((X, W, S), {"bias": X[0]}, ValueError, "bias must have 2 dimensions, got 1"),
+    "shape of the bias": ((X, W, S), {"bias": X}, ValueError, r"bias must have shape \(2, 5\), .* of w, got \(6, 4\)"),
+    "type of the bias": (
+        (X.astype("bfloat16"), W.astype("bfloat16"), S),
+        {"bias": W[:, 0]},
+        TypeError,
+        "bias has dtype float32 but the result has dtype bfloat16",
+    ),
+    "activation": ((X, W, S), {"activation": "softmax"}, ValueError, "activation must be one of relu"),
+    "bits of an activation": (
+        (X, W, S),
+        {"activation": "silu", "determinism": "batch"},
+        NotImplementedError,
+        'takes activation=None or "relu"',
+    ),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_the_function_and_the_argument(case):
+def test_errors_name_the_function_and_the_argument(case, standard_promotion):
     args, options, kind, message = ERRORS[case]
     with pytest.raises(kind, match=f"^ragged_dot(: |\\(\\)).*{message}"):
         jaxmp.ragged_dot(*args, **options)

@@ -38,19 +38,25 @@ grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):
-    """What is multiplied; `is_transposed`: each matrix of w is stored (n, k)."""
+    """What is multiplied; `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays
+    that a mesh shards, where the operands are shards of them."""
 
     out_dtype: np.dtype
     is_contraction: bool = False
     is_transposed: bool = False
     determinism: Determinism = "run_to_run"
     implementation: Implementation | None = None
+    whole: tuple[int, ...] = ()
     function: str = "ragged_dot"
 
     @property
     def level(self) -> levels.Level:
         """The level of determinism."""
         return levels.find(self.determinism)
+
+    def swapped(self) -> GroupedSpec:
+        """The same with k and n in each other's place."""
+        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]))
 
     def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
         """A product of rows under the same options."""
@@ -104,13 +110,13 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
     if isinstance(ct, ad.Zero):
         found: Tangent = ad.Zero(aval)
     elif of_x and spec.is_contraction:
-        found = grouped(spec.rows(aval.dtype, is_transposed=True), w, ct, bounds)
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=True), w, ct, bounds)
     elif of_x:
-        found = grouped(spec.rows(aval.dtype, is_transposed=not spec.is_transposed), ct, w, bounds)
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=not spec.is_transposed), ct, w, bounds)
     elif spec.is_contraction:
         found = grouped(spec.rows(aval.dtype, is_transposed=False), x, ct, bounds)
     else:
-        left, right = (ct, x) if spec.is_transposed else (x, ct)
+        left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
         found = grouped(spec.contraction(aval.dtype), left, right, bounds)
     if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
         found = found.sum(0, keepdims=True)

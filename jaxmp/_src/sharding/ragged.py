@@ -27,6 +27,7 @@ from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
 from jaxmp._src.spec.matmul_spec import accumulator
 
 _CALLER = "ragged_dot"
+SCOPE = "jaxmp_ragged_sum"  # in name stacks, where `explain` reads it
 PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
 
 
@@ -47,7 +48,8 @@ class RaggedCall:
     scatters: Dims = ((), ())
 
     def __call__(self, operands: Operands) -> jax.Array:
-        """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"."""
+        """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"; with
+        "bias" (groups, n) added to the rows of each group."""
         if self.frame is None:
             return self._on_shards(operands)["d"]
         result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
@@ -68,9 +70,15 @@ class RaggedCall:
         if self.contracted:  # partial sums are rounded when they are complete
             spec = dataclasses.replace(spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
         d = grouped(spec, x[None], w[None], bounds[None])[0]
-        d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
-        for axis, axes in enumerate(self.scatters):
-            d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
+        if "bias" in operands:  # a product of k = 1, in one of the terms
+            bias, whole = operands["bias"][None, :, None], (*spec.whole[:2], 1, *spec.whole[3:]) if spec.whole else ()
+            ones = jnp.ones((1, x.shape[0], 1), bias.dtype)
+            ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
+            d = d + grouped(dataclasses.replace(spec, whole=whole), ones, bias, bounds[None])[0]
+        with jax.named_scope(SCOPE):
+            d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
+            for axis, axes in enumerate(self.scatters):
+                d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
         return {"d": d.astype(self.spec.out_dtype)}
 
 
@@ -134,9 +142,11 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
         entries.append(
             (name, Entry(meshes.partition_spec(dims), gathers, None if is_explicit else meshes.partition_spec(have)))
         )
+    entries.append(("bias", Entry(meshes.partition_spec((groups, columns)))))
     asked = None if layout.d == d else meshes.partition_spec(d)
     frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(layout.d)),), asked)
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
+    spec = dataclasses.replace(spec, whole=(g, m, k, n))
     return RaggedCall(spec, frame, rows, groups, contracted, sums, scatters)
 
 
