@@ -1,59 +1,21 @@
 """`ragged_dot` against a loop of `jnp` products, exactly, on small integers.
 
-What would be silently wrong without it: rows that go to the matrix of another group, a group that the ranks of an axis
-count from the wrong row, a partial sum that is taken twice, and weights of a group without rows that reach the result.
+What would be silently wrong without it: rows that go to the matrix of another group, and weights of a group without
+rows that reach the result.
 """
 
 import functools
 import itertools
-import math
 import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged import activated, assert_same, derivatives, integers, reference, with_bias
 
 import jaxmp
-
-
-def integers(shape, seed=0, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
-
-
-def reference(x, w, sizes, first=0):
-    """A loop over the groups; the sizes are numbers."""
-    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), x.shape[0])
-    at = [0, *ends.tolist()]
-    rows = [jnp.zeros((at[first], w.shape[2]), x.dtype)]
-    for i, matrix in enumerate(w):
-        begin, end = (at[min(first + j, len(sizes))] for j in (i, i + 1))
-        rows.append(jnp.matmul(x[begin:end], matrix, precision="highest"))
-    done = sum(len(part) for part in rows)
-    return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - done, w.shape[2]), x.dtype)])
-
-
-def assert_same(got, want):
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert mine.shape == theirs.shape
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
-
-
-def derivatives(f, x, w):
-    """The value, a tangent, the cotangents, and the cotangents of a function of cotangents."""
-    moved = integers(x.shape, 2, x.dtype), integers(w.shape, 3, w.dtype)
-    d, tangent = jax.jvp(f, (x, w), moved)
-    ct = integers(d.shape, 4, d.dtype)
-
-    def second(x, w):
-        dx, dw = jax.vjp(f, x, w)[1](ct)
-        return (dx * x).sum() + (dw * w).sum()
-
-    return d, tangent, jax.vjp(f, x, w)[1](ct), jax.grad(second, (0, 1))(x, w)
-
 
 # One device ------------------------------------------------------------------------------------------------------
 
@@ -230,43 +192,18 @@ def test_it_is_rematerialized_scanned_exported_and_printed():
     assert "is_contraction" not in str(jax.make_jaxpr(product)(x))
 
 
-# Meshes ----------------------------------------------------------------------------------------------------------
-
-LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
-
-
-def shardings(ndim, axes):
-    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
-    found = []
-    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
-        dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
-        found.append(P(*(dim or None for dim in dims)))
-    return found
-
-
-def with_bias(x, w, bias, sizes):
-    """A loop over the groups, in the type of x."""
-    rows = np.repeat(np.arange(len(sizes)), sizes)
-    rest = jnp.zeros((x.shape[0] - len(rows), bias.shape[1]), x.dtype)
-    return jax.nn.relu(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_and_activation(dtype):
     """With the bias of its own group for each row, summed before the one rounding."""
     x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
     bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
-    ours = functools.partial(_activated, sizes=jnp.array(sizes))
+    ours = functools.partial(activated, sizes=jnp.array(sizes))
     theirs = functools.partial(with_bias, sizes=sizes)
     assert_same(ours(x, w, bias), theirs(x, w, bias))
     assert_same(jax.vjp(ours, x, w, bias)[1](ct), jax.vjp(theirs, x, w, bias)[1](ct))
     many = jax.vmap(ours, (0, None, 0))(jnp.stack([x, 2 * x]), w, jnp.stack([bias, -bias]))
     assert_same(many, jnp.stack([theirs(x, w, bias), theirs(2 * x, w, -bias)]))
     assert_same(ours(x, w, bias, determinism="batch"), theirs(x, w, bias))
-
-
-def _activated(x, w, bias, sizes, **options):
-    return jaxmp.ragged_dot(x, w, sizes, bias=bias, activation="relu", **options)
 
 
 def test_activations_of_a_product_that_is_rounded_once():
@@ -277,120 +214,6 @@ def test_activations_of_a_product_that_is_rounded_once():
         d = jaxmp.ragged_dot(x, w, sizes, activation=activation)
         wide = jaxmp.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
         assert_same(d, (jax.nn.silu if activation == "silu" else activation)(wide).astype(jnp.bfloat16))
-
-
-BIAS_SPECS = [
-    (P("p"), P(), P(), P("p")),
-    (P(), P("p"), P("p"), P("p")),
-    (P(None, "p"), P(None, "p"), P(None, "p"), P()),
-    (P(), P(None, None, "p"), P(), P(None, "p")),
-    (P("p"), P("p"), P("p"), P()),
-]
-
-
-@pytest.mark.parametrize("specs", BIAS_SPECS, ids=str)
-def test_bias_on_a_mesh(specs):
-    x, w, bias, ct = integers((8, 4)), integers((4, 4, 8), 1), integers((4, 8), 2), integers((8, 8), 3)
-    theirs = functools.partial(with_bias, sizes=(3, 0, 4, 0))
-    want = theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](ct)
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        x, w, bias, ct = (
-            jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w, bias, ct), specs, strict=True)
-        )
-        ours = functools.partial(_activated, sizes=jnp.array([3, 0, 4, 0]), out_sharding=specs[3])
-        got = jax.jit(lambda *operands: (ours(*operands), *jax.vjp(ours, *operands)[1](ct)))(x, w, bias)
-    assert_same(got, want)
-
-
-def check_on_mesh(axes, kind, of_x, of_w, of_d):
-    mesh = jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=(kind,) * len(axes),
-        devices=jax.devices()[: math.prod(axes.values())],
-    )
-    x, w, sizes, ct = integers((8, 4)), integers((4, 4, 8), 1), (3, 0, 4, 0), integers((8, 8), 2)
-    theirs = functools.partial(reference, sizes=sizes)
-    want = theirs(x, w), *jax.vjp(theirs, x, w)[1](ct)
-    options = {"in_shardings": (of_x, of_w)} if kind == AxisType.Auto else {}
-    with jax.set_mesh(mesh):
-        x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
-        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
-
-        @jax.jit
-        def run(x, w, ct):
-            d, pull = jax.vjp(ours, x, w)
-            return d, *pull(ct)
-
-        got = run(x, w, ct)
-    assert_same(got, want)
-    for y, spec in zip(got, (of_d, of_x, of_w), strict=True):
-        assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
-
-
-@pytest.mark.parametrize("of_d", shardings(2, LINE), ids=str)
-@pytest.mark.parametrize("of_w", shardings(3, LINE), ids=str)
-@pytest.mark.parametrize("of_x", shardings(2, LINE), ids=str)
-def test_every_sharding_of_a_line(of_x, of_w, of_d):
-    check_on_mesh(LINE, AxisType.Explicit, of_x, of_w, of_d)
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("of_d", shardings(2, SQUARE), ids=str)
-@pytest.mark.parametrize("of_w", shardings(3, SQUARE), ids=str)
-@pytest.mark.parametrize("of_x", shardings(2, SQUARE), ids=str)
-def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
-    check_on_mesh(SQUARE, kind, of_x, of_w, of_d)
-
-
-@pytest.mark.parametrize(
-    "specs", [(P(None, "p"), P(None, "p"), P("p")), (P("p"), P("p"), P("p")), (P(), P(None, "p"), P())]
-)
-def test_a_level_on_a_mesh(specs):
-    """No device adds what others have summed."""
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 600), (4, 600, 8)))
-    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
-
-
-@pytest.mark.parametrize("out_sharding", [None, P("p")])
-def test_shardings_that_xla_chooses(out_sharding):
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((2, 4, 6), 1), (3, 4)
-    with jax.set_mesh(mesh):
-        ours = jax.jit(functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=out_sharding))
-        assert_same(ours(jax.device_put(x, P("p")), w), reference(x, w, sizes))
-
-
-def test_it_is_local_inside_shard_map():
-    """Expert parallelism by hand: each device has the rows of its own groups."""
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), jnp.array([1, 2, 0, 4])
-
-    def ours(x, w):
-        return jax.shard_map(jaxmp.ragged_dot, mesh=mesh, in_specs=P("p"), out_specs=P("p"))(x, w, sizes)
-
-    def theirs(x, w):
-        return jnp.concatenate([reference(x[:4], w[:2], (1, 2)), reference(x[4:], w[2:], (0, 4))])
-
-    assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
-
-
-def test_replicated_weights_inside_shard_map_get_the_sum_of_all_ranks():
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((2, 4, 5), 1), jnp.array([1, 2])
-    ours = jax.shard_map(
-        lambda x, w: jaxmp.ragged_dot(x, w, sizes), mesh=mesh, in_specs=(P("p"), P()), out_specs=P("p")
-    )
-
-    def theirs(x, w):
-        return jnp.concatenate([reference(x[:4], w, (1, 2)), reference(x[4:], w, (1, 2))])
-
-    assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
 
 
 # Errors ----------------------------------------------------------------------------------------------------------
@@ -462,27 +285,3 @@ def test_errors_name_the_function_and_the_argument(case, standard_promotion):
     args, options, kind, message = ERRORS[case]
     with pytest.raises(kind, match=f"^ragged_dot(: |\\(\\)).*{message}"):
         jaxmp.ragged_dot(*args, **options)
-
-
-MESH_ERRORS = {
-    "k is sharded twice": (P(None, "p"), P(None, "p"), None, "ambiguous.*pass out_sharding"),
-    "rows and columns": (P("p"), P(None, None, "p"), None, "rows of x and columns of w are both sharded over axis 'p'"),
-    "extent": (P(), P(), P(None, "p"), "dimension 1 of the result has extent 5"),
-}
-
-
-@pytest.mark.parametrize("case", MESH_ERRORS)
-def test_errors_of_shardings(case):
-    of_x, of_w, of_d, message = MESH_ERRORS[case]
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    w = W if "extent" in case else jnp.ones((2, 4, 6))
-    with pytest.raises(ValueError, match=f"^ragged_dot: .*{message}"):
-        jaxmp.ragged_dot(X, w, S, mesh=mesh, in_shardings=(of_x, of_w), out_sharding=of_d)
-
-
-def test_a_mesh_of_two_kinds_is_refused():
-    kinds = AxisType.Explicit, AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=kinds, devices=jax.devices()[:4])
-    refused = pytest.raises(NotImplementedError, match=r"^ragged_dot: the mesh has explicit and automatic axes; make")
-    with jax.set_mesh(mesh), refused:
-        jaxmp.ragged_dot(X, W, S)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from ragged import assert_same, integers
 
 import jaxmp
 
@@ -31,18 +32,10 @@ CASES = {
     "contracted": ((6, 3), (6, 5), numbers(((0,), (0,)), NO_BATCH, 0), ()),
     "contracted among others": ((2, 6, 3, 2), (2, 3, 5, 6), numbers(((1, 2), (3, 1)), ((0,), (0,)), 1), (2,)),
     "contracted behind another": ((2, 3, 6, 2), (2, 3, 5, 6), numbers(((1, 2), (1, 3)), ((0,), (0,)), 2), (2, 3)),
+    "no columns": ((2, 6, 3), (2, 6, 0), numbers(((1,), (1,)), ((0,), (0,)), 1), (2,)),
+    "nothing contracted": ((6, 0), (4, 0, 5), numbers(((1,), (1,)), NO_BATCH, 0, [0]), ()),
     "batch": ((3, 6, 2), (3, 2, 4), numbers(((2,), (1,)), ((0,), (0,)), 0), ()),
 }
-
-
-def integers(shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), jnp.float32)
-
-
-def assert_same(got, want):
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert mine.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

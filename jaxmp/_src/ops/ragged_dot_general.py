@@ -129,7 +129,8 @@ def jaxmp_ragged_dot_general(
         y = _folded(rhs, (*product.rhs_batch, *numbers.of_rhs(numbers.outer)), numbers.of_rhs(rows), numbers.columns)
         out = accumulator(x.dtype) if numbers.outer else spec.out_dtype  # sums are rounded when they are complete
         d = grouped(spec.contraction(out), x, y, bounds * _size(lhs, rows[1:]))
-        d = d.reshape(math.prod(pick(lhs.shape, product.lhs_batch)), -1, *d.shape[1:]).sum(1).astype(spec.out_dtype)
+        d = d.reshape(_size(lhs, product.lhs_batch), _size(lhs, numbers.outer), *d.shape[1:])
+        d = d.sum(1).astype(spec.out_dtype)
         return jnp.moveaxis(d, 1, 0).reshape(shape)
     rows = numbers.among(product.lhs_free)
     x = _folded(lhs, lead, rows, product.lhs_contract)

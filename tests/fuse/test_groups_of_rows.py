@@ -4,21 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ragged import assert_same, integers
 
 import jaxmp
 
 SIZES = jnp.array([3, 0, 4, 0])
 NUMBERS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 explained = functools.partial(jaxmp.explain, quiet=True)
-
-
-def integers(shape, seed):
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), jnp.float32)
 
 
 X, W = integers((8, 4), 0), integers((4, 4, 6), 1)
@@ -34,11 +30,6 @@ def gradients(fn):
 
 def products(fn, *operands):
     return [(r.operation, r.extents, r.flops) for r in explained(fn)(*operands).rows if r.extents]
-
-
-def assert_same(got, want):
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
 def mesh_of(kind):
