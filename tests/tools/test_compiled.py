@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -109,6 +110,117 @@ def test_a_collective_has_its_cause_and_line(fn, args, expected, array, mesh):
     assert all(row.line.startswith("test_compiled.py:") for row in explanation.collectives)
     assert all(len(line) <= 80 for line in str(explanation).splitlines())
     assert "<table>" in explanation._repr_html_()
+
+
+CONSTRAINT = r"jax\.lax\.with_sharding_constraint in test_compiled\.py:\d+"
+
+
+def constrained_norm(x):
+    x = jax.lax.with_sharding_constraint(jnp.tanh(x), P(None, "model"))
+    return x / jnp.mean(x * x, -1, keepdims=True)
+
+
+def momentum(w, m, x):
+    return w - m, 0.9 * m + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+def slices_of_a_reshape(x):
+    return jax.lax.scan(lambda carry, part: (carry + part.sum(), None), 0.0, x.reshape(4, 2, 16))[0]
+
+
+def layers(ps, x):
+    for p in ps:
+        x = jnp.tanh(x @ p["in"]) @ p["out"]
+    return x
+
+
+def decode(cache, x, w):
+    return jax.lax.dynamic_update_slice(cache, x @ w, (3, 0))
+
+
+def scaled(x, settings):
+    return (x * settings["scale"]) @ settings["w"]
+
+
+# (function, arguments as in CASES or such in containers, words that a cause has)
+ORIGINS = [
+    (constrained_norm, [((8, 16),)], rf"^a sum over dimension 1 of .* \(from {CONSTRAINT}\), which model"),
+    (
+        lambda b, x, w: jnp.tanh(b + x) @ w,  # XLA shards b as it likes, so that b is no origin
+        [jax.ShapeDtypeStruct((1, 16), "float32"), ((8, 16), None, "model"), ((16, 32), None, "model")],
+        r"sums dimension 1 of the result of tanh \(test_compiled.py:\d+\) \(from dimension 1 of x\) and keeps .* of w:",
+    ),
+    (
+        lambda x, w: x @ w,
+        [((8, 16), None, "model"), ((16, 32),)],
+        "sums dimension 1 of x over model and dimension 0 of w over no axis",
+    ),
+    (
+        momentum,
+        [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
+        r"the result \(to meet dimension 0 of m\)",
+    ),
+    (
+        slices_of_a_reshape,
+        [((8, 16), "data")],
+        r"dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)",
+    ),
+    (
+        layers,
+        [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
+        r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]",
+    ),
+    (
+        decode,
+        [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
+        "along dimension 0 of cache, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w",
+    ),
+    (
+        scaled,
+        [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
+        r"dimension 0 of settings\['w'\], which model shards",
+    ),
+    (
+        lambda x: jnp.fft.fft(x, axis=0).real,
+        [((8, 16), "data")],
+        "^fft runs along dimension 0 of x, which data shards$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fn", "args", "words"), ORIGINS, ids=range(len(ORIGINS)))
+def test_a_cause_names_the_array_or_the_constraint_that_it_begins_at(fn, args, words, array, mesh):
+    def typed(arg):
+        return array(*arg) if isinstance(arg, tuple) else arg
+
+    args = jax.tree.map(typed, args, is_leaf=lambda arg: isinstance(arg, tuple))
+    with jax.set_mesh(mesh):
+        collectives = compiled(fn, *args).collectives
+    assert any(re.search(words, row.cause) for row in collectives), collectives
+    assert not any(row.cause_kind in ("carry", "unplaced") for row in collectives)
+
+
+def test_specs_of_exported_functions_and_shard_maps_are_causes(array, mesh):
+    rows, cols = (NamedSharding(mesh, P(*spec)) for spec in (("model",), (None, "model")))
+    exported = jax.export.export(jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows))(
+        jax.ShapeDtypeStruct((8, 16), "float32")
+    )
+    causes = [row.cause for row in compiled(lambda w: exported.call(w), array((8, 16), *cols.spec)).collectives]
+    asks = "a sharding of the exported function asks for model on dimension 0, but model shards dimension 1 of w"
+    assert causes == [asks]
+    whole = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    (row,) = compiled(lambda x: whole(x * 2), array((8, 16), "data")).collectives
+    assert row.cause.startswith(
+        "a spec of shard_map asks for a value that is whole over data, but data shards dimension 0"
+    )
+
+
+def test_layers_that_one_line_makes_share_a_row_of_the_table(array):
+    ps = [{"in": array((16, 32), None, "model"), "out": array((32, 16), "model")}] * 3
+    explanation = compiled(layers, ps, array((8, 16)))
+    assert len({row.cause for row in explanation.collectives}) == 3
+    assert "ps[*]['out']" in str(explanation)
+    assert str(explanation).count("all-reduce  ") == 1
 
 
 def test_a_result_that_is_wanted_whole_names_out_shardings(array, mesh):

@@ -136,8 +136,8 @@ class Advised:
         return advice
 
     def _advice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProgramAdvice:
-        arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
-        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        *arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
         chain = self._chain(fn_of_arrays, given)
         mesh = jax.sharding.get_abstract_mesh()
         if chain.left and AxisType.Explicit in mesh.axis_types:  # of their shards jaxmp's calls make shard_maps
@@ -153,7 +153,7 @@ class Advised:
         return ProgramAdvice(program, tuple(plans), _remarks(chain, search.met_cap), self._hardware)
 
     def _chain(self, fn: Callable[..., Any], given: Sequence[Any]) -> Chain:
-        traced = jax.make_jaxpr(jax.jit(fn))(given).jaxpr
+        traced = jax.make_jaxpr(jax.jit(fn))(*given[0], **given[1]).jaxpr
         return Chain(jax_compat.without_dead_code(traced), traced.invars, self._devices, self._hardware)
 
     def _plan(

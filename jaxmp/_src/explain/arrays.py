@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +11,17 @@ import jax
 
 def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[..., Any]]:
-    """The arrays among the arguments, and `fn` as a function of them alone, which also returns what `fn` changes."""
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
+    """The arguments with None for what is no array, and `fn` as a function of them, which also returns what it changes.
+
+    The names of arguments stay those of `fn`.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def fn_of_arrays(arrays: Sequence[Any]) -> list[Any]:
+    @functools.wraps(fn, updated=())
+    def fn_of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
+        arrays = jax.tree.leaves((args, kwargs))
         given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
         args, kwargs = jax.tree.unflatten(tree, given.values())
         results = jax.tree.leaves(fn(*args, **kwargs))
@@ -24,13 +29,14 @@ def split_arrays(
         results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
         return [leaf for leaf in results if is_array(leaf)]
 
-    return [leaves[i] for i in places], fn_of_arrays
+    args, kwargs = jax.tree.unflatten(tree, [leaf if is_array(leaf) else None for leaf in leaves])
+    return args, kwargs, fn_of_arrays
 
 
 def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     """`fn`, of arrays alone, whose result is the arrays of its result."""
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if is_array(leaf)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from jaxmp._src.explain import hlo
 from jaxmp._src.explain.causes import cause
 from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
+from jaxmp._src.explain.origins import Origins
 from jaxmp._src.explain.partitioned import Program
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.explain.text import aligned, as_html
@@ -188,16 +190,17 @@ def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
 
 def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
     """`left` has, by line, why `fuse` has left a product to XLA."""
-    module = program.compiled
+    module, origins = program.compiled, Origins(program)
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
         independent = _Independent(module, computation)
         for each in computation.instructions.values():
             if each.kind in COLLECTIVES:
                 behind, is_hidden = independent.products(each), independent.is_hidden(each)
+                axes = program.axes(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
-                    why = cause(program, computation, each, i)
-                    what = (each.kind, why.line, program.axes(each), nbytes, count, shape)
+                    why = cause(origins, computation, each, i)
+                    what = (each.kind, why.line, axes, nbytes, count, shape)
                     yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
             elif each.opcode == "dot":
                 line, flops = module.line(each), _flops(computation, each)
@@ -279,16 +282,18 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
-    """The rows, with those that are alike in all but their order as one."""
-    counts: dict[Operation, int | None] = {}
+    """The rows, with those that are alike in all but their order and the numbers of layers as one."""
+    alike: dict[Operation, list[Operation]] = {}
     for row in rows:
-        key, before = dataclasses.replace(row, count=1, behind=()), counts.get(row, 0)
-        before = counts.get(key, 0)
-        counts[key] = None if None in (row.count, before) else row.count + before  # type: ignore[operator]
-    behind: dict[Operation, tuple[str, ...]] = {}
-    for row in rows:
-        behind.setdefault(dataclasses.replace(row, count=1, behind=()), row.behind)
-    return [dataclasses.replace(row, count=count, behind=behind[row]) for row, count in counts.items()]
+        cause, remedy = (re.sub(r"\[\d+\]", "[*]", text) for text in (row.cause, row.remedy))
+        alike.setdefault(dataclasses.replace(row, count=1, behind=(), cause=cause, remedy=remedy), []).append(row)
+    merged = []
+    for key, found in alike.items():
+        counts = [row.count for row in found]
+        one = key if len({row.cause for row in found}) > 1 else found[0]
+        count = None if None in counts else sum(counts)  # type: ignore[arg-type]
+        merged.append(dataclasses.replace(one, count=count, behind=found[0].behind))
+    return merged
 
 
 def _narrow(table: list[list[str]]) -> list[list[str]]:

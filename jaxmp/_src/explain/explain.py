@@ -169,8 +169,8 @@ class _Explained:
                 return traced
         if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
             return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
-        arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
-        return jax.jit(fn_of_arrays).trace(arrays)
+        args, kwargs, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+        return jax.jit(fn_of_arrays).trace(*args, **kwargs)
 
 
 @contextlib.contextmanager

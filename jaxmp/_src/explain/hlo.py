@@ -25,13 +25,15 @@ COLLECTIVES = (
 
 # An axis, or a part of it, in a sharding or in replica groups.
 _AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
+_PLAIN = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ([^( ]+) ([\w\-]+)\(([^()]*)\)(?:, )?(.*)")
 _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r'\\.|["(){}\[\]]')
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)  # frozen ones are made in three times the time, and programs have 10,000s
 class Instruction:
     """One instruction: `operands` are names of others of its computation, `attributes` the text behind them.
 
@@ -49,7 +51,7 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        found = _OP_NAME.search(self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
     @property
@@ -67,22 +69,28 @@ class Instruction:
         """The opcode; of the parts of an asynchronous operation that of the whole."""
         return self.opcode.removesuffix("-start")
 
-    @property
+    @functools.cached_property
+    def sharding(self) -> str:
+        return self.attribute("sharding")
+
+    @functools.cached_property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(type, extents) of the result, or of each part of a tuple."""
         found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", self.type)
         return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in self.shapes)
 
     def attribute(self, name: str) -> str:
         """The text of an attribute, without the braces around it, or the empty string."""
-        found = re.search(rf"(?:^|[ ,]){name}=", self.attributes)
-        if found is None:
+        at = self.attributes.find(f"{name}=")
+        while at > 0 and self.attributes[at - 1] not in " ,":  # the end of a longer name
+            at = self.attributes.find(f"{name}=", at + 1)
+        if at < 0:
             return ""
-        text = self.attributes[found.end() :]
+        text = self.attributes[at + len(name) + 1 :]
         if text[:1] == "{":
             return text[1 : _closing(text, 0)]
         return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
@@ -139,6 +147,9 @@ class Module:
         self._locations = {name: (files[file], int(line)) for name, file, line in locations}
         frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
         frames = re.findall(frame, _section(header, "StackFrames"), re.M)
+        # For each argument whether XLA chooses its sharding.
+        chosen = re.search(r"allow_spmd_sharding_propagation_to_parameters=\{([^}]*)\}", header)
+        self.chooses_arguments = [flag == "true" for flag in chosen[1].split(",")] if chosen else []
         # Whether XLA chooses the shardings of results.
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
         # The text counts parents from 1, and 0 or none stands for the outermost.
@@ -268,19 +279,22 @@ def _section(header: str, title: str) -> str:
 
 
 def _instruction(line: str) -> Instruction | None:
-    head = _HEAD.match(line)
-    if head is None:
+    if found := _PLAIN.match(line):  # most lines, in a third of the time
+        root, name, kind, opcode, inner, attributes = found.groups()
+    elif head := _HEAD.match(line):
+        root, name = head.groups()
+        at = head.end()
+        end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+        start = line.index("(", end)
+        stop = _closing(line, start)
+        kind, opcode, inner = line[at:end], line[end:start].strip(), line[start + 1 : stop]
+        attributes = line[stop + 1 :].lstrip(", ")
+    else:
         return None
-    at = head.end()
-    end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
-    start = line.index("(", end)
-    stop = line.index(")", start)
-    stop = stop if line.find("(", start + 1, stop) < 0 else _closing(line, start)
-    opcode = line[end:start].strip()
-    operands = [("", line[start + 1 : stop])] if opcode == "parameter" else []
-    operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(line, start, stop)
-    names, parts = tuple(name for name, _ in operands if name), tuple(part for _, part in operands)
-    return Instruction(head[2], opcode, line[at:end], names, parts, line[stop + 1 :].lstrip(", "), bool(head[1]))
+    operands = [("", inner)] if opcode == "parameter" else []
+    operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(inner)
+    names, parts = tuple([name for name, _ in operands if name]), tuple([part for _, part in operands])
+    return Instruction(name, opcode, kind, names, parts, attributes, bool(root))
 
 
 def _closing(text: str, at: int) -> int:

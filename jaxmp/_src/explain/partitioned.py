@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxmp._src.explain import hlo
 from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
@@ -15,7 +16,7 @@ Dims = tuple[tuple[str, ...], ...]
 Place = tuple[Computation, Instruction]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A compiled program, and the same ahead of and behind XLA's partitioner, where XLA has told them.
 
@@ -27,21 +28,22 @@ class Program:
     mesh: Mapping[str, int]
     whole: Module | None = None
     parts: Module | None = None
+    # What `wholes` and `dims` have told, by what was asked.
+    _alike: dict[Any, tuple[list[Place], dict[str, int]]] = dataclasses.field(default_factory=dict)
+    _dims: dict[tuple[str, str], Dims] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def _wholes(self) -> dict[tuple[str, str], Place]:
-        """The instructions of whole arrays by their names in JAX and their opcodes, and the last one of each name."""
-        found: dict[tuple[str, str], Place] = {}
-        for computation in self.whole.computations.values() if self.whole else ():
-            for each in computation.instructions.values():
-                found.setdefault((origin(each), each.opcode), (computation, each))
-                found[origin(each), ""] = computation, each
-        return found
+    def _wholes(self) -> dict[tuple[str, str], list[Place]]:
+        return _by_name(self.whole)
 
     @functools.cached_property
-    def _partitioned(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+    def _parts(self) -> dict[tuple[str, str], list[Place]]:
+        return _by_name(self.parts)
+
+    @functools.cached_property
+    def _partitioned(self) -> dict[str, list[Place]]:
         """The collectives behind the partitioner by their channels, their names in JAX, and those of their operands."""
-        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        found: dict[str, list[Place]] = {}
         for computation in self.parts.computations.values() if self.parts else ():
             for each in computation.instructions.values():
                 if each.kind in COLLECTIVES:
@@ -53,31 +55,56 @@ class Program:
         groups = hlo.groups(collective, math.prod(self.mesh.values()))
         return hlo.axes_of(groups, self.mesh) or ()
 
-    def as_whole(self, part: Instruction) -> tuple[Computation, Instruction] | None:
-        """The instruction of whole arrays that one behind the partitioner comes from."""
-        found = self._wholes.get((origin(part), part.opcode)) or self._wholes.get((origin(part), ""))
-        return found if part.op_name else None
+    def wholes(self, part: Instruction) -> list[Place]:
+        """The instructions of whole arrays that one behind the partitioner may come from, the likeliest first.
+
+        Layers that one line makes are told from each other by their order.
+        """
+        if not part.op_name:
+            return []
+        key, shape = (origin(part), part.opcode), part.shapes[:1]
+        if (*key, *shape) not in self._alike:
+            every = self._wholes.get(key) or self._wholes.get((key[0], ""), [])[::-1]
+            found = [place for place in every if self._local(*place) == shape]
+            twins = [each.name for _, each in self._parts.get(key, ()) if each.shapes[:1] == shape]
+            places = {name: i for i, name in enumerate(twins)} if len(twins) == len(found) else {}
+            self._alike[*key, *shape] = found or every, places
+        found, places = self._alike[*key, *shape]
+        at = places.get(part.name, 0)
+        return found[at:] + found[:at]
+
+    def _local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+        """The type and extents of an instruction, or of its first part, on one device."""
+        by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]
+        return [
+            (kind, tuple(n // m for n, m in zip(extents, by, strict=False)) if by else extents)
+            for kind, extents in each.shapes[:1]
+        ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
         """For each dimension of a whole array the axes that shard it."""
-        text = of.attribute("sharding")
-        if text.startswith("{"):  # of a tuple
-            texts = list(_split(text))
-            text = texts[int(part)] if part and int(part) < len(texts) else ""
-        dims = hlo.sharded(text, self.mesh) or ()
-        return dims if any(dims) else ()
+        text = of.sharding
+        if (text, part) not in self._dims:
+            texts = list(_split(text)) if text.startswith("{") else [text]  # of a tuple
+            at = int(part or len(texts)) if text.startswith("{") else 0
+            dims = (hlo.sharded(texts[at], self.mesh) or ()) if at < len(texts) else ()
+            self._dims[text, part] = dims if any(dims) else ()
+        return self._dims[text, part]
 
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
         """The collective behind the partitioner that one of the compiled program was, as far as names tell."""
+        size = computation.operands(collective)[operand].nbytes
         for key in keys(computation, collective, operand):
-            for place, each in self._partitioned.get(key, ()):
-                # Later passes make a reduce-scatter of an all-reduce.
-                if each.kind == collective.kind or {each.kind, collective.kind} == {"all-reduce", "reduce-scatter"}:
-                    return place, each
+            # Later passes make a reduce-scatter of an all-reduce.
+            kinds = {"all-reduce", "reduce-scatter"} if "reduce" in collective.kind else {collective.kind}
+            found = [place for place in self._partitioned.get(key, ()) if place[1].kind in kinds]
+            if found:
+                # The products of a layer's gradient have one name.
+                return next((each for each in found if each[0].operands(each[1])[0].nbytes == size), found[0])
         return None
 
     @functools.cached_property
-    def _callers(self) -> dict[str, Place]:
+    def callers(self) -> dict[str, Place]:
         """By the name of a computation who runs it: a loop, a branch or a call."""
         return {
             name: (computation, each)
@@ -86,32 +113,16 @@ class Program:
             for name, _ in hlo.called_by(each)
         }
 
-    def arguments(self, computation: Computation, of: Instruction, part: str, axes: Collection[str]) -> list[str]:
-        """The names of the program's arguments that bring a sharding over `axes` into a whole array."""
-        waiting, seen, found = [(computation, of, part)], set[tuple[str, str, str]](), dict[str, None]()
-        while waiting and len(seen) < 2000:
-            place, at, part = waiting.pop(0)
-            if (place.name, at.name, part) in seen:
-                continue
-            seen.add((place.name, at.name, part))
-            if at.opcode == "get-tuple-element":
-                waiting.append((place, place.operands(at)[0], at.attribute("index")))
-            elif at.opcode == "tuple" and part:
-                waiting.append((place, place.operands(at)[int(part)], at.parts[int(part)]))
-            elif at.opcode in ("while", "opt-barrier", "optimization-barrier") and part:
-                waiting.append((place, place.operands(at)[0], part))
-            elif at.opcode == "parameter" and place.name in self._callers:
-                outer, caller = self._callers[place.name]
-                # A branch has its own operand behind the one that chooses.
-                branches = [name for name, _ in hlo.called_by(caller)] if caller.opcode == "conditional" else []
-                number = 1 + branches.index(place.name) if branches else int(at.parts[0])
-                waiting.append((outer, outer.operands(caller)[number], part or caller.parts[number]))
-            elif not {axis for dim in self.dims(place, at, part) for axis in dim}.isdisjoint(axes):
-                if at.opcode == "parameter":
-                    found |= {at.op_name: None} if at.is_argument else {}
-                else:
-                    waiting += zip([place] * len(at.operands), place.operands(at), at.parts, strict=True)
-        return list(found)
+
+def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
+    """The instructions by their names in JAX and their opcodes, and by their names alone."""
+    found: dict[tuple[str, str], list[Place]] = {}
+    for computation in module.computations.values() if module else ():
+        for each in computation.instructions.values():
+            if name := origin(each):
+                for opcode in (each.opcode, ""):
+                    found.setdefault((name, opcode), []).append((computation, each))
+    return found
 
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
@@ -119,8 +130,8 @@ def keys(computation: Computation, collective: Instruction, operand: int) -> lis
     is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # others XLA has combined
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)
-    found = [f"channel {channel}" if channel else "", origin(collective)]
-    return [key for key in (*found, f"of {origin(made)}" if made.op_name else "") if key]
+    names = [origin(collective), f"of {origin(made)}" if made.op_name else ""]
+    return [key for key in (f"channel {channel}" if channel else "", *names[:: 1 if is_single else -1]) if key]
 
 
 def source(computation: Computation, collective: Instruction, operand: int) -> Instruction:
@@ -130,8 +141,9 @@ def source(computation: Computation, collective: Instruction, operand: int) -> I
     while at is collective or at.opcode in MOVES | {"select"} or at.kind in COLLECTIVES:
         if not at.operands:
             break
-        # select(mask, values, zeros) is what a lookup in a part of a table gives.
-        part = 1 if at.opcode == "select" else part if at is collective else 0
+        # A lookup in a part of a table gives values where it finds them, and else zeros.
+        if at.opcode == "select":
+            part = 2 if computation.operands(at)[1].opcode == "broadcast" else 1
         at, _ = behind(computation, at, part)
         part = 0
     return at if at.op_name and at.opcode != "parameter" else collective
