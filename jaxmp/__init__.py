@@ -26,6 +26,8 @@ from jaxmp._src.ops.einsum import einsum
 from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.ops.mlp import mlp
+from jaxmp._src.ops.ragged_dot import ragged_dot
+from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.profile.profile import Profile, profile
@@ -77,6 +79,8 @@ __all__ = [
     "plan_cache_info",
     "profile",
     "quantize",
+    "ragged_dot",
+    "ragged_dot_general",
     "register",
     "scaled_matmul",
     "to_block_cyclic",

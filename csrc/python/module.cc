@@ -21,6 +21,7 @@
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/ffi/cuda_matmul.h"
+#include "csrc/ffi/host_grouped.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_calls.h"
 #include "csrc/hostmp/cpu/features.h"
@@ -37,7 +38,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 10;
+constexpr int kAbiVersion = 11;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -68,12 +69,14 @@ nb::dict Type() {
 
 nb::dict Registrations() {
   return DictOf({{"jaxmp_matmul", Stages(MatmulInstantiate, MatmulExecute)},
+                 {"jaxmp_grouped", Stages(GroupedInstantiate, GroupedExecute)},
                  {"jaxmp_process_barrier", Stages(ProcessBarrierInstantiate, ProcessBarrierExecute)},
                  {"jaxmp_process_collective", Stages(ProcessCollectiveInstantiate, ProcessCollectiveExecute)}});
 }
 
 nb::dict Types() {
   return DictOf({{"jaxmp_site", Type<Site>()},
+                 {"jaxmp_grouped_site", Type<GroupedSite>()},
                  {"jaxmp_process_barrier_site", Type<ProcessBarrierSite>()},
                  {"jaxmp_process_collective_site", Type<ProcessCollectiveSite>()}});
 }

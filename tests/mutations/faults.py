@@ -196,6 +196,21 @@ def calls_of_a_program_share_one_number(original, ctx, key):
     return 0
 
 
+@seeded("sharding.ragged:bounds_of", "product/test_ragged_dot.py::test_sizes")
+def negative_sizes_count(original, sizes, *rest):
+    return original(abs(sizes), *rest)
+
+
+@seeded("sharding.ragged:_split", "product/test_ragged_dot_meshes.py::test_a_level_on_a_mesh")
+def a_sum_under_a_level_is_split(original, *shardings, keeps_k):
+    return original(*shardings, keeps_k=False)
+
+
+@seeded("fuse.ragged:is_of_xla", "fuse/test_groups_of_rows.py::test_automatic_axes_are_left_to_xla")
+def groups_of_rows_on_automatic_axes_become_calls(original, eqn, options):
+    return False
+
+
 # C++ (faults.cc) -------------------------------------------------------------------------------------------------
 
 CPP = {

@@ -16,8 +16,7 @@ constexpr double kTilesPerThread = 2;
 constexpr double kSmallTile = 1 << 18;     // elements of D
 constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
 constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
-constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
-constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
+constexpr int64_t kLargestTile16 = 1 << 18;  // also bounds the workspace
 
 // Whether operands are widened or decoded a K block at a time. A thread needs memory for it.
 bool NeedsArea(const MatmulCall& call) { return Facts(call.a.desc.type).is_16bit || call.is_decoded(); }
@@ -51,17 +50,6 @@ int64_t CountPieces(const MatmulCall& call, double rectangle, int64_t rectangles
   if (tiles <= threads || tiles > kManyTiles * threads) return pieces;
   const int64_t even = RoundUp(pieces, threads / std::gcd(threads, rectangles));
   return rectangle / static_cast<double>(even) >= SmallestArea(call) ? even : pieces;
-}
-
-// Each tile packs its rows of op(A) and its columns of op(B), so their sum is made small. Columns are cut first: a slab
-// of whole columns is one piece of memory, while rows of a large matrix put every column on a page of its own.
-int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces) {
-  int64_t best = 1, least = INT64_MAX;
-  for (int64_t row_pieces = 1; row_pieces <= pieces; ++row_pieces) {
-    const int64_t packed = CeilDiv(rows, row_pieces) + CeilDiv(cols, CeilDiv(pieces, row_pieces));
-    if (packed < least) best = row_pieces, least = packed;
-  }
-  return best;
 }
 
 // Each product reads all of op(A), so small pieces of n, a few from each rank, are multiplied together. What is
@@ -131,6 +119,15 @@ Tiling CutExtents(const MatmulCall& call) {
 }
 
 }  // namespace
+
+int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces) {
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t row_pieces = 1; row_pieces <= pieces; ++row_pieces) {
+    const int64_t packed = CeilDiv(rows, row_pieces) + CeilDiv(cols, CeilDiv(pieces, row_pieces));
+    if (packed < least) best = row_pieces, least = packed;
+  }
+  return best;
+}
 
 Tiling MakeTiling(const MatmulCall& call) {
   Tiling tiling = CutExtents(call);

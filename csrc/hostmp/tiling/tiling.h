@@ -43,6 +43,11 @@ Tiling MakeTiling(const MatmulCall& call);
 // are, and for those so small, or in such small pieces, that it does not pay.
 Tiling MakeSymmetricTiling(const MatmulCall& call);
 
+constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
+// Each tile packs its rows of op(A) and its columns of op(B), so their sum is made small. Columns are cut first: a slab
+// of whole columns is one piece of memory, while rows of a large matrix put every column on a page of its own.
+int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces);
+
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
 double MostPieces(const MatmulCall& call);
 

@@ -100,6 +100,8 @@ def kind_of(eqn: Any) -> str:
 def settled_by(eqn: Any, vary: str) -> str:
     """The argument of `fuse` that keeps the bits of an equation, or nothing."""
     level, ours = LEVELS[vary], our_equation(eqn)
+    if eqn.primitive.name == "ragged_dot_general":
+        return 'determinism="batch"' if level == "batch" else ""
     if kind_of(eqn) != "product" or (ours is None and not _is_fused(eqn)):
         return ""
     return "" if ours is not None and _keeps(ours.params["spec"].determinism, level) else f'determinism="{level}"'

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxmp._src.contraction.contraction import Dim
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxmp._src.draw.svg import svg_of
 from jaxmp._src.draw.text import text_of
 from jaxmp._src.explain.explain import explain
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.validation.public import public
 

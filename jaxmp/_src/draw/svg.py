@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxmp._src.draw.blocks import Matrix, label, matrices, sentence, shown
 from jaxmp._src.draw.text import title
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 
 _MOST = 8  # blocks that are drawn along a dimension
 _SIDE = 150  # pixels of a matrix' longer side, at most

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from jaxmp._src.draw.blocks import Matrix, label, matrices, sentence, shown
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 
 _MOST = 6  # blocks that are drawn along a dimension
 

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 from jaxmp._src.hardware.call_time import CallTime, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
 

@@ -13,7 +13,8 @@ import jax
 from jaxmp._src.explain.arrays import is_array, returns_arrays, split_arrays
 from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
 from jaxmp._src.explain.hlo import COLLECTIVES
-from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
+from jaxmp._src.explain.row import Row
+from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.jax_internals import jax_compat

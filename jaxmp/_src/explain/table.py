@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmp._src.explain.estimate import estimate
-from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.row import Row
 from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware
@@ -153,7 +153,7 @@ _NOTHING = "no jaxmp call in this program"
 
 
 def _is_call(row: Row) -> bool:
-    return row.operation.startswith("matmul")
+    return row.operation.startswith("matmul") or row.operation == "ragged_dot"
 
 
 def _is_product(row: Row) -> bool:

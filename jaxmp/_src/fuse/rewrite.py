@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
+from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, templates
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
     DERIVED,
@@ -42,8 +42,9 @@ SCOPE = "jaxmp_left_"
 REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
-    "groups": "it multiplies groups of rows, or blocks with scales, each by a matrix of their own (lax.ragged_dot, "
-    "lax.scaled_dot, jax.nn.scaled_matmul), which no call does",
+    "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
+    "devices, and where its partitioner chooses the shardings",
+    "blocks": "it multiplies blocks with scales (lax.scaled_dot, jax.nn.scaled_matmul), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
@@ -253,10 +254,26 @@ class Rewriter:
                 stacklevel=2,
             )
 
+    def _groups_of_rows(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
+        """The result of a call, or nothing, and why."""
+        if ragged.is_of_xla(eqn, self.options):
+            self._warn(jax_compat.traced_line(eqn), REASONS["groups"])
+            return [], "groups"
+        try:
+            with jax_tracing.traced_as(eqn):
+                return ragged.call(eqn, self.options, operands), ""
+        except Refusal as error:
+            self._warn(jax_compat.traced_line(eqn), f"jaxmp refuses it: {error}")
+            return [], _name_of_refusal(error)
+
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
+        if name == "ragged_dot_general":
+            results, why = self._groups_of_rows(eqn, operands)
+            if results:
+                return results
         if name in (*PRODUCTS, *DERIVED):
-            why = why if name == "dot_general" else "groups" if name in PRODUCTS else "rule"
+            why = why or ("blocks" if name in PRODUCTS else "rule")
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):

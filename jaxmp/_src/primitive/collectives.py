@@ -199,6 +199,14 @@ def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
     return total
 
 
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
+    """`lax.psum_scatter`, tiled."""
+    if native.has_barrier():
+        return _collective("reduce_scatter", x, axes, source_line, (axis,))
+    part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
+    return part
+
+
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
     most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)

@@ -24,10 +24,11 @@ from jaxmp._src.runtime import cuda_libraries, logs
 from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
+GROUPED_TARGET = "jaxmp_grouped"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 _lock = threading.RLock()
 _loaded: Any = None

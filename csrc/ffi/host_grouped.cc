@@ -1,0 +1,97 @@
+#include "csrc/ffi/host_grouped.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/hostmp/handles/grouped.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+namespace {
+
+StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attributes) {
+  auto site = std::make_unique<GroupedSite>();
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_contraction", &site->is_contraction));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_transposed", &site->is_transposed));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_fixed_order", &site->is_fixed_order));
+  return site;
+}
+
+StatusOr<abi::cudaDataType_t> TypeOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32:
+      return abi::CUDA_R_32F;
+    case ffi::F64:
+      return abi::CUDA_R_64F;
+    case ffi::BF16:
+      return abi::CUDA_R_16BF;
+    case ffi::F16:
+      return abi::CUDA_R_16F;
+    case ffi::C64:
+      return abi::CUDA_C_32F;
+    case ffi::C128:
+      return abi::CUDA_C_64F;
+    default:
+      return InvalidArgument("jaxmp: a grouped product of XLA's type ", static_cast<int>(type));
+  }
+}
+
+using Shape = std::vector<int64_t>;
+
+Shape ShapeOf(const ffi::AnyBuffer& x) { return {x.dimensions().begin(), x.dimensions().end()}; }
+
+// Whether an argument has the call's batch in front. Its other extents have to be `rest`.
+StatusOr<bool> CheckShape(const char* name, const ffi::AnyBuffer& x, int64_t batch, const Shape& rest) {
+  const Shape shape = ShapeOf(x);
+  const bool is_like = shape.size() == rest.size() + 1 && std::equal(rest.begin(), rest.end(), shape.begin() + 1);
+  if (is_like && (shape[0] == batch || shape[0] == 1)) return shape[0] != 1;
+  return InvalidArgument("jaxmp: argument ", name, " of a grouped product has a shape that does not fit");
+}
+
+Status Multiply(const GroupedSite& site, int nthreads, const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+  if (args.size() != 3 || rets.size() != 1) {
+    return InvalidArgument("jaxmp: a grouped product takes x, w and bounds, got ", args.size(), " arguments");
+  }
+  const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
+  const ffi::AnyBuffer bounds = *args.get<ffi::AnyBuffer>(2), d = **rets.get<ffi::AnyBuffer>(0);
+  const Shape of_x = ShapeOf(x), of_w = ShapeOf(w), of_d = ShapeOf(d), of_bounds = ShapeOf(bounds);
+  const size_t w_rank = site.is_contraction ? 3 : 4, d_rank = site.is_contraction ? 4 : 3;
+  if (of_x.size() != 3 || of_w.size() != w_rank || of_d.size() != d_rank || of_bounds.size() != 2 || of_bounds[1] < 1 ||
+      bounds.element_type() != ffi::S32 || x.element_type() != w.element_type()) {
+    return InvalidArgument("jaxmp: arguments of a grouped product have ranks or types that do not fit");
+  }
+  hostmp::GroupedProduct p{};
+  p.is_contraction = site.is_contraction != 0;
+  p.is_transposed = site.is_transposed != 0;
+  p.is_fixed_order = site.is_fixed_order != 0;
+  p.batch = of_d[0], p.groups = of_bounds[1] - 1, p.m = of_x[1], p.k = of_x[2], p.n = of_d.back();
+  for (const int64_t extent : {p.m, p.k, p.n}) {
+    if (extent > INT32_MAX) return InvalidArgument("jaxmp: extent ", extent, " of a grouped product is too large");
+  }
+  const Shape matrices = p.is_transposed ? Shape{p.groups, p.n, p.k} : Shape{p.groups, p.k, p.n}, rows = {p.m, p.n};
+  JAXMP_ASSIGN_OR_RETURN(p.has_x_batch, CheckShape("x", x, p.batch, {p.m, p.k}));
+  JAXMP_ASSIGN_OR_RETURN(p.has_w_batch, CheckShape("w", w, p.batch, p.is_contraction ? rows : matrices));
+  JAXMP_ASSIGN_OR_RETURN(p.has_bounds_batch, CheckShape("bounds", bounds, p.batch, {p.groups + 1}));
+  JAXMP_RETURN_IF_ERROR(CheckShape("d", d, p.batch, p.is_contraction ? Shape{p.groups, p.k, p.n} : rows).status());
+  JAXMP_ASSIGN_OR_RETURN(p.type, TypeOf(x.element_type()));
+  JAXMP_ASSIGN_OR_RETURN(p.out, TypeOf(d.element_type()));
+  p.x = x.untyped_data(), p.w = w.untyped_data(), p.d = d.untyped_data();
+  p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
+  return hostmp::MultiplyGroups(p, nthreads);
+}
+
+ffi::Error Run(GroupedSite* site, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return ToError(Multiply(*site, static_cast<int>(threads.num_threads()) + 1, args, rets));
+}
+
+}  // namespace
+
+XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<GroupedSite, MakeSite>(frame); }
+
+XLA_FFI_Error* GroupedExecute(XLA_FFI_CallFrame* frame) { return Execute<GroupedSite, Run, ffi::ThreadPool>(frame); }
+
+}  // namespace jaxmp

@@ -1,0 +1,21 @@
+// The custom call `jaxmp_grouped` as XLA sees it: products of groups of rows, on host memory.
+#pragma once
+
+#include "csrc/ffi/handler.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmp {
+
+// The state of a call site: its attributes.
+struct GroupedSite : SiteType<GroupedSite> {
+  int64_t is_contraction = 0, is_transposed = 0, is_fixed_order = 0;
+};
+
+// Once per call site: decodes the attributes is_contraction, is_transposed and is_fixed_order (grouped.h).
+XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame);
+
+// Once per device and execution. Arguments x, w, bounds, each with a batch in front, of one where it serves all; result
+// d.
+XLA_FFI_Error* GroupedExecute(XLA_FFI_CallFrame* frame);
+
+}  // namespace jaxmp

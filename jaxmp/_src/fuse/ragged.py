@@ -1,0 +1,39 @@
+"""Products of groups of rows, `lax.ragged_dot` and its derivatives, as calls of jaxmp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._src.fuse import emit
+from jaxmp._src.fuse.emit import Options
+from jaxmp._src.fuse.operands import is_auto
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
+from jaxmp._src.spec.refusal import NotAvailable
+
+
+def is_of_xla(eqn: Any, options: Options) -> bool:
+    """Whether a call would be XLA's product too."""
+    is_elsewhere = jax_compat.default_platform() != "cpu" or options.implementation == "xla"
+    return is_elsewhere or is_auto(eqn.invars[0].aval)
+
+
+def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The result of a `ragged_dot_general`, by one call."""
+    (lhs, rhs, sizes), aval = operands, eqn.outvars[0].aval
+    d = ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        eqn.params["ragged_dot_dimension_numbers"],
+        preferred_element_type=aval.dtype,
+        out_sharding=emit.out_sharding(aval),
+        implementation=options.implementation,
+        **options.level.option,
+    )
+    if not jax_tracing.is_type_of(aval, d):
+        raise NotAvailable(f"{aval} became {jax.typeof(d)}")
+    return [d]

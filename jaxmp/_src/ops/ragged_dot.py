@@ -1,0 +1,195 @@
+"""Products of groups of rows, each with a matrix of its own: a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._src.ops import activated
+from jaxmp._src.primitive.grouped import GroupedSpec
+from jaxmp._src.sharding import meshes, ragged
+from jaxmp._src.spec import activations
+from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.matmul_spec import INTEGERS
+from jaxmp._src.spec.options import Activation
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.spec.request import ContractionOptions, Request
+from jaxmp._src.validation import operand_checks, result_types
+from jaxmp._src.validation.arguments import types_of
+from jaxmp._src.validation.public import public
+
+
+@public
+def ragged_dot(
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    group_offset: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    **options: Unpack[ContractionOptions],
+) -> jax.Array:
+    """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
+
+        d[i] = activation(x[i] @ w[g] + bias[g])    for each row i of group g
+
+    The rows of a group are adjacent, the first group's come first, and `group_sizes` says how many each has. Rows
+    behind the last group are `activation(0)`, zero by default. A row depends on its own group alone: a weight that is
+    infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations, however the rows are
+    divided among groups.
+
+    Sizes are data. What does not fit is clamped: a negative size counts as 0, and groups end with the last row.
+
+    Args:
+      x: (m, k), floating-point or complex.
+      w: (groups, k, n).
+      group_sizes: (groups,), integers. With `group_offset` it may list more groups than w has.
+      group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
+        that w does not have are zero. Default 0.
+      bias: (groups, n), a vector for each matrix of w.
+      activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
+        once. With `determinism="batch"` None or "relu".
+      preferred_element_type: as in `matmul`.
+      out_sharding: sharding of the result; required where k is sharded in both operands.
+      in_shardings: a pair of shardings for x and w (auto axes).
+      mesh: as in `matmul`.
+      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses.
+      determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
+        where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
+        devices is XLA's.
+
+    Returns:
+      (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
+
+    Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
+    NotImplementedError for types of 8 bits and fewer and other integers, for `implementation="cublasmp"`, and on a mesh
+    of explicit and automatic axes.
+
+    Source: `jax.lax.ragged_dot` (docs.jax.dev).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> w = jnp.array([[[1.0]], [[10.0]]])
+    >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
+    [[1.0], [10.0], [10.0], [0.0]]
+    """
+    request = Request("ragged_dot", x, w, preferred_element_type=preferred_element_type, **options)
+    return product(request, group_sizes, group_offset, bias, activation)
+
+
+def product(
+    request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
+) -> jax.Array:
+    """The result of `jaxmp.ragged_dot`."""
+    spec, operands = _validated(request, group_sizes, group_offset)
+    (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
+    placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
+    call = ragged.RaggedCall(spec)
+    if placement.mode == meshes.Mode.XLA:
+        raise NotAvailable(f"{placement.why}; make the axes of one kind, or call inside a shard_map over all of them")
+    if placement.mode == meshes.Mode.SHARDED:
+        given = placement.given(ragged.PRODUCT, shapes)
+        call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
+    if bias is None and activation is None:
+        d: jax.Array = jaxmp_ragged_dot(call, operands)
+    else:
+        f = _activation(spec, activation)
+        operands |= _bias(spec, bias, operands["b"])
+        d = activated.compiled(jaxmp_activated_ragged_dot, f)(call, f, operands)
+    return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
+    return call(operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_activated_ragged_dot(
+    call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
+) -> jax.Array:
+    def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
+        return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
+
+    zs = activated.preactivations(products, call.spec.out_dtype, operands)
+    return activated.activate(f or (lambda z: z), zs)
+
+
+def _activation(spec: GroupedSpec, activation: Any) -> Function | None:
+    """The function that XLA applies."""
+    found = activations.find(activation)
+    if spec.level.fixed_order and found not in (None, "relu"):
+        raise spec.level.refusal('takes activation=None or "relu", for others have bits of XLA')
+    return activations.FUNCTIONS[found] if isinstance(found, str) else found
+
+
+def _bias(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
+    """The bias by its name, if there is one."""
+    if bias is None:
+        return {}
+    operand_checks.check_array("bias", bias, 2)
+    if bias.shape != (w.shape[0], w.shape[2]):
+        raise InvalidValue(
+            f"bias must have shape {(w.shape[0], w.shape[2])}, a vector for each matrix of {{b}}, got {bias.shape}"
+        )
+    operand_checks.check_widens("bias", bias, spec.out_dtype)
+    return {"bias": jnp.asarray(bias).astype(spec.out_dtype)}
+
+
+def _validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    """The spec and the operands by name."""
+    x, w = request.a, request.b
+    for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
+        operand_checks.check_array(name, operand, ndim)
+    if x.shape[1] != w.shape[1]:
+        raise InvalidValue(
+            f"{{b}} has k={w.shape[1]} but {{a}} has k={x.shape[1]} (global shapes {tuple(x.shape)}, {tuple(w.shape)})"
+        )
+    check_integers("group_sizes", group_sizes)
+    groups, listed = w.shape[0], group_sizes.shape
+    if len(listed) != 1 or (listed[0] != groups if group_offset is None else listed[0] < groups):
+        wanted = f"({groups},)" if group_offset is None else f"(n,) with n of at least {groups}"
+        raise InvalidValue(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
+    operands = {"sizes": jnp.asarray(group_sizes)}
+    if group_offset is not None:
+        check_integers("group_offset", group_offset)
+        if group_offset.shape not in ((), (1,)):
+            raise InvalidValue(f"group_offset must have shape () or (1,), got {group_offset.shape}")
+        operands["offset"] = jnp.asarray(group_offset).reshape(())
+    spec, converted = spec_and_operands(request)
+    return spec, operands | converted
+
+
+def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    """The spec, and the operands in the type in which they are multiplied."""
+    x, w = jnp.asarray(request.a), jnp.asarray(request.b)
+    for name, operand in (("{a}", x), ("{b}", w)):
+        operand_checks.check_operand(name, operand)
+    preferred = operand_checks.check_preferred(request.preferred_element_type)
+    types = result_types.of_call(types_of(x, w), preferred, False)
+    if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
+        raise NotAvailable(f"operands of dtype {x.dtype} and {w.dtype} are not supported; convert them to bfloat16")
+    if request.level.global_order:
+        raise request.level.mesh_refusal("is not available", "the order of sums over devices is XLA's")
+    implementation = operand_checks.check_choice(
+        "implementation", request.implementation, operand_checks.IMPLEMENTATIONS
+    )
+    if implementation == "cublasmp":
+        raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
+    spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)
+    return spec, {"a": x.astype(types.operand), "b": w.astype(types.operand)}
+
+
+def check_integers(argument: str, x: Any) -> None:
+    """Raise TypeError for what is no array of integers."""
+    operand_checks.check_array(argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise InvalidType(f"{argument} must be an array of integers, got dtype {x.dtype}")

@@ -1,0 +1,136 @@
+"""Products of groups of rows: `grouped_p(x, w, bounds)` and its rules.
+
+Group i has the rows [bounds[i], bounds[i + 1]) of x, cut to the rows that there are; bounds do not decrease.
+
+    rows         x (m, k), w (g, k, n) -> (m, n): each row times the matrix of its group. Rows outside of all groups
+                 are zero, and a row depends on its own group alone.
+    contraction  x (m, k), w (m, n) -> (g, k, n): x^T w of the rows of each group. An empty group has zeros.
+
+Cotangents, of d for rows and of the matrices c for a contraction; both modes are each other's:
+
+    rows         dx = rows(dd, w^T), dw = contraction(x, dd)
+    contraction  dx = rows(w, c^T),  dw = rows(x, c)
+
+All operands have a batch in front, of one where it serves every index; `vmap` of a batch makes a larger one. To split
+rows over devices is to shift bounds, and to split groups is to slice them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.runtime.types import Tangent
+from jaxmp._src.spec import levels
+from jaxmp._src.spec.levels import Determinism
+from jaxmp._src.spec.options import Implementation, Parts
+
+grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedSpec(Parts):
+    """What is multiplied; `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays
+    that a mesh shards, where the operands are shards of them."""
+
+    out_dtype: np.dtype
+    is_contraction: bool = False
+    is_transposed: bool = False
+    determinism: Determinism = "run_to_run"
+    implementation: Implementation | None = None
+    whole: tuple[int, ...] = ()
+    function: str = "ragged_dot"
+
+    @property
+    def level(self) -> levels.Level:
+        """The level of determinism."""
+        return levels.find(self.determinism)
+
+    def swapped(self) -> GroupedSpec:
+        """The same with k and n in each other's place."""
+        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]))
+
+    def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
+        """A product of rows under the same options."""
+        return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=False, is_transposed=is_transposed)
+
+    def contraction(self, out_dtype: np.dtype) -> GroupedSpec:
+        """A contraction under the same options."""
+        return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=True, is_transposed=False)
+
+
+def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+    """The product of operands with a batch in front, in the type that JAX promotes x and w to."""
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    x, w = (y if y.dtype == dtype else y.astype(dtype) for y in (x, w))
+    axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
+    d: jax.Array = grouped_p.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
+    return d
+
+
+def batch_of(operands: Sequence[Any]) -> Any:
+    """The extent of the batch."""
+    return next((y.shape[0] for y in operands if y.shape[0] != 1), 1)
+
+
+def abstract_eval(
+    x: jax.core.ShapedArray, w: jax.core.ShapedArray, bounds: jax.core.ShapedArray, *, spec: GroupedSpec
+) -> jax.core.ShapedArray:
+    batch, n = batch_of((x, w, bounds)), w.shape[2] if spec.is_transposed else w.shape[-1]
+    varying = jax_compat.varying_axes(x)
+    if not spec.is_contraction:
+        return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying)
+    shape = (batch, bounds.shape[1] - 1, x.shape[2], n)
+    return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying)
+
+
+def jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: GroupedSpec
+) -> tuple[jax.Array, Tangent]:
+    """dd = dx w + x dw."""
+    x, w, bounds = primals
+    tx, tw, _ = tangents
+    d = grouped(spec, x, w, bounds)
+    terms = [grouped(spec, tx, w, bounds)] if not isinstance(tx, ad.Zero) else []
+    terms += [grouped(spec, x, tw, bounds)] if not isinstance(tw, ad.Zero) else []
+    return d, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(d).to_tangent_aval())
+
+
+def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
+    of_x = ad.is_undefined_primal(x)
+    aval: Any = (x if of_x else w).aval
+    if isinstance(ct, ad.Zero):
+        found: Tangent = ad.Zero(aval)
+    elif of_x and spec.is_contraction:
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=True), w, ct, bounds)
+    elif of_x:
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=not spec.is_transposed), ct, w, bounds)
+    elif spec.is_contraction:
+        found = grouped(spec.rows(aval.dtype, is_transposed=False), x, ct, bounds)
+    else:
+        left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
+        found = grouped(spec.contraction(aval.dtype), left, right, bounds)
+    if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
+        found = found.sum(0, keepdims=True)
+    return [found, None, None] if of_x else [None, found, None]
+
+
+def batch_rule(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, spec: GroupedSpec
+) -> tuple[jax.Array, int]:
+    pairs = [y[None] if dim is None else jnp.moveaxis(y, dim, 0) for y, dim in zip(operands, dims, strict=True)]
+    outer, inner = (next((y.shape[i] for y in pairs if y.shape[i] != 1), 1) for i in (0, 1))
+    folded = []
+    for y in pairs:
+        lead = (1, 1) if y.shape[:2] == (1, 1) else (outer, inner)
+        folded.append(jnp.broadcast_to(y, (*lead, *y.shape[2:])).reshape(lead[0] * lead[1], *y.shape[2:]))
+    d = grouped(spec, *folded)
+    return d.reshape(outer, inner, *d.shape[1:]), 0

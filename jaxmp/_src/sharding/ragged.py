@@ -1,0 +1,166 @@
+"""Products of groups of rows on a mesh: x (m, k), w (g, k, n) -> (m, n), where the groups lie along m.
+
+The ranks of each mesh axis split one index. An operand that has it is used as it lies, or sliced, and any other one is
+gathered. A split of k leaves partial sums, and one of g rows that one rank alone does not have as zeros: both are
+summed, or reduce-scattered where the result is sharded so. Rows are split by shifting the bounds of the groups, and
+groups by slicing them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.contraction import moves
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive.grouped import GroupedSpec, grouped
+from jaxmp._src.runtime.types import Shape
+from jaxmp._src.sharding import meshes
+from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
+from jaxmp._src.spec.matmul_spec import accumulator
+
+_CALLER = "ragged_dot"
+SCOPE = "jaxmp_ragged_sum"  # in name stacks, where `explain` reads it
+PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCall:
+    """A call, hashable: its spec and, of global arrays on a mesh, its frame.
+
+    `rows`, `groups`: the axes that split them; `sums`: those over which results are summed whole; `scatters`: for each
+    dimension of the result those over which they are reduce-scattered.
+    """
+
+    spec: GroupedSpec
+    frame: Frame | None = None
+    rows: Dim = ()
+    groups: Dim = ()
+    contracted: Dim = ()
+    sums: Dim = ()
+    scatters: Dims = ((), ())
+
+    def __call__(self, operands: Operands) -> jax.Array:
+        """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"; with
+        "bias" (groups, n) added to the rows of each group."""
+        if self.frame is None:
+            return self._on_shards(operands)["d"]
+        result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
+        return result
+
+    def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
+        x, w = operands["a"], operands["b"]
+        m, g = (
+            size * math.prod(map(lax.axis_size, axes))
+            for size, axes in ((x.shape[0], self.rows), (w.shape[0], self.groups))
+        )
+        bounds = bounds_of(operands["sizes"], operands.get("offset"), m, g)
+        if self.groups:
+            bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * w.shape[0], w.shape[0] + 1)
+        if self.rows:
+            bounds = bounds - lax.axis_index(self.rows) * x.shape[0]
+        spec = self.spec
+        if self.contracted:  # partial sums are rounded when they are complete
+            spec = dataclasses.replace(spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
+        d = grouped(spec, x[None], w[None], bounds[None])[0]
+        if "bias" in operands:  # a product of k = 1, in one of the terms
+            bias, whole = operands["bias"][None, :, None], (*spec.whole[:2], 1, *spec.whole[3:]) if spec.whole else ()
+            ones = jnp.ones((1, x.shape[0], 1), bias.dtype)
+            ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
+            d = d + grouped(dataclasses.replace(spec, whole=whole), ones, bias, bounds[None])[0]
+        with jax.named_scope(SCOPE):
+            d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
+            for axis, axes in enumerate(self.scatters):
+                d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
+        return {"d": d.astype(self.spec.out_dtype)}
+
+
+def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
+    """The first row of each group, and the end of the last one, for groups from `offset` on; sizes are clamped."""
+
+    def add(a: jax.Array, b: jax.Array) -> jax.Array:  # sums of sizes that are too large would overflow
+        return jnp.minimum(a + b, m)
+
+    ends = lax.associative_scan(add, _within(sizes, m))
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    if offset is None:
+        return bounds
+    last = sizes.shape[0]
+    return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
+
+
+def _within(x: jax.Array, most: int) -> jax.Array:
+    """Integers of any type as int32 from 0 to `most`, which a narrow type may not have."""
+    x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+    return jnp.clip(x, 0, most).astype(jnp.int32)
+
+
+# The plan ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
+    """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
+    mesh, is_explicit = where
+    (m, k), (g, _, n) = shapes
+    is_w_larger = g * k * n > m * (k + n)
+    splits = {}
+    for axis, role in given.roles.items():
+        splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
+    x, w, d = given.layout
+
+    def along(letter: str, extent: int, *dims: Dim) -> Dim:
+        """The axes that split this index, and divide its extent; in their order in these dimensions."""
+        found: Dim = ()
+        for axis in dict.fromkeys(sum(dims, ())):
+            if splits.get(axis) == letter and extent % moves.size_of(mesh.shape, (*found, axis)) == 0:
+                found = (*found, axis)
+        return found
+
+    rows, contracted, groups, columns = (
+        along("m", m, x[0], d[0]),
+        along("k", k, x[1], w[1]),
+        along("g", g, w[0]),
+        along("n", n, w[2], d[1]),
+    )
+    partial = contracted + groups
+    scatters = tuple(
+        () if extent % moves.size_of(mesh.shape, own + (mine := tuple(a for a in dim if a in partial))) else mine
+        for extent, own, dim in ((m, rows, d[0]), (n, columns, d[1]))
+    )
+    layout = Layout((rows, contracted), (groups, contracted, columns), (rows + scatters[0], columns + scatters[1]))
+    entries = []
+    for name, have, want in (("a", x, layout.a), ("b", w, layout.b)):
+        dims, gathers = moves.entry(have, want, layout)
+        entries.append(
+            (name, Entry(meshes.partition_spec(dims), gathers, None if is_explicit else meshes.partition_spec(have)))
+        )
+    entries.append(("bias", Entry(meshes.partition_spec((groups, columns)))))
+    asked = None if layout.d == d else meshes.partition_spec(d)
+    frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(layout.d)),), asked)
+    sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
+    spec = dataclasses.replace(spec, whole=(g, m, k, n))
+    return RaggedCall(spec, frame, rows, groups, contracted, sums, scatters)
+
+
+def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
+    """The index that the ranks of an axis split, which shards x, w and the result along these, each or "".
+
+    `keeps_k`: no sum is split.
+    """
+    if x == "m":
+        if w == "n" and d:
+            return d
+        return w if w in ("n", "g") and is_w_larger else "m"
+    if w in ("n", "g"):
+        return w
+    if "k" in (x, w) and not keeps_k:
+        return "k"
+    return d

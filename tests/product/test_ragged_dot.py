@@ -1,0 +1,287 @@
+"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers.
+
+What would be silently wrong without it: rows that go to the matrix of another group, and weights of a group without
+rows that reach the result.
+"""
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+
+import jaxmp
+
+# One device ------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "even": (2, 2, 2, 2),
+    "empty groups": (0, 5, 0, 1),
+    "one has all": (0, 0, 8, 0),
+    "no rows": (0, 0, 0, 0),
+    "some rows are left": (1, 0, 2, 1),
+    "too large": (3, 9, 4, 1),
+    "far too large": (2**31 - 1,) * 4,
+    "negative": (-3, 4, -1, 2),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("kind", SIZES)
+def test_sizes(kind, implementation):
+    x, w, sizes = integers((8, 3)), integers((4, 3, 5), 1), SIZES[kind]
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), implementation=implementation)
+    want = derivatives(lambda x, w: reference(x, w, sizes), x, w)
+    assert_same(derivatives(ours, x, w), want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_types_of_sizes(dtype, x64):
+    x, w, sizes = integers((300, 2)), integers((3, 2, 2), 1), np.array([100, 50, np.iinfo(dtype).max], dtype)
+    ours = jaxmp.ragged_dot(x, w, jnp.array(sizes), jnp.zeros((), dtype))
+    assert_same(ours, reference(x, w, np.minimum(sizes.astype(np.uint64), 300)))
+
+
+def drawn(seed):
+    """(x, w, sizes, first group, whether the level is "batch") of a trial."""
+    rng = random.Random(seed)
+    m, k, n = (rng.choice((0, 1, 2, 5, 7, 16, 33, 130)) for _ in range(3))
+    groups, first = rng.choice((1, 2, 3, 8)), rng.choice((0, 0, 0, 1, 2))
+    sizes = [rng.choice((0, 0, 1, 3, m // 2, m)) for _ in range(groups + first)]
+    dtype = rng.choice((jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64))
+    x, w = integers((m, k), seed, dtype), integers((groups, k, n), seed + 1, dtype)
+    return (x, w), sizes, first, rng.choice(("run_to_run", "batch"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn(seed):
+    operands, sizes, first, level = drawn(seed)
+    # Sums are exact in the accumulator, and here in the type of the result too.
+    x, w = (y if y.dtype.itemsize > 2 else jnp.sign(y) for y in operands)
+    offset = jnp.array([first]) if first else None
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), group_offset=offset, determinism=level)
+    theirs = functools.partial(reference, sizes=sizes, first=first)
+    assert_same(ours(x, w), theirs(x, w))
+    assert_same(jax.vjp(ours, x, w)[1](ours(x, w)), jax.vjp(theirs, x, w)[1](theirs(x, w)))
+    if x.dtype == jnp.float32 and 0 not in x.shape + w.shape:
+        assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
+
+
+BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None, 0)) if axes != (None,) * 3]
+
+
+@pytest.mark.parametrize("axes", BATCHES)
+def test_vmap(axes):
+    batch, sizes = 3, np.array([[1, 4], [0, 6], [2, 2]])
+    shapes = [(6, 3), (2, 3, 5)]
+    x, w = (
+        integers(s if a is None else (*s[:a], batch, *s[a:]), i)
+        for i, (s, a) in enumerate(zip(shapes, axes[:2], strict=True))
+    )
+    sizes = jnp.array(sizes if axes[2] == 0 else sizes[0])
+
+    def one(product):
+        def cotangents(x, w, sizes):
+            d, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+            return d, *pull(d)
+
+        return cotangents
+
+    def each(x, w, sizes):
+        found = []
+        for i in range(batch):
+            at = [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)]
+            found.append(one(reference)(at[0], at[1], at[2].tolist()))
+        return [jnp.stack(parts) for parts in zip(*found, strict=True)]
+
+    assert_same(list(jax.vmap(one(jaxmp.ragged_dot), axes)(x, w, sizes)), each(x, w, sizes))
+
+    def total(product, x, w):
+        return (product(x, w, sizes) ** 2).sum()
+
+    ours = jax.grad(functools.partial(total, jax.vmap(jaxmp.ragged_dot, axes)), (0, 1))(x, w)
+    theirs = jax.grad(functools.partial(total, lambda *operands: _stacked(axes, batch, *operands)), (0, 1))(x, w)
+    assert_same(ours, theirs)
+
+
+def _stacked(axes, batch, x, w, sizes):
+    at = [
+        [y if a is None else jnp.take(y, i, a) for y, a in zip((x, w, sizes), axes, strict=True)] for i in range(batch)
+    ]
+    return jnp.stack([reference(x, w, sizes.tolist()) for x, w, sizes in at])
+
+
+def test_vmap_of_vmap():
+    x, w = integers((2, 3, 6, 3)), integers((3, 2, 3, 5), 1)
+    sizes = jnp.array([2, 3])
+    ours = jax.vmap(jax.vmap(jaxmp.ragged_dot, (0, None, None)), (1, 0, None))(x, w, sizes)
+    want = jnp.stack([jnp.stack([reference(x[i, j], w[j], (2, 3)) for i in range(2)]) for j in range(3)])
+    assert_same(ours, want)
+
+
+@pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
+def test_weights_of_a_group_without_rows_reach_nothing(value):
+    x, w = integers((6, 4)), integers((3, 4, 5), 1)
+    bad, sizes = w.at[1].set(value), jnp.array([3, 0, 2])
+    assert_same(jaxmp.ragged_dot(x, bad, sizes), reference(x, w, (3, 0, 2)))
+    dx, dw = jax.grad(lambda x, w: jaxmp.ragged_dot(x, w, sizes).sum(), (0, 1))(x, bad)
+    assert_same((dx, dw), jax.grad(lambda x, w: reference(x, w, (3, 0, 2)).sum(), (0, 1))(x, w))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
+def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.normal(size=(70, 300)), dtype), jnp.asarray(rng.normal(size=(3, 300, 40)), dtype)
+    product = functools.partial(jaxmp.ragged_dot, determinism="batch")
+    many = product(x, w, jnp.array([9, 0, 60]))
+    for row, group in ((0, 0), (8, 0), (9, 2), (40, 2), (68, 2)):
+        sizes = jnp.zeros(3, jnp.int32).at[group].set(1)
+        assert_same(product(x[row : row + 1], w, sizes), many[row : row + 1])
+    assert_same(product(x, w, jnp.array([9, 0, 31]))[:40], many[:40])
+    assert_same(jaxmp.matmul(x[9:69], w[2], determinism="batch"), many[9:69])
+    # Likewise at another place, among other rows, and of the gradient in x.
+    moved = jnp.concatenate([2 * x[20:33], x[9:40], x[:9]])
+    assert_same(product(moved, w, jnp.array([0, 13, 31]))[13:44], many[9:40])
+    ct = jnp.asarray(rng.normal(size=many.shape), dtype)
+    dx = jax.vjp(lambda x: product(x, w, jnp.array([9, 0, 60])), x)[1](ct)[0]
+    alone = jax.vjp(lambda x: product(x, w, jnp.array([0, 0, 1])), x[40:41])[1](ct[40:41])[0]
+    assert_same(alone, dx[40:41])
+
+
+@pytest.mark.parametrize("preferred", [None, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_rounding(dtype, preferred):
+    """Sums in float32, rounded once."""
+    rng = np.random.default_rng(1)
+    x, w = jnp.asarray(rng.normal(size=(300, 513)), dtype), jnp.asarray(rng.normal(size=(4, 513, 260)), dtype)
+    sizes = [100, 0, 150, 50]
+    d = jaxmp.ragged_dot(x, w, jnp.array(sizes), preferred_element_type=preferred)
+    assert d.dtype == (preferred or dtype)
+    wide = [np.asarray(y, np.float64) for y in (x, w)]
+    at = np.cumsum([0, *sizes])
+    parts = [(wide[0][at[i] : at[i + 1]], wide[1][i]) for i in range(4)]
+    want = np.concatenate([a @ b for a, b in parts])
+    size = np.concatenate([abs(a) @ abs(b) for a, b in parts])
+    units = np.finfo(np.float32).eps, float(jnp.finfo(d.dtype).eps)
+    assert (abs(np.asarray(d, np.float64) - want) <= 8 * units[0] * size + units[1] * abs(want)).all()
+
+
+def test_many_tiles():
+    x, w, sizes = integers((1000, 40)), integers((3, 40, 700), 1), (700, 1, 250)
+    product = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes))
+    assert_same(
+        jax.vjp(product, x, w)[1](product(x, w)), jax.vjp(lambda x, w: reference(x, w, sizes), x, w)[1](product(x, w))
+    )
+
+
+def test_it_is_rematerialized_scanned_exported_and_printed():
+    x, w, sizes = integers((6, 4)), integers((2, 4, 4), 1), jnp.array([2, 3])
+    product = functools.partial(jaxmp.ragged_dot, w=w, group_sizes=sizes)
+    kept = jax.checkpoint(lambda x: product(product(x)).sum(), policy=jaxmp.dots_saveable)
+    assert_same(jax.grad(kept)(x), jax.grad(lambda x: reference(reference(x, w, (2, 3)), w, (2, 3)).sum())(x))
+    last, _ = jax.lax.scan(lambda x, _: (product(x), None), x, None, length=2)
+    assert_same(last, product(product(x)))
+    check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_grouped")
+    exported = jax.export.deserialize(jax.export.export(jax.jit(product), disabled_checks=[check])(x).serialize())
+    assert_same(exported.call(x), product(x))
+    assert "is_contraction" not in str(jax.make_jaxpr(product)(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bias_and_activation(dtype):
+    """With the bias of its own group for each row, summed before the one rounding."""
+    x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
+    bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
+    ours = functools.partial(activated, sizes=jnp.array(sizes))
+    theirs = functools.partial(with_bias, sizes=sizes)
+    assert_same(ours(x, w, bias), theirs(x, w, bias))
+    assert_same(jax.vjp(ours, x, w, bias)[1](ct), jax.vjp(theirs, x, w, bias)[1](ct))
+    many = jax.vmap(ours, (0, None, 0))(jnp.stack([x, 2 * x]), w, jnp.stack([bias, -bias]))
+    assert_same(many, jnp.stack([theirs(x, w, bias), theirs(2 * x, w, -bias)]))
+    assert_same(ours(x, w, bias, determinism="batch"), theirs(x, w, bias))
+
+
+def test_activations_of_a_product_that_is_rounded_once():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((30, 64), (2, 64, 16)))
+    sizes = jnp.array([10, 15])
+    for activation in ("silu", jnp.tanh):
+        d = jaxmp.ragged_dot(x, w, sizes, activation=activation)
+        wide = jaxmp.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+        assert_same(d, (jax.nn.silu if activation == "silu" else activation)(wide).astype(jnp.bfloat16))
+
+
+# Errors ----------------------------------------------------------------------------------------------------------
+
+X, W, S = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([2, 3])
+
+ERRORS = {
+    "x is a vector": ((X[0], W, S), {}, ValueError, r"x must have 2 dimensions, got 1 \(shape \(4,\)\)"),
+    "x is a list": (([[1.0]], W, S), {}, TypeError, "x must be an array, got list"),
+    "w is a matrix": ((X, W[0], S), {}, ValueError, r"w must have 3 dimensions, got 2 \(shape \(4, 5\)\)"),
+    "k": ((X[:, :3], W, S), {}, ValueError, r"w has k=4 but x has k=3 \(global shapes \(6, 3\), \(2, 4, 5\)\)"),
+    "number of sizes": ((X, W, S[:1]), {}, ValueError, r"group_sizes must have shape \(2,\).* got \(1,\)"),
+    "rank of sizes": ((X, W, S[None]), {}, ValueError, r"group_sizes must have shape \(2,\).* got \(1, 2\)"),
+    "too few with an offset": ((X, W, S[:1], S[:1]), {}, ValueError, "with n of at least 2.* got"),
+    "type of sizes": (
+        (X, W, S.astype(float)),
+        {},
+        TypeError,
+        "group_sizes must be an array of integers, got dtype float32",
+    ),
+    "sizes are a list": ((X, W, [2, 3]), {}, TypeError, "group_sizes must be an array, got list"),
+    "type of offset": (
+        (X, W, S, X[0, 0]),
+        {},
+        TypeError,
+        "group_offset must be an array of integers, got dtype float32",
+    ),
+    "shape of offset": ((X, W, S, S), {}, ValueError, r"group_offset must have shape \(\) or \(1,\), got \(2,\)"),
+    "integers": (
+        (X.astype(int), W.astype(int), S),
+        {},
+        NotImplementedError,
+        "operands of dtype int32 and int32 are not",
+    ),
+    "bytes": ((X.astype("int8"), W.astype("int8"), S), {}, NotImplementedError, "convert them to bfloat16"),
+    "result": ((X, W, S), {"preferred_element_type": "bfloat16"}, NotImplementedError, "available: float32"),
+    "level": ((X, W, S), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not available'),
+    "no level": ((X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
+    "library": ((X, W, S), {"implementation": "cublasmp"}, NotImplementedError, "has no product of groups"),
+    "implementation": ((X, W, S), {"implementation": "cpu"}, ValueError, "implementation must be one of"),
+    "level of XLA": (
+        (X, W, S),
+        {"implementation": "xla", "determinism": "batch"},
+        NotImplementedError,
+        "XLA is asked for",
+    ),
+    "no mesh": ((X, W, S), {"out_sharding": P("p")}, ValueError, "needs a mesh"),
+    "keyword": ((X, W, S), {"beta": X}, TypeError, "unexpected keyword argument 'beta'"),
+    "rank of the bias": ((X, W, S), {"bias": X[0]}, ValueError, "bias must have 2 dimensions, got 1"),
+    "shape of the bias": ((X, W, S), {"bias": X}, ValueError, r"bias must have shape \(2, 5\), .* of w, got \(6, 4\)"),
+    "type of the bias": (
+        (X.astype("bfloat16"), W.astype("bfloat16"), S),
+        {"bias": W[:, 0]},
+        TypeError,
+        "bias has dtype float32 but the result has dtype bfloat16",
+    ),
+    "activation": ((X, W, S), {"activation": "softmax"}, ValueError, "activation must be one of relu"),
+    "bits of an activation": (
+        (X, W, S),
+        {"activation": "silu", "determinism": "batch"},
+        NotImplementedError,
+        'takes activation=None or "relu"',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_the_function_and_the_argument(case, standard_promotion):
+    args, options, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=f"^ragged_dot(: |\\(\\)).*{message}"):
+        jaxmp.ragged_dot(*args, **options)

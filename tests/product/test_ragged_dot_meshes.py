@@ -1,0 +1,170 @@
+"""`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers.
+
+What would be silently wrong without it: a group that the ranks of an axis count from the wrong row, and a partial sum
+or a bias that is taken twice.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+
+import jaxmp
+
+LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
+
+
+def shardings(ndim, axes):
+    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
+    found = []
+    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
+        dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
+        found.append(P(*(dim or None for dim in dims)))
+    return found
+
+
+BIAS_SPECS = [
+    (P("p"), P(), P(), P("p")),
+    (P(), P("p"), P("p"), P("p")),
+    (P(None, "p"), P(None, "p"), P(None, "p"), P()),
+    (P(), P(None, None, "p"), P(), P(None, "p")),
+    (P("p"), P("p"), P("p"), P()),
+]
+
+
+@pytest.mark.parametrize("specs", BIAS_SPECS, ids=str)
+def test_bias_on_a_mesh(specs):
+    x, w, bias, ct = integers((8, 4)), integers((4, 4, 8), 1), integers((4, 8), 2), integers((8, 8), 3)
+    theirs = functools.partial(with_bias, sizes=(3, 0, 4, 0))
+    want = theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](ct)
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w, bias, ct = (
+            jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w, bias, ct), specs, strict=True)
+        )
+        ours = functools.partial(activated, sizes=jnp.array([3, 0, 4, 0]), out_sharding=specs[3])
+        got = jax.jit(lambda *operands: (ours(*operands), *jax.vjp(ours, *operands)[1](ct)))(x, w, bias)
+    assert_same(got, want)
+
+
+def check_on_mesh(axes, kind, of_x, of_w, of_d):
+    mesh = jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(kind,) * len(axes),
+        devices=jax.devices()[: math.prod(axes.values())],
+    )
+    x, w, sizes, ct = integers((8, 4)), integers((4, 4, 8), 1), (3, 0, 4, 0), integers((8, 8), 2)
+    theirs = functools.partial(reference, sizes=sizes)
+    want = theirs(x, w), *jax.vjp(theirs, x, w)[1](ct)
+    options = {"in_shardings": (of_x, of_w)} if kind == AxisType.Auto else {}
+    with jax.set_mesh(mesh):
+        x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
+
+        @jax.jit
+        def run(x, w, ct):
+            d, pull = jax.vjp(ours, x, w)
+            return d, *pull(ct)
+
+        got = run(x, w, ct)
+    assert_same(got, want)
+    for y, spec in zip(got, (of_d, of_x, of_w), strict=True):
+        assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+
+
+@pytest.mark.parametrize("of_d", shardings(2, LINE), ids=str)
+@pytest.mark.parametrize("of_w", shardings(3, LINE), ids=str)
+@pytest.mark.parametrize("of_x", shardings(2, LINE), ids=str)
+def test_every_sharding_of_a_line(of_x, of_w, of_d):
+    check_on_mesh(LINE, AxisType.Explicit, of_x, of_w, of_d)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("of_d", shardings(2, SQUARE), ids=str)
+@pytest.mark.parametrize("of_w", shardings(3, SQUARE), ids=str)
+@pytest.mark.parametrize("of_x", shardings(2, SQUARE), ids=str)
+def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
+    check_on_mesh(SQUARE, kind, of_x, of_w, of_d)
+
+
+@pytest.mark.parametrize(
+    "specs", [(P(None, "p"), P(None, "p"), P("p")), (P("p"), P("p"), P("p")), (P(), P(None, "p"), P())]
+)
+def test_a_level_on_a_mesh(specs):
+    """No device adds what others have summed."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 600), (4, 600, 8)))
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
+
+
+@pytest.mark.parametrize("out_sharding", [None, P("p")])
+def test_shardings_that_xla_chooses(out_sharding):
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, sizes = integers((8, 4)), integers((2, 4, 6), 1), (3, 4)
+    with jax.set_mesh(mesh):
+        ours = jax.jit(functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=out_sharding))
+        assert_same(ours(jax.device_put(x, P("p")), w), reference(x, w, sizes))
+
+
+def test_it_is_local_inside_shard_map():
+    """Expert parallelism by hand: each device has the rows of its own groups."""
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), jnp.array([1, 2, 0, 4])
+
+    def ours(x, w):
+        return jax.shard_map(jaxmp.ragged_dot, mesh=mesh, in_specs=P("p"), out_specs=P("p"))(x, w, sizes)
+
+    def theirs(x, w):
+        return jnp.concatenate([reference(x[:4], w[:2], (1, 2)), reference(x[4:], w[2:], (0, 4))])
+
+    assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
+
+
+def test_replicated_weights_inside_shard_map_get_the_sum_of_all_ranks():
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, sizes = integers((8, 4)), integers((2, 4, 5), 1), jnp.array([1, 2])
+    ours = jax.shard_map(
+        lambda x, w: jaxmp.ragged_dot(x, w, sizes), mesh=mesh, in_specs=(P("p"), P()), out_specs=P("p")
+    )
+
+    def theirs(x, w):
+        return jnp.concatenate([reference(x[:4], w, (1, 2)), reference(x[4:], w, (1, 2))])
+
+    assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
+
+
+X, W, S = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([2, 3])
+
+MESH_ERRORS = {
+    "k is sharded twice": (P(None, "p"), P(None, "p"), None, "ambiguous.*pass out_sharding"),
+    "rows and columns": (P("p"), P(None, None, "p"), None, "rows of x and columns of w are both sharded over axis 'p'"),
+    "extent": (P(), P(), P(None, "p"), "dimension 1 of the result has extent 5"),
+}
+
+
+@pytest.mark.parametrize("case", MESH_ERRORS)
+def test_errors_of_shardings(case):
+    of_x, of_w, of_d, message = MESH_ERRORS[case]
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w = W if "extent" in case else jnp.ones((2, 4, 6))
+    with pytest.raises(ValueError, match=f"^ragged_dot: .*{message}"):
+        jaxmp.ragged_dot(X, w, S, mesh=mesh, in_shardings=(of_x, of_w), out_sharding=of_d)
+
+
+def test_a_mesh_of_two_kinds_is_refused():
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=kinds, devices=jax.devices()[:4])
+    refused = pytest.raises(NotImplementedError, match=r"^ragged_dot: the mesh has explicit and automatic axes; make")
+    with jax.set_mesh(mesh), refused:
+        jaxmp.ragged_dot(X, W, S)

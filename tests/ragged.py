@@ -1,0 +1,54 @@
+"""Products of groups of rows by a loop of `jnp` products, and what tests compare with it, exactly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+
+
+def integers(shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
+
+
+def reference(x, w, sizes, first=0):
+    """A loop over the groups; the sizes are numbers."""
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), x.shape[0])
+    at = [0, *ends.tolist()]
+    rows = [jnp.zeros((at[first], w.shape[2]), x.dtype)]
+    for i, matrix in enumerate(w):
+        begin, end = (at[min(first + j, len(sizes))] for j in (i, i + 1))
+        rows.append(jnp.matmul(x[begin:end], matrix, precision="highest"))
+    done = sum(len(part) for part in rows)
+    return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - done, w.shape[2]), x.dtype)])
+
+
+def assert_same(got, want):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.shape == theirs.shape
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def derivatives(f, x, w):
+    """The value, a tangent, the cotangents, and the cotangents of a function of cotangents."""
+    moved = integers(x.shape, 2, x.dtype), integers(w.shape, 3, w.dtype)
+    d, tangent = jax.jvp(f, (x, w), moved)
+    ct = integers(d.shape, 4, d.dtype)
+
+    def second(x, w):
+        dx, dw = jax.vjp(f, x, w)[1](ct)
+        return (dx * x).sum() + (dw * w).sum()
+
+    return d, tangent, jax.vjp(f, x, w)[1](ct), jax.grad(second, (0, 1))(x, w)
+
+
+def with_bias(x, w, bias, sizes):
+    """A loop over the groups, in the type of x."""
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    rest = jnp.zeros((x.shape[0] - len(rows), bias.shape[1]), x.dtype)
+    return jax.nn.relu(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
+
+
+def activated(x, w, bias, sizes, **options):
+    return jaxmp.ragged_dot(x, w, sizes, bias=bias, activation="relu", **options)
