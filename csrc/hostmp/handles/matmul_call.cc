@@ -2,12 +2,14 @@
 
 namespace jaxmp::hostmp {
 
-// A complex product is left out: the kernels add the two products of an imaginary part in an order of their own.
+// Complex products are left out: the kernels add the two products of an imaginary part in an order of their own. So are
+// those of 8 bits and fewer: rows and columns may have scales of their own, and D may be narrow.
 bool MatmulCall::may_be_symmetric() const {
   const abi::cublasMpMatrixDescriptor &x = a.desc, &y = b.desc;
   const bool is_alike = x.type == y.type && AreAlike(x.rows, y.rows) && AreAlike(x.cols, y.cols) &&
                         x.grid.layout == y.grid.layout && a.row == b.row && a.col == b.col;
-  return is_alike && m == n && is_a_plain() != is_b_plain() && !Facts(x.type).is_complex && !is_decoded() && !has_c;
+  const bool is_wide_and_real = !Facts(x.type).is_complex && !Facts(x.type).is_low_precision;
+  return is_alike && is_wide_and_real && m == n && is_a_plain() != is_b_plain() && !has_c;
 }
 
 }  // namespace jaxmp::hostmp
