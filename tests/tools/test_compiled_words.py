@@ -56,8 +56,18 @@ def test_a_line_that_several_lines_call_has_its_caller(rows_of):
     assert {row.cause_kind for row in rows} == {"constraint"}
 
 
-def test_a_line_with_one_caller_stands_alone_in_loops_too(rows_of):
-    rows = rows_of(jax.grad(lambda x, y: called_in_a_loop(x, y).sum()), ((16, 16), "data"), ((16, 16), "model"))
+def flat_and_back(x, y):
+    return jnp.tanh(x.reshape(-1, 16) @ y).reshape(x.shape)
+
+
+def called_again(x, y):
+    x = x.reshape(4, 4, 16)
+    return jax.checkpoint(flat_and_back)(x, y) ** 2
+
+
+@pytest.mark.parametrize("fn", [called_in_a_loop, called_again])
+def test_a_line_with_one_caller_stands_alone_in_loops_and_checkpoints(fn, rows_of):
+    rows = rows_of(jax.grad(lambda x, y: fn(x, y).sum()), ((16, 16), "data"), ((16, 16), "model"))
     assert rows
     assert not [row for row in rows if "->" in row.line]
 

@@ -5,6 +5,7 @@ The grammar is that of xla/hlo/parser (HloParser); `compiled.as_text()` of JAX p
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -136,12 +137,8 @@ class Frame(NamedTuple):
     """A line of a function."""
 
     file: str
-    function: str
     line: int
-
-    @property
-    def name(self) -> str:
-        return source_lines.line_name(self.file, self.line)
+    function: str
 
 
 class Module:
@@ -169,20 +166,21 @@ class Module:
         "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
         """
         inner, stack = self.innermost(of), self._stack(of)
-        caller = next((b for a, b in itertools.pairwise(stack) if len(self._callers.get(a, ())) > 1), None)
-        if caller is None or caller.name == inner:
+        several = ((b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack))
+        caller = next((caller for caller, callers in several if len(callers) > 1 and caller in callers), None)
+        if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
             return inner
-        file, function, line = stack[0]
+        file, line, function = stack[0]
         name = function.split("<locals>.")[-1].strip("<>")
-        return f"{caller.name} -> " + (f"{name}:{line}" if file == caller.file else inner)
+        return f"{outer} -> " + (f"{name}:{line}" if file == caller.file else inner)
 
     def innermost(self, of: Instruction) -> str:
         """ "train.py:41": the innermost line that no library of layers has, or the empty string."""
-        return next((frame.name for frame in self._stack(of)), "")
+        return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
 
     def _stack(self, of: Instruction) -> Sequence[Frame]:
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
-            return (Frame(old[1], "", int(old[2])),)
+            return (Frame(old[1], int(old[2]), ""),)
         found = re.search(r"stack_frame_id=(\d+)", of.attributes)
         return self._stacks.get(int(found[1]), ()) if found else ()
 
@@ -300,23 +298,25 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
     files, functions = (dict(table(title, '"(.*)"$')) for title in ("FileNames", "FunctionNames"))
     located = table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
-    locations = {at: Frame(files[file], functions[function], int(line)) for at, file, function, line in located}
+    locations = {at: Frame(files[file], int(line), functions[function]) for at, file, function, line in located}
     stacks: dict[int, Sequence[Frame]] = {}
     # The text counts parents from 1 and tells them first; 0 or none stands for the outermost.
     frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
     for at, location, parent in frames:
         stacks[int(at)] = (locations[location], *stacks.get(int(parent or 1) - 1, ()))
     stacks = {at: _of_user(stack) for at, stack in stacks.items()}
-    callers: dict[Frame, set[Frame]] = {}
+    callers, outer = collections.defaultdict[Frame, set[Frame]](set), collections.defaultdict[Frame, set[Frame]](set)
     for innermost in stacks.keys() - {int(parent or 1) - 1 for *_, parent in frames}:
-        for frame, caller in itertools.pairwise(stacks[innermost]):
-            callers.setdefault(frame, set()).add(caller)
-    return stacks, callers
+        for i, frame in enumerate(stack := stacks[innermost]):
+            callers[frame].update(stack[i + 1 : i + 2])
+            outer[frame].update(stack[i + 2 :])
+    # What jax.checkpoint runs again lacks some frames between.
+    return stacks, {frame: found - outer[frame] for frame, found in callers.items()}
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
     """One frame a function: JAX writes those around a loop several times for what is in its body."""
-    frames = {frame[:2]: frame for frame in reversed(stack) if not source_lines.is_of_library(frame.file)}
+    frames = {frame[::2]: frame for frame in reversed(stack) if not source_lines.is_of_library(frame.file)}
     return (*reversed(frames.values()),) or stack[:1]
 
 
