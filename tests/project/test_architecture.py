@@ -155,6 +155,7 @@ PRIVATE = {
         "test_audit": "a report that no program gives",
         "test_audit_bits": "differences of arrays",
         "test_compiled": "the text of XLA's programs for GPUs",
+        "test_compiled_words": "tables of frames that no program here gives",
         "test_cli": "commands run in the process of the tests",
         "test_draw": "the blocks that a text and an SVG show",
         "test_hardware": "times by hand; measured rates and where they are kept",

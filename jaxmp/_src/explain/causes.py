@@ -82,29 +82,28 @@ class _Search(Lies):
         if source.opcode == "dot" or name == "dot_general":
             return self._for_sum_of_products(line, is_gradient)
         if name == "gather" or source.opcode == "gather":
-            tables = (self.dims(dims) for at in self.program.wholes(source) if (dims := self.sharded(*at, 0)))
-            text = f"a lookup along {next(tables, 'a dimension')}, which {self.shards}: each device finds some rows"
-            remedy = "shard the table along its features, or gather it once if it is small"
-            return Cause("lookup", f"{text} and adds zeros", remedy, line)
+            sharded = (self.sharded(*place, 0) for place in self.program.wholes(source))
+            dims = next(filter(None, sharded), [])
+            text = f"a lookup along {self.which(dims)}: each device looks up in its shard, and adds zeros for the rest"
+            return Cause("lookup", text, self.shard_another(dims), line)
         if "scatter" in name or source.opcode == "scatter":
             text = f"each device over {over} adds its part of a scatter" + (", the gradient of a lookup" * is_gradient)
             return Cause("gradient" if is_gradient else "scatter", text, "shard the updates as the array", line)
-        reduced = (self._reduced(*place) for place in self.program.wholes(source))
+        reduced = (
+            [each for each in self.sharded(*place, 0) if each.dim in place[1].numbers("dimensions")]
+            for place in self.program.wholes(source)
+        )
         dims = next(filter(None, reduced), [])
-        where = self.dims(dims) if dims else "a dimension"
         if is_gradient:
+            where = self.dims(dims) or "a dimension"
             text = (
                 f"the gradient of a value that is the same over {over} (a bias, a scale, a loss) is a sum over {where}"
             )
             return Cause("gradient", text, "needed where the value is the same on every device", line)
         kind = name.removeprefix("reduce_") if name.startswith(("reduce", "arg", "cum")) else "sum"
-        text = f"a {kind} over {where}, which {self.shards}, as in a mean, a norm, a softmax or a loss"
+        text = f"a {kind} over {self.which(dims)}, as in a mean, a norm, a softmax or a loss"
         remedy = "needed for a value of the whole batch, such as a loss" if is_scalar else self.leave_whole(dims)
         return Cause("reduction", text, remedy, line)
-
-    def _reduced(self, place: Computation, reduction: Instruction) -> list[Dim]:
-        own = reduction.numbers("dimensions")
-        return [each for each in self.sharded(place, reduction, 0) if each.dim in own]
 
     def _for_sum_of_products(self, line: str, is_gradient: bool) -> Cause:
         products = [each for each in self.program.wholes(self.source) if each[1].opcode == "dot"]
@@ -114,8 +113,8 @@ class _Search(Lies):
         dims = dims or [each for place in products[:1] for side in (0, 1) for each in summed(*place, side)]
         has = [each for each in dims if self.axes_of(each)] or dims
         lacks = [each for each in dims if each not in has]
-        text = f"{'the gradient of ' * is_gradient}this product sums {self.dims(has) if has else 'a dimension'}, "
-        text += f"which {self.shards}" + (f" (but not {self.dims(lacks)})" if lacks else "")
+        text = f"{'the gradient of ' * is_gradient}this product sums {self.which(has)}"
+        text += f" (but not {self.dims(lacks)})" * bool(lacks)
         if is_gradient:
             remedy = "needed; where the result is sharded a reduce-scatter moves half, and jaxmp.matmul hides it"
             return Cause("gradient", text, remedy, line)
@@ -152,10 +151,12 @@ class _Search(Lies):
 
     def _wants(self, reader: Instruction | str, through: Instruction) -> Cause | None:
         made = self.module.line(self.source) or self.module.line(self.collective)
-        if reader == _RESULT:
-            return self._result(self._of_result(through), made)
-        if reader == _CARRY and self.collective.primitive in _ALONG:  # a loop that the partitioner has made
+        lies, is_asked = self._of_result(through) if reader == _RESULT else ([], False)
+        # The partitioner's own moves around an operation that it does not split, maybe in a loop.
+        if reader in (_RESULT, _CARRY) and self.collective.primitive in _ALONG and not is_asked:
             return self._along(self.collective.primitive, self._first(self.collective), made)
+        if reader == _RESULT:
+            return self._result(lies, made)
         if reader == _CARRY:
             text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
             return Cause("carry", text, "constrain the carry to one sharding, at the start and in the body", made)
@@ -199,19 +200,20 @@ class _Search(Lies):
                 found = place, below, 0 if below.opcode in MOVES and len(below.operands) == 1 else -1
         return first
 
-    def _of_result(self, through: Instruction) -> list[Dim]:
-        """The sharded dimensions of the value of whole arrays that the program returns there."""
+    def _of_result(self, through: Instruction) -> tuple[list[Dim], bool]:
+        """(the sharded dimensions of the whole array that is returned there, whether it is to lie otherwise)."""
         if (whole := self.program.whole) is None:
-            return []
+            return [], True
         place, root = whole.computations[whole.entry], self.computation.root
-        at = Dim(place, place.root, "", 0)
+        at = result = Dim(place, place.root, "", 0)
         if place.root.opcode == root.opcode == "tuple" and through.name in root.operands:
-            at = value(place, place.root, root.operands.index(through.name))
+            number = root.operands.index(through.name)
+            at, result = value(place, place.root, number), result._replace(part=str(number))
         while not (found := self.all(at)) and at.instruction.opcode in MOVES:
             if (below := next(self.origins.operands(at), None)) is None:
                 break
             at = below
-        return found
+        return found, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def _result(self, lies: Sequence[Dim], line: str) -> Cause:
         have = f": {self.lies(lies)}" if lies else f" than {self._operand()} has"
@@ -236,12 +238,19 @@ class _Search(Lies):
     def _along(self, name: str, found: Edge | None, line: str, *, is_scan: bool = False) -> Cause:
         """An operation with a dimension that it does not split."""
         kind, does = _ALONG[name]
-        # The array that an update writes to tells the dimension.
-        dims = self.sharded(*found[:2], 0) if found is not None else []
+        # The array that an update writes to, or a lookup reads, tells the dimension.
+        dims = self.sharded(*found[:2], found[2] * (name == "concatenate"))[:1] if found is not None else []
+        if found is not None and not dims:
+            every = self._over_others(self.program.mesh)
+            lies = (every.lies(every.sharded(*found[:2], i)) for i in range(len(found[1].operands)))
+            have = ", and ".join([*dict.fromkeys(filter(None, lies))][:3])
+            text = f"XLA moves data of {name} over {self.over}" + f": {have}" * bool(have)
+            remedy = every.shard_another(dims) if (dims := every.sharded(*found[:2], 0)[:1]) else ""
+            return Cause(kind, text, remedy, line)
         what = self.origins.name(value(*found))[0] if found is not None else self._operand()
-        where = self.dims(dims[:1]) or f"a dimension of {what}"
+        where = self.which(dims) if dims else f"a dimension of {what} over {self.over}"
         if is_scan:
-            text = f"a scan takes one slice an iteration along {where}, which {self.shards}"
+            text = f"a scan takes one slice an iteration along {where}"
             return Cause("scan", text, f"leave the dimension that the scan runs over whole in {what}", line)
         own = found[1].numbers("dimensions") if found is not None and kind in ("sort", "reduction") else ()
         if found is not None and name == "top_k":
@@ -249,9 +258,9 @@ class _Search(Lies):
         if own and dims and dims[0].dim not in own:
             return Cause(kind, f"XLA does not split {name} over {self.over}: each device does all of {what}", "", line)
         name = "argmax or another reduction of pairs" if name == "reduce" else name
-        text = f"{name} {does} {where}, which {self.shards}"
+        text = f"{name} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
-        return Cause(kind, text, f"{self.leave_whole(dims[:1])}; shard another one over {self.over}", line)
+        return Cause(kind, text, self.shard_another(dims), line)
 
     def _for_reshape(self, found: Edge | None, line: str) -> Cause:
         change, where = "", self._operand()
@@ -284,7 +293,7 @@ class _Search(Lies):
         if beside and mine_k.isdisjoint(self.axes):
             text = f"{when}both operands are sharded over {self.over} along dimensions of the result: "
             text += f"{self.dims(self.sharded(*found))}, and {self.dims(beside)}"
-            remedy = "the result can keep one: shard one of them over another axis, or jaxmp.matmul"
+            remedy = "the result can keep one of the two: shard the other over another axis, or jaxmp.matmul"
             return Cause("shared axis", text, remedy, line)
         if cause := self._downstream(found):
             return cause
@@ -312,12 +321,8 @@ class _Search(Lies):
         return None
 
     @property
-    def _is_entry(self) -> bool:
-        return self.computation.name == self.module.entry
-
-    @property
     def _leaves(self) -> str:
-        return _RESULT if self._is_entry else _CARRY
+        return _RESULT if self.computation.name == self.module.entry else _CARRY
 
     def _meets(self, found: Edge | None) -> str:
         """How a value lies, and how the result of its user does, or the other operands."""
@@ -337,7 +342,7 @@ class _Search(Lies):
         at, _ = partitioned.behind(self.computation, self.collective, self.operand)
         while at.operands and _passes(at):
             at, _ = partitioned.behind(self.computation, at, 0)
-        if at.opcode == "parameter" and self._is_entry and at.is_argument:
+        if at.opcode == "parameter" and self._leaves == _RESULT and at.is_argument:
             return at.op_name
         if self.source is self.collective:
             return "an operand"

@@ -33,7 +33,7 @@ class Operation:
     Attributes:
       kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
         "collective-permute", "collective-broadcast"; "dot" for a product.
-      line: the line of the program that wants it, "train.py:41"; empty where XLA does not tell.
+      line: the line that wants it, "train.py:41", or with its caller "train.py:41 -> norm:12"; else empty.
       axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
       nbytes: bytes that a device receives each time; 0 for a product.
       count: how often the program runs it; None in a loop without a known number of iterations.
@@ -203,10 +203,8 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
             elif each.opcode == "dot":
-                line, flops = module.line(each), _flops(computation, each)
-                yield Operation(
-                    "dot", line, (), 0, count, shape_of(each.shapes), left.get(line, ""), "", "product", flops
-                )
+                what = ("dot", module.line(each), (), 0, count, shape_of(each.shapes))
+                yield Operation(*what, left.get(module.innermost(each), ""), "", "product", _flops(computation, each))
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:

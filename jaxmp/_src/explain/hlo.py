@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,6 +132,18 @@ class Computation:
         return [self.instructions[name] for name in of.operands]
 
 
+class Frame(NamedTuple):
+    """A line of a function."""
+
+    file: str
+    function: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        return source_lines.line_name(self.file, self.line)
+
+
 class Module:
     """A program of XLA from its text; what no one asks for is not read."""
 
@@ -142,31 +156,35 @@ class Module:
             name = head.removeprefix("ENTRY ").partition(" ")[0].lstrip("%")
             self.computations[name] = Computation(name, lines)
             self.entry = name if head.startswith("ENTRY ") else self.entry
-        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(header, "FileNames"), re.M))
-        locations = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _section(header, "FileLocations"), re.M)
-        self._locations = {name: (files[file], int(line)) for name, file, line in locations}
-        frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-        frames = re.findall(frame, _section(header, "StackFrames"), re.M)
+        self._stacks, self._callers = _frames(header)
         # For each argument whether XLA chooses its sharding.
         chosen = re.search(r"allow_spmd_sharding_propagation_to_parameters=\{([^}]*)\}", header)
         self.chooses_arguments = [flag == "true" for flag in chosen[1].split(",")] if chosen else []
         # Whether XLA chooses the shardings of results.
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
-        # The text counts parents from 1, and 0 or none stands for the outermost.
-        self._frames = {int(name): (location, int(parent or 1) - 1) for name, location, parent in frames}
 
     def line(self, of: Instruction) -> str:
-        """The user's line of an instruction, "train.py:41": the innermost that no library of layers has."""
+        """The user's line of an instruction, as `innermost`, behind the line that calls it where several do.
+
+        "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
+        """
+        inner, stack = self.innermost(of), self._stack(of)
+        caller = next((b for a, b in itertools.pairwise(stack) if len(self._callers.get(a, ())) > 1), None)
+        if caller is None or caller.name == inner:
+            return inner
+        file, function, line = stack[0]
+        name = function.split("<locals>.")[-1].strip("<>")
+        return f"{caller.name} -> " + (f"{name}:{line}" if file == caller.file else inner)
+
+    def innermost(self, of: Instruction) -> str:
+        """ "train.py:41": the innermost line that no library of layers has, or the empty string."""
+        return next((frame.name for frame in self._stack(of)), "")
+
+    def _stack(self, of: Instruction) -> Sequence[Frame]:
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
-            return source_lines.line_name(old[1], int(old[2]))
+            return (Frame(old[1], "", int(old[2])),)
         found = re.search(r"stack_frame_id=(\d+)", of.attributes)
-        frames: list[tuple[str, int]] = []
-        at = int(found[1]) if found else 0
-        while at in self._frames and len(frames) < 100:
-            location, at = self._frames[at]
-            frames.append(self._locations[location])
-        frames = [frame for frame in frames if not source_lines.is_of_library(frame[0])] or frames
-        return source_lines.line_name(*frames[0]) if frames else ""
+        return self._stacks.get(int(found[1]), ()) if found else ()
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
         """The computations that the program runs, from the entry, and how often; None where a loop does not tell.
@@ -273,9 +291,33 @@ def _bits(kind: str) -> int:
     return _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 0
 
 
-def _section(header: str, title: str) -> str:
-    found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", header, re.M | re.S)
-    return found[1] if found else ""
+def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Frame]]]:
+    """The user's frames from the innermost, by the numbers of them all; the lines that lead directly to a line."""
+
+    def table(title: str, entry: str) -> list[Any]:
+        found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", header, re.M | re.S)
+        return re.findall(rf"^(\d+) {entry}", found[1], re.M) if found else []
+
+    files, functions = (dict(table(title, '"(.*)"$')) for title in ("FileNames", "FunctionNames"))
+    located = table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+    locations = {at: Frame(files[file], functions[function], int(line)) for at, file, function, line in located}
+    stacks: dict[int, Sequence[Frame]] = {}
+    # The text counts parents from 1 and tells them first; 0 or none stands for the outermost.
+    frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    for at, location, parent in frames:
+        stacks[int(at)] = (locations[location], *stacks.get(int(parent or 1) - 1, ()))
+    stacks = {at: _of_user(stack) for at, stack in stacks.items()}
+    callers: dict[Frame, set[Frame]] = {}
+    for innermost in stacks.keys() - {int(parent or 1) - 1 for *_, parent in frames}:
+        for frame, caller in itertools.pairwise(stacks[innermost]):
+            callers.setdefault(frame, set()).add(caller)
+    return stacks, callers
+
+
+def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """One frame a function: JAX writes those around a loop several times for what is in its body."""
+    frames = {frame[:2]: frame for frame in reversed(stack) if not source_lines.is_of_library(frame.file)}
+    return (*reversed(frames.values()),) or stack[:1]
 
 
 def _instruction(line: str) -> Instruction | None:

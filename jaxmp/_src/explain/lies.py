@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxmp._src.explain.hlo import Computation, Instruction
 from jaxmp._src.explain.origins import Dim, Origins, summed, value
@@ -27,10 +27,6 @@ class Lies:
     @property
     def over(self) -> str:
         return joined(self.axes) or "the devices"
-
-    @property
-    def shards(self) -> str:
-        return f"{self.over} shard{'s' * (len(self.axes) == 1)}"
 
     def axes_of(self, at: Dim) -> tuple[str, ...]:
         """Those of the axes that shard a dimension."""
@@ -79,12 +75,21 @@ class Lies:
 
     def lies(self, dims: Iterable[Dim], of: str = "") -> str:
         """ "model shards dimension 1 of x": how a value lies."""
+        by_axes = self._by_axes(dims)
+        return joined([f"{shard(axes)} {self.dims(by_axes[axes], of)}" for axes in by_axes])
+
+    def which(self, dims: Iterable[Dim]) -> str:
+        """ "dimension 1 of x, which model shards": dimensions, each with those of the axes that shard it."""
+        splits = f"XLA splits over {self.over}"
+        by_axes = self._by_axes(dims).items()
+        texts = [f"{self.dims(alike)}, which {shard(axes) if axes else splits}" for axes, alike in by_axes]
+        return ", and ".join(texts) or f"a dimension, which {shard(self.axes)}"
+
+    def _by_axes(self, dims: Iterable[Dim]) -> dict[tuple[str, ...], list[Dim]]:
         by_axes: dict[tuple[str, ...], list[Dim]] = {}
         for each in dims:
             by_axes.setdefault(self.axes_of(each), []).append(each)
-        return joined(
-            [f"{joined(axes)} shard{'s' * (len(axes) == 1)} {self.dims(by_axes[axes], of)}" for axes in by_axes]
-        )
+        return by_axes
 
     def has(self, found: Edge) -> str:
         return self.lies(self.sharded(*found)) or self.origins.name(value(*found))[0]
@@ -100,6 +105,16 @@ class Lies:
         if arrays := [name for name in names if name.startswith("dimension")]:
             return f"leave {joined(arrays)} whole"
         return f"change {joined(names)}" if names else "leave this dimension whole"
+
+    def shard_another(self, dims: Sequence[Dim]) -> str:
+        """The remedy that shards another dimension of the array."""
+        another = f"; shard another dimension over {joined(self.axes_in(dims) & {*self.axes})}"
+        return self.leave_whole(dims) + another * any(len(each.extents) > 1 for each in dims)
+
+
+def shard(axes: Collection[str]) -> str:
+    """ "data and model shard"."""
+    return f"{joined(axes) or 'devices'} shard{'s' * (len(axes) == 1)}"
 
 
 def joined(names: Collection[str]) -> str:

@@ -1,0 +1,144 @@
+"""What the rows of a compiled program say is true: the lines of helpers, the axes of arguments, who asks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.explain import hlo
+
+
+@pytest.fixture(scope="module")
+def rows_of():
+    """The rows of a function of arguments as (shape, spec...), on a mesh of data and model."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def of(fn, *args, dtypes=("float32",) * 9):
+        types = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+            for (shape, *spec), dtype in zip(args, dtypes, strict=False)
+        ]
+        with jax.set_mesh(mesh):
+            return jaxmp.explain(fn, compiled=True, quiet=True)(*types).collectives
+
+    return of
+
+
+def whole(x):
+    return jax.lax.with_sharding_constraint(x, P())
+
+
+def once(x):
+    return jax.lax.with_sharding_constraint(x, P("data"))
+
+
+def called_twice(x, y):
+    x = whole(x * 2) + 1
+    return x, whole(jnp.tanh(y)) @ y
+
+
+def called_in_a_loop(x, y):
+    return once(jax.lax.scan(lambda carry, _: (whole(jnp.tanh(carry)) @ y, None), x, None, length=3)[0])
+
+
+def line_in(fn, number):
+    return f"test_compiled_words.py:{fn.__code__.co_firstlineno + number}"
+
+
+def test_a_line_that_several_lines_call_has_its_caller(rows_of):
+    helper = whole.__code__.co_firstlineno + 1
+    rows = rows_of(called_twice, ((8, 16), "data"), ((16, 16), "model"))
+    assert {row.line for row in rows} == {f"{line_in(called_twice, n)} -> whole:{helper}" for n in (1, 2)}
+    assert {row.cause_kind for row in rows} == {"constraint"}
+
+
+def test_a_line_with_one_caller_stands_alone_in_loops_too(rows_of):
+    rows = rows_of(jax.grad(lambda x, y: called_in_a_loop(x, y).sum()), ((16, 16), "data"), ((16, 16), "model"))
+    assert rows
+    assert not [row for row in rows if "->" in row.line]
+
+
+FRAMES = """HloModule m
+
+FileNames
+1 "/a/train.py"
+2 "/a/layers.py"
+3 "/lib/python3.13/site-packages/flax/nnx/module.py"
+
+FunctionNames
+1 "step"
+2 "step.<locals>.norm"
+3 "Block.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=0 end_column=0}
+2 {file_name_id=1 function_name_id=1 line=11 end_line=11 column=0 end_column=0}
+3 {file_name_id=1 function_name_id=2 line=5 end_line=5 column=0 end_column=0}
+4 {file_name_id=2 function_name_id=3 line=7 end_line=7 column=0 end_column=0}
+5 {file_name_id=3 function_name_id=3 line=99 end_line=99 column=0 end_column=0}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=3 parent_frame_id=3}
+5 {file_location_id=5 parent_frame_id=2}
+6 {file_location_id=4 parent_frame_id=6}
+7 {file_location_id=5 parent_frame_id=3}
+8 {file_location_id=4 parent_frame_id=8}
+9 {file_location_id=3 parent_frame_id=5}
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("frame", "line"),
+    {
+        1: "train.py:10",
+        3: "train.py:10 -> norm:5",
+        4: "train.py:11 -> norm:5",
+        6: "train.py:10 -> layers.py:7",  # the frame of the library between them is left out
+        8: "train.py:11 -> layers.py:7",
+        9: "train.py:11 -> norm:5",  # as JAX repeats frames
+        100: "",
+    }.items(),
+)
+def test_callers_are_read_from_the_tables_of_frames(frame, line):
+    each = hlo.Instruction("c", "add", "f32[2]{0}", (), (), f'metadata={{op_name="a/b" stack_frame_id={frame}}}', False)
+    module = hlo.Module(FRAMES)
+    assert module.line(each) == line
+    assert module.innermost(each) == line.rpartition(" -> ")[2].replace("norm", "train.py")
+
+
+def test_no_argument_is_said_to_be_sharded_over_an_axis_that_it_lacks(rows_of):
+    rows = rows_of(
+        lambda tok, pos, tokens: jnp.take(tok, tokens, axis=0) * 16.0 + pos[None],
+        *(((64, 16), "model"), ((8, 16), None, "model"), ((4, 8), "data")),
+        dtypes=("float32", "float32", "int32"),
+    )
+    assert {row.cause_kind for row in rows} == {"lookup"}
+    assert all("model shards dimension 0 of tok" in row.cause or "tok, which model shards" in row.cause for row in rows)
+    assert not any(re.search("tok, which data|tables?", row.cause + row.remedy) for row in rows)
+    assert {"leave dimension 0 of tok whole; shard another dimension over model"} == {row.remedy for row in rows}
+
+
+def rotary(x):
+    a, b = jnp.split(x, 2, axis=1)
+    return jnp.concatenate([a - b, a + b], axis=1)
+
+
+def test_moves_of_an_operation_at_the_result_are_its_own(rows_of):
+    rows = rows_of(rotary, ((8, 16), None, "model"))
+    assert {row.cause_kind for row in rows} == {"slice"}
+    last = f"concatenate moves data along dimension 1 of the result of sub ({line_in(rotary, 2)})"
+    assert rows[-1].cause.startswith(last)
+
+
+def test_a_lookup_in_a_vector_has_no_other_dimension(rows_of):
+    (row,) = rows_of(lambda x, i: x[i], ((64,), "model"), ((8,),), dtypes=("float32", "int32"))
+    assert (row.remedy, "zeros for the rest" in row.cause) == ("leave dimension 0 of x whole", True)
