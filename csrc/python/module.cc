@@ -95,13 +95,8 @@ nb::dict BlasInfo() {
 
 // What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
 std::string KernelOf(const Problem& p) {
-  const abi::cudaDataType_t a = NumberOf(p.dtype_a), b = NumberOf(p.dtype_b);
-  // As MatmulCall::may_be_symmetric() has it: such operands are distributed alike.
-  const bool is_real = !Facts(a).is_complex && !Facts(a).is_low_precision;
-  const bool may_be_symmetric = a == b && is_real && p.m == p.n && (p.trans_a == Op::kN) != (p.trans_b == Op::kN) &&
-                                !p.has_c() && p.layout_a == p.layout_b;
   return hostmp::Describe(hostmp::KernelOf(
-      {a, b, NumberOf(p.trans_a), p.n, p.fixed_reduction_order() || may_be_symmetric, p.alpha == 1.0}));
+      {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
 }
 
 nb::dict CapabilitiesOf(const Capabilities& of) {

@@ -48,7 +48,7 @@ void CallHelpers(const std::shared_ptr<CollectiveCall>& collective, int rank) {
 
 void Prepare(CollectiveCall& collective) {
   for (const Arrival& arrival : collective.arrivals) collective.product.calls.push_back(arrival.call.get());
-  collective.product.is_symmetric = IsSymmetric(collective.product.calls);
+  collective.product.is_one_matrix = IsOneMatrix(collective.product.calls);
   collective.gradient = MakeBiasGrad(collective.product);
   collective.left.store(CountPieces(collective) + 1, std::memory_order_relaxed);
   collective.is_prepared.store(true, std::memory_order_release);

@@ -20,7 +20,7 @@ class TileTask {
         m_(product.tiling().m[static_cast<size_t>(tile.m_range)]),
         n_(product.tiling().n[static_cast<size_t>(tile.n_range)]),
         call_(*product.calls[0]),
-        kernel_(KernelOf(call_, tile.cols)),
+        kernel_(KernelOf(call_, tile.cols, product.is_one_matrix)),
         scratch_(workspace ? workspace + product.area().sums_bytes : nullptr),
         boundary_(scratch_ + product.area().scratch_bytes),
         gathered_(boundary_ + product.area().boundary_bytes),
@@ -42,7 +42,7 @@ class TileTask {
   void operator()() {
     call_.scales_last() ? SumThenScale() : Sum();
     for (const TileStore& store : stores_) store.Finish();
-    if (product_.is_symmetric) StoreMirrored();
+    if (product_.is_mirrored()) StoreMirrored();
   }
 
  private:
@@ -246,12 +246,10 @@ class TileTask {
 
 }  // namespace
 
-bool IsSymmetric(const std::vector<const MatmulCall*>& calls) {
-  const bool is_plain = calls[0]->epilog == abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT;
-  if (!is_plain || calls[0]->tiling->symmetric.tiles.empty()) return false;
-  return std::all_of(calls.begin(), calls.end(), [](const MatmulCall* call) {
-    return call->a.data == call->b.data && call->a.desc.lld == call->b.desc.lld;
-  });
+bool IsOneMatrix(const std::vector<const MatmulCall*>& calls) {
+  return calls[0]->may_be_symmetric() && std::all_of(calls.begin(), calls.end(), [](const MatmulCall* call) {
+           return call->a.data == call->b.data && call->a.desc.lld == call->b.desc.lld;
+         });
 }
 
 void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace) {

@@ -11,13 +11,18 @@ namespace jaxmp::hostmp {
 // Everything a tile needs, fixed before the first one runs.
 struct DistributedProduct {
   std::vector<const MatmulCall*> calls;  // by rank
-  bool is_symmetric = false;             // each tile is stored on both sides of the diagonal
-  const Tiling& tiling() const { return is_symmetric ? calls[0]->tiling->symmetric : calls[0]->tiling->tiling; }
+  bool is_one_matrix = false;            // D is symmetric
+  // Whether each tile is stored on both sides of the diagonal.
+  bool is_mirrored() const {
+    return is_one_matrix && calls[0]->epilog == abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT &&
+           !calls[0]->tiling->symmetric.tiles.empty();
+  }
+  const Tiling& tiling() const { return is_mirrored() ? calls[0]->tiling->symmetric : calls[0]->tiling->tiling; }
   const Area& area() const { return calls[0]->tiling->area; }
 };
 
-// Whether every rank's B is its A, and the product has a tiling for that.
-bool IsSymmetric(const std::vector<const MatmulCall*>& calls);
+// Whether the product is X X^T: every rank's B is its A.
+bool IsOneMatrix(const std::vector<const MatmulCall*>& calls);
 
 // `workspace` is the thread's own area.
 void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace);

@@ -33,26 +33,26 @@ int64_t DepthOfBoundaries(const MatmulCall& call, const Tiling& tiling, int64_t 
   return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
-int64_t ScratchBytes(const MatmulCall& call, const Tile& tile) {
-  const KernelChoice kernel = KernelOf(call, tile.cols);
+int64_t ScratchBytes(const MatmulCall& call, const Tile& tile, const KernelChoice& kernel) {
   if (kernel.conversion == Conversion::kNone) return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
   const bool scales_sums = ScalesSums(call.scale_a.mode) || ScalesSums(call.scale_b.mode);
   return ScaledGemmScratch(kernel, scales_sums, tile.rows, tile.cols, call.k);
 }
 
-// Makes the area large enough for the tiling.
-void Extend(const MatmulCall& call, const Tiling& tiling, Area* to) {
+// Makes the area large enough for the tiling of a product whose B may be its A.
+void Extend(const MatmulCall& call, const Tiling& tiling, bool is_one_matrix, Area* to) {
   const abi::cudaDataType_t type = call.a.desc.type;
   Area& area = *to;
   for (const Tile& tile : tiling.tiles) {
+    const KernelChoice kernel = KernelOf(call, tile.cols, is_one_matrix);
     const int64_t sums = SumsInD(call, tiling, tile) ? 0 : Facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, RoundUp(sums, kAlignment));
     int64_t boundary = 0;
     if (call.fixed_reduction_order && !call.is_decoded()) {
-      const int64_t depth = DepthOfBoundaries(call, tiling, KUnit(KernelOf(call, tile.cols).kernel));
+      const int64_t depth = DepthOfBoundaries(call, tiling, KUnit(kernel.kernel));
       boundary = BoundaryBytes(call, depth, tile.rows, tile.cols);
     }
-    const int64_t scratch = ScratchBytes(call, tile);
+    const int64_t scratch = ScratchBytes(call, tile, kernel);
     const bool is_copied = !call.is_decoded() && !tiling.IsTogetherInB(tile);
     const int64_t pieces = is_copied ? Facts(type).bytes * tile.cols * call.k : 0;
     area.gathered_bytes = std::max(area.gathered_bytes, RoundUp(pieces, kAlignment));
@@ -70,10 +70,10 @@ int64_t WorkspaceBytes(const MatmulCall& call, const Area& area) {
 
 }  // namespace
 
-KernelChoice KernelOf(const MatmulCall& call, int64_t cols) {
+KernelChoice KernelOf(const MatmulCall& call, int64_t cols, bool is_one_matrix) {
   const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
-  // So no bit depends on whether A and B are one matrix, and D is symmetric if they are.
-  const bool is_fixed_order = call.fixed_reduction_order || call.may_be_symmetric();
+  // Sums in one order make D symmetric to the bit, which a BLAS does not.
+  const bool is_fixed_order = call.fixed_reduction_order || is_one_matrix;
   return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, is_fixed_order, is_alpha_one});
 }
 
@@ -94,7 +94,10 @@ std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cubla
   made->key = key;
   made->tiling = MakeTiling(call);
   made->symmetric = MakeSymmetricTiling(call);
-  for (const Tiling* each : {&made->tiling, &made->symmetric}) Extend(call, *each, &made->area);
+  Extend(call, made->tiling, /*is_one_matrix=*/false, &made->area);
+  if (call.may_be_symmetric()) {
+    for (const Tiling* each : {&made->tiling, &made->symmetric}) Extend(call, *each, true, &made->area);
+  }
   made->workspace_bytes = WorkspaceBytes(call, made->area);
   tiling = made;
   std::atomic_store(&desc->tiling, tiling);

@@ -22,8 +22,8 @@ struct Area {
   int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
 };
 
-// The kernel for a tile of so many columns.
-KernelChoice KernelOf(const MatmulCall& call, int64_t cols);
+// The kernel for a tile of so many columns, where B is A or is not.
+KernelChoice KernelOf(const MatmulCall& call, int64_t cols, bool is_one_matrix);
 
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
 // where several ranks hold it.
