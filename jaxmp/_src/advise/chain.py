@@ -23,7 +23,7 @@ _ELEMENTWISE = {
     *("max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "real"),
     *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan"),
     *("tanh", "xor", "concatenate"),
-    *("pcast", "pvary", "reshard", "sharding_constraint"),  # the values as they are
+    *("pcast", "pvary", "reshard", "jaxmp_reshard", "sharding_constraint"),  # the values as they are
 }
 
 

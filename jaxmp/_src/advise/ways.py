@@ -57,8 +57,7 @@ def ways(
             flops=flops // (runs or 1) * (devices // size_of(sizes, tuple(call.roles))),
             kind=kind_of(dtype.name),
             ndevices=devices,
-            # A transposed call leaves the rounding of its result to what transposes that.
-            nbytes=a + b + (sums if call.is_transposed else d) + sum(each.nbytes for each in moved),
+            nbytes=a + b + d + sum(each.nbytes for each in moved),
             transfers=moved,
             is_fused=True,
         )
