@@ -248,7 +248,7 @@ ERRORS = {
         NotImplementedError,
         "operands of dtype int32 and int32 are not",
     ),
-    "bytes": ((X.astype("int8"), W.astype("int8"), S), {}, NotImplementedError, "convert them to bfloat16"),
+    "bytes": ((X.astype("int8"), W.astype("int8"), S), {}, NotImplementedError, "convert both to bfloat16"),
     "result": ((X, W, S), {"preferred_element_type": "bfloat16"}, NotImplementedError, "available: float32"),
     "level": ((X, W, S), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not available'),
     "no level": ((X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
@@ -262,7 +262,7 @@ ERRORS = {
     ),
     "no mesh": ((X, W, S), {"out_sharding": P("p")}, ValueError, "needs a mesh"),
     "keyword": ((X, W, S), {"beta": X}, TypeError, "unexpected keyword argument 'beta'"),
-    "rank of the bias": ((X, W, S), {"bias": X[0]}, ValueError, "bias must have 2 dimensions, got 1"),
+    "rank of the bias": ((X, W, S), {"bias": X[0]}, ValueError, r"bias must have shape \(2, 5\), .* of w, got \(4,\)"),
     "shape of the bias": ((X, W, S), {"bias": X}, ValueError, r"bias must have shape \(2, 5\), .* of w, got \(6, 4\)"),
     "type of the bias": (
         (X.astype("bfloat16"), W.astype("bfloat16"), S),

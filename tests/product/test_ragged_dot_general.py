@@ -67,9 +67,9 @@ ERRORS = {
     "no group": ((X, W, S, numbers(((1,), (1,)), NO_BATCH, 0)), ValueError, "must have one free dimension of rhs, got"),
     "group": ((X, X, S, numbers(((0,), (0,)), NO_BATCH, 0, [1])), ValueError, "must have no dimension of rhs, got"),
     "extents": ((X[:, :2], W, S, MATRICES), ValueError, "contracting dimension 1 of lhs has extent 2"),
-    "sizes": ((X, W, S[:1], MATRICES), ValueError, r"group_sizes must have shape \(2,\) or \(2,\), got \(1,\)"),
+    "sizes": ((X, W, S[:1], MATRICES), ValueError, r"group_sizes must have shape \(2,\), got \(1,\)"),
     "type of sizes": ((X, W, S.astype(float), MATRICES), TypeError, "group_sizes must be an array of integers"),
-    "bytes": ((X.astype("int8"), W.astype("int8"), S, MATRICES), NotImplementedError, "convert them to bfloat16"),
+    "bytes": ((X.astype("int8"), W.astype("int8"), S, MATRICES), NotImplementedError, "convert both to bfloat16"),
 }
 
 

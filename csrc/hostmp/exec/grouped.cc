@@ -157,7 +157,7 @@ void CallHelpers(const std::shared_ptr<Job>& job, int most_threads) {
   BoundThreads(most_threads).Schedule(threads - 1, [job] {
     try {
       Work(*job, MakeArea(*job));
-    } catch (const std::bad_alloc&) {  // likewise
+    } catch (const std::bad_alloc&) {  // the other threads take its tiles
     }
   });
 }
@@ -182,7 +182,7 @@ Status MultiplyGroups(const GroupedProduct& product, int most_threads) {
       job->scratch_bytes = std::max(job->scratch_bytes, ScratchBytes(KernelFor(*job, tile), tile.m, tile.n, tile.k));
     }
     job->left = job->tiles.size();
-    const Area area = MakeArea(*job);  // ahead of the helpers, who may not be left alone with the arrays
+    const Area area = MakeArea(*job);  // if this throws, no other thread uses the caller's arrays yet
     try {
       CallHelpers(job, most_threads);
     } catch (const std::exception&) {  // without help it only takes longer

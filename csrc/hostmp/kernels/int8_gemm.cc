@@ -27,7 +27,7 @@ struct MicroPanels {
 template <int64_t Lanes>
 using WordVector __attribute__((vector_size(4 * Lanes))) = uint32_t;
 
-// Bytes become 16 bits, of which two products fit an int32 whatever their signs are. AVX2's instruction for bytes
+// Each byte is widened to 16 bits: the sum of two such products always fits an int32. AVX2's instruction for bytes
 // saturates.
 struct OfPairs {
   using Number = int16_t;

@@ -14,7 +14,7 @@ def split_arrays(
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
     """The arguments with None for what is no array, and `fn` as a function of them, which also returns what it changes.
 
-    The names of arguments stay those of `fn`.
+    It has the argument names of `fn`, which the compiled program shows.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]

@@ -135,7 +135,7 @@ def _bias(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
     """The bias by its name, if there is one."""
     if bias is None:
         return {}
-    operand_checks.check_array("bias", bias, 2)
+    operand_checks.check_array("bias", bias)
     if bias.shape != (w.shape[0], w.shape[2]):
         raise InvalidValue(
             f"bias must have shape {(w.shape[0], w.shape[2])}, a vector for each matrix of {{b}}, got {bias.shape}"
@@ -176,9 +176,12 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     preferred = operand_checks.check_preferred(request.preferred_element_type)
     types = result_types.of_call(types_of(x, w), preferred, False)
     if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
-        raise NotAvailable(f"operands of dtype {x.dtype} and {w.dtype} are not supported; convert them to bfloat16")
+        found = f"{x.dtype} and {w.dtype}"
+        raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
     if request.level.global_order:
-        raise request.level.mesh_refusal("is not available", "the order of sums over devices is XLA's")
+        raise request.level.mesh_refusal(
+            "is not available: the order of sums over devices is XLA's", "multiply each group by jaxmp.matmul"
+        )
     implementation = operand_checks.check_choice(
         "implementation", request.implementation, operand_checks.IMPLEMENTATIONS
     )

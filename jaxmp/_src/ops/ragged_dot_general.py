@@ -175,7 +175,7 @@ def _parsed(given: Any, lhs: Any, rhs: Any, sizes: Any) -> _Numbers:
     outer = kind[: kind.index(ragged)]
     lead = outer if ragged in numbers.lhs_batch else (*numbers.lhs_batch, *outer)
     groups = rhs.shape[group[0]] if is_free else sizes.shape[-1] if sizes.ndim else 0
-    every = (*pick(lhs.shape, lead), groups)
-    if sizes.shape not in ((groups,), every):
-        raise InvalidValue(f"group_sizes must have shape {(groups,)} or {every}, got {sizes.shape}")
+    allowed = dict.fromkeys(((groups,), (*pick(lhs.shape, lead), groups)))
+    if sizes.shape not in allowed:
+        raise InvalidValue(f"group_sizes must have shape {' or '.join(map(str, allowed))}, got {sizes.shape}")
     return _Numbers(numbers, ragged, group[0] if is_free else None, () if sizes.ndim == 1 else outer)

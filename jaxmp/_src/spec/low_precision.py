@@ -293,13 +293,13 @@ def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 @functools.cache
 def is_narrow_float(dtype: DTypeLike) -> bool:
     """Whether numbers of this type are floats of 8 bits and fewer."""
-    return np.dtype(dtype).name in NARROW[4:]
+    return np.dtype(dtype).name in NARROW and jnp.issubdtype(dtype, jnp.floating)
 
 
 @functools.cache
 def is_widened(dtype: DTypeLike) -> bool:
     """Whether XLA:CPU moves wider numbers in place of these, in a collective that only moves."""
-    return np.dtype(dtype).name in ("bfloat16", *NARROW[2:])
+    return np.dtype(dtype).name in ("bfloat16", *_HALVES) or is_narrow_float(np.dtype(dtype))
 
 
 def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
