@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
-from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.fuse.operands import is_auto
+from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.spec.matmul_spec import accumulator

@@ -131,6 +131,8 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
         left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
         found = grouped(spec.contraction(aval.dtype), left, right, bounds)
     if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
+        if spec.level.global_order:
+            raise spec.level.mesh_refusal("is not available: XLA sums over a batch", "map by jax.lax.map")
         found = found.sum(0, keepdims=True)
     return [found, None, None] if of_x else [None, found, None]
 

@@ -39,8 +39,8 @@ PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())
 class RaggedCall:
     """A call, hashable: its spec and, of global arrays on a mesh, its frame.
 
-    `rows`, `groups`: the axes that split them, and `spec.experts` those that split both; `sums`: those over which results are summed whole; `scatters`: for each
-    dimension of the result those over which they are reduce-scattered.
+    `rows`, `groups`: the axes that split them, and `spec.experts` those that split both; `sums`: those over which
+    results are summed whole; `scatters`: for each dimension of the result those over which they are reduce-scattered.
     """
 
     spec: GroupedSpec
@@ -136,6 +136,8 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
         along("g", g, w[0]),
         along("n", n, w[2], d[1]),
     )
+    split = dict.fromkeys(rows + contracted + groups + columns)
+    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh.shape[axis] > 1))
     partial = contracted + (() if experts else groups)
     scatters = tuple(
         () if extent % moves.size_of(mesh.shape, own + (mine := tuple(a for a in dim if a in partial))) else mine
@@ -156,6 +158,15 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
     if experts:
         spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.shape.items()))
     return RaggedCall(spec, frame, rows, groups, contracted, sums, scatters)
+
+
+def check_order(spec: GroupedSpec, axes: Dim) -> None:
+    """Raise where sums over these axes, in gradients too, would be in XLA's order and may not."""
+    if axes and spec.level.global_order:
+        raise spec.level.mesh_refusal(
+            f"is not available: XLA sums over {axes}, in an order of its own",
+            "shard rows of x and matrices of w over these axes alone",
+        )
 
 
 def _experts(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
