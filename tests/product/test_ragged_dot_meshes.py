@@ -172,7 +172,7 @@ def test_an_order_that_is_xlas_is_refused(specs):
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over \('p',\)"):
         jax.shard_map(ours, mesh=mesh, in_specs=P(), out_specs=P())(X, W, S)
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over a batch"):
-        jax.grad(lambda w: jax.vmap(ours, (0, None, None))(X[None], w, S).sum())(W)
+        jax.grad(lambda w: jax.vmap(ours, (0, None, None))(jnp.stack([X, X]), w, S).sum())(W)
 
 
 def test_a_mesh_of_two_kinds_is_refused():
