@@ -237,24 +237,27 @@ class _Independent:
     def __init__(self, module: Module, computation: Computation) -> None:
         self._computation, self._order = computation, list(computation.instructions.values())
         self._place = {each.name: i for i, each in enumerate(self._order)}
-        self._products = [(i, module.line(each)) for i, each in enumerate(self._order) if _multiplies(module, each)]
+        products = [i for i, each in enumerate(self._order) if _multiplies(module, each)]
+        self._bits = {i: 1 << bit for bit, i in enumerate(products)}
+        self._lines = [module.line(self._order[i]) for i in products]
 
     @functools.cached_property
-    def _needs(self) -> list[int]:
-        """For each instruction a bit for each that it needs."""
-        needs: list[int] = []
-        for i, each in enumerate(self._order):
-            bits = 1 << i
-            for name in each.operands:
-                bits |= needs[self._place[name]]
-            needs.append(bits)
-        return needs
+    def _related(self) -> list[int]:
+        """For each instruction a bit for each product that it needs, or that needs it."""
+        needs, serves = ([self._bits.get(i, 0) for i in range(len(self._order))] for _ in range(2))
+        operands = [[self._place[name] for name in each.operands] for each in self._order]
+        for i, found in enumerate(operands):
+            for operand in found:
+                needs[i] |= needs[operand]
+        for i, found in reversed([*enumerate(operands)]):
+            for operand in found:
+                serves[operand] |= serves[i]
+        return [a | b for a, b in zip(needs, serves, strict=True)]
 
     def products(self, collective: Instruction) -> tuple[str, ...]:
-        at = self._place[collective.name]
-        needed = self._needs[at]
-        lines = [line for i, line in self._products if not needed >> i & 1 and not self._needs[i] >> at & 1]
-        return tuple(dict.fromkeys(line for line in lines if line))
+        related = self._related[self._place[collective.name]]
+        lines = [line for bit, line in enumerate(self._lines) if not related >> bit & 1]
+        return tuple(dict.fromkeys(filter(None, lines)))
 
     def is_hidden(self, collective: Instruction) -> bool:
         """Whether work stands between the start and the end of a collective."""

@@ -51,11 +51,10 @@ class Instruction:
     attributes: str
     is_root: bool
 
-    @functools.cached_property
+    @property
     def op_name(self) -> str:
         """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1].replace("\\'", "'") if found else ""
+        return _op_name(self.attributes)
 
     @property
     def is_argument(self) -> bool:
@@ -72,15 +71,14 @@ class Instruction:
         """The opcode; of the parts of an asynchronous operation that of the whole."""
         return self.opcode.removesuffix("-start")
 
-    @functools.cached_property
+    @property
     def sharding(self) -> str:
         return self.attribute("sharding")
 
-    @functools.cached_property
+    @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(type, extents) of the result, or of each part of a tuple."""
-        found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", self.type)
-        return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+        return _shapes(self.type)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -88,18 +86,43 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text of an attribute, without the braces around it, or the empty string."""
-        at = self.attributes.find(f"{name}=")
-        while at > 0 and self.attributes[at - 1] not in " ,":  # the end of a longer name
-            at = self.attributes.find(f"{name}=", at + 1)
-        if at < 0:
-            return ""
-        text = self.attributes[at + len(name) + 1 :]
-        if text[:1] == "{":
-            return text[1 : _closing(text, 0)]
-        return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+        return _attribute(self.attributes, name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", self.attribute(name))))
+        return _ints(self.attribute(name))
+
+
+# Layers repeat their instructions' texts, so each is read once.
+
+
+@functools.lru_cache(8192)
+def _op_name(attributes: str) -> str:
+    found = _OP_NAME.search(attributes)
+    return found[1].replace("\\'", "'") if found else ""
+
+
+@functools.lru_cache(8192)
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", text)
+    return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+
+
+@functools.lru_cache(8192)
+def _attribute(attributes: str, name: str) -> str:
+    at = attributes.find(f"{name}=")
+    while at > 0 and attributes[at - 1] not in " ,":  # the end of a longer name
+        at = attributes.find(f"{name}=", at + 1)
+    if at < 0:
+        return ""
+    text = attributes[at + len(name) + 1 :]
+    if text[:1] == "{":
+        return text[1 : _closing(text, 0)]
+    return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+
+
+@functools.lru_cache(8192)
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 class Computation:
@@ -146,7 +169,7 @@ class Module:
 
     def __init__(self, text: str) -> None:
         self.entry = ""
-        header, *bodies = re.split(r"^(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", text, flags=re.M)
+        header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
         self.computations: dict[str, Computation] = {}
         for body in bodies:
             head, *lines = body.splitlines()
@@ -237,7 +260,7 @@ def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ..
         table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(_ints(found["tile"]))
     else:
         listed = re.findall(r"\{([\d,]+)\}", found["all"])
-        return tuple(tuple(_ints(each)) for each in listed) or (tuple(range(ndevices)),)
+        return tuple(map(_ints, listed)) or (tuple(range(ndevices)),)
     return tuple(map(tuple, table.tolist()))
 
 
@@ -278,10 +301,6 @@ def _iota(text: str) -> np.ndarray:
     dims = _ints(shape)
     ids = np.arange(math.prod(dims)).reshape(dims)
     return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _bits(kind: str) -> int:
