@@ -47,7 +47,9 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
         "is_transposed": spec.is_transposed,
         "is_fixed_order": spec.level.fixed_order,
     }
-    with jax.enable_x64(True), jax.named_scope("jaxmp ragged_dot"):  # attributes are 64-bit
+    (m, k), types = x.shape[1:], "*".join(y.dtype.name for y in (x, w))
+    name = f"jaxmp ragged_dot {m}x{k}x{n} of {bounds.shape[1] - 1} {types}->{spec.out_dtype.name} {spec.level.name}"
+    with jax.enable_x64(True), jax.named_scope(name):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
         d: jax.Array = call(x, w, bounds, **{name: np.int64(flag) for name, flag in flags.items()})
     return d
