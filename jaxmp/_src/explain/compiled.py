@@ -202,8 +202,8 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
                     why = cause(origins, computation, each, i)
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
-            elif each.opcode == "dot":
-                what = ("dot", module.line(each), (), 0, count, shape_of(each.shapes))
+            elif each.is_product:
+                what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
                 yield Operation(*what, left.get(module.innermost(each), ""), "", "product", _flops(computation, each))
 
 
@@ -219,15 +219,14 @@ def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[t
     factor = float(p > 1) if each.kind == "collective-broadcast" else factor
     operands = computation.operands(each)
     if "all-to-all" in each.kind:  # the parts of one array
-        return [(shape_of(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
-    results = each.shapes[len(operands) :] if len(each.shapes) >= 2 * len(operands) else each.shapes
-    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
+        return [(shape_of(each.results), int(sum(operand.nbytes for operand in operands) * factor))]
+    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(each.results, operands, strict=False)]
 
 
 def _flops(computation: Computation, dot: Instruction) -> int:
     """2 m n k of a device's product; a complex one counts 4 real ones."""
     (kind, shape), *_ = computation.operands(dot)[0].shapes
-    k = math.prod(shape[i] for i in dot.numbers("lhs_contracting_dims"))
+    k = math.prod(shape[i] for i in dot.summed)
     return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
 
 
@@ -271,12 +270,9 @@ class _Independent:
 
 def _multiplies(module: Module, each: Instruction) -> bool:
     """Whether an instruction is a product, or holds one."""
-    if each.opcode == "custom-call":
-        return "jaxmp" in each.attribute("custom_call_target") or "gemm" in each.attribute("custom_call_target")
-    is_fusion = each.opcode == "fusion"
-    return each.opcode == "dot" or (
-        is_fusion and any(module.computations[n].multiplies for n, _ in hlo.called_by(each))
-    )
+    if each.opcode == "fusion":
+        return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
+    return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
 
 
 # Words ---------------------------------------------------------------------------------------------------------

@@ -80,9 +80,34 @@ class Instruction:
         """(type, extents) of the result, or of each part of a tuple."""
         return _shapes(self.type)
 
+    @property
+    def results(self) -> list[tuple[str, tuple[int, ...]]]:
+        """`shapes` without the operands that an asynchronous operation's start repeats, and without a workspace."""
+        count = len(self.operands)
+        if self.opcode.endswith("-start") and len(self.shapes) >= 2 * count:
+            return self.shapes[count : 2 * count]
+        return self.shapes[:1] if self.is_product else self.shapes
+
     @functools.cached_property
     def nbytes(self) -> int:
-        return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in self.shapes)
+        return _bytes_of(self.shapes)
+
+    @functools.cached_property
+    def held(self) -> int:
+        """The bytes of `results`."""
+        return _bytes_of(self.results)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is XLA's own product, or cuBLAS's that XLA has made of one."""
+        target = self.attribute("custom_call_target") if self.opcode == "custom-call" else ""
+        return self.opcode == "dot" or target.startswith('"__cublas')
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The dimensions of the first operand that a product sums."""
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', self.attributes)
+        return _ints(found[1]) if found else self.numbers("lhs_contracting_dims")
 
     def attribute(self, name: str) -> str:
         """The text of an attribute, without the braces around it, or the empty string."""
@@ -150,7 +175,7 @@ class Computation:
     @functools.cached_property
     def multiplies(self) -> bool:
         """Whether an instruction is a product."""
-        return any(" dot(" in line for line in self._lines)
+        return any(" dot(" in line or "__cublas" in line for line in self._lines)
 
     def operands(self, of: Instruction) -> list[Instruction]:
         return [self.instructions[name] for name in of.operands]
@@ -301,6 +326,10 @@ def _iota(text: str) -> np.ndarray:
     dims = _ints(shape)
     ids = np.arange(math.prod(dims)).reshape(dims)
     return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
+
+
+def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in shapes)
 
 
 def _bits(kind: str) -> int:
