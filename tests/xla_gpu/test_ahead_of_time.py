@@ -84,8 +84,8 @@ EXPLAINS = """
         return x @ w, y @ v
     with jax.set_mesh(mesh):
         types = (
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*(None if axis == "-" else axis for axis in spec))))
-            for shape, spec in (((64, 512), "-y"), ((512, 512), "-y"), ((32, 512), "--"), ((512, 512), "-y"))
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, axis)))
+            for shape, axis in (((64, 512), "y"), ((512, 512), "y"), ((32, 512), None), ((512, 512), "y"))
         )
         explanation = jaxmp.explain(products, compiled=True, quiet=True)(*types)
     for row in explanation.rows:

@@ -15,7 +15,7 @@ from jaxmp._src.primitive.primitives import PRODUCTS
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
 _OURS = {primitive.name for primitive in (*PRODUCTS, grouped_p)}
-_GROUPED = (grouped_p.name, "ragged_dot_general")  # one level of determinism beyond run_to_run
+_GROUPED = (grouped_p.name, "ragged_dot_general")  # a level that they always have: "batch"
 # Equations whose jaxprs run once, as if they were written out.
 INLINED = {
     "jit",
