@@ -32,8 +32,10 @@ from jaxmp._src.fuse.graph import (
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
+from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import ActivationName
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
@@ -105,7 +107,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
-        graph = without_batches_of_one(graph)
+        graph = with_narrow_weights(without_batches_of_one(graph))
         groups, left = self._groups(graph, graph)
         steps = schedule(graph, groups, graph.results)
         self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))
@@ -214,9 +216,11 @@ class Rewriter:
             return "batch"
         if is_auto(product.lhs.value.aval):
             return None
-        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
-        is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
-        is_faster = (is_narrow and product.is_matrix) or _gains_by_symmetry(product)
+        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far. Narrow weights it converts in memory.
+        has_16_bits = any(dtype.itemsize == 2 for dtype in dtypes)
+        is_narrow = product.is_matrix and (product.dtype == np.int8 or has_16_bits)
+        is_mixed = low_precision.is_mixed(*dtypes) and product.lhs.is_flat and product.rhs.is_flat
+        is_faster = is_narrow or is_mixed or _gains_by_symmetry(product)
         return None if is_faster or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
