@@ -96,8 +96,8 @@ def test_scales_of_blocks_are_the_models():
 
 
 def test_gradients():
-    """Of x and of the scale (which JAX's own rules sum in bfloat16), through the call and through a backward pass that is
-    rewritten with it."""
+    """Of x and of the scale, which JAX's own rules sum in bfloat16: through the call, and through a backward pass that
+    is rewritten with it."""
     x, q, s = operands("int8")
     ct = jnp.asarray(np.random.default_rng(2).integers(-2, 3, (M, N)), "float32")
     forms = [f for name, f in FORMS.items() if "row" not in name] + list(BLOCKS.values())
@@ -108,7 +108,9 @@ def test_gradients():
             for f in forms
         ]
 
-    same = lambda f: f
+    def same(f):
+        return f
+
     wanted = gradients(same, same, x.astype("float32"))
     both = jax.jit(lambda x: (gradients(same, jaxmp.fuse, x), gradients(jaxmp.fuse, same, x)))
     assert not re.findall(rf"tensor<{K}x{N}xi8>\) -> tensor<{K}x{N}xbf16>", both.lower(x).as_text().split("@main")[0])
@@ -126,7 +128,9 @@ def test_loops_and_functions_called_twice():
         return jnp.clip(jnp.round(x @ decode_columns(q, s.astype(x.dtype))), -3, 3)
 
     def programs(x):
-        stacked = lambda step: lax.scan(lambda x, w: (step(x, *w), None), x, (qs, ss))[0]
+        def stacked(step):
+            return lax.scan(lambda x, w: (step(x, *w), None), x, (qs, ss))[0]
+
         once = jax.jit(layer)
         return [stacked(layer), stacked(jax.checkpoint(layer)), once(once(x, qs[0], ss[0]), qs[0], ss[0])]
 
@@ -146,7 +150,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
 def test_meshes(kind):
-    """A call for each product, and inside shard_map with the collective beside it, where scales stay with the weights."""
+    """A call for each product; inside shard_map with the collective beside it, where scales stay with the weights."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
     x, q, s = operands("int8")
     form = FORMS["a column"]

@@ -12,7 +12,7 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.refusal import Refusal
 
-# Primitives that multiply matrices; of the others than the first no call is made.
+# Primitives that multiply matrices.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 # Others, with products in their derivatives.
 DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, templates
+from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
     DERIVED,
@@ -46,7 +46,7 @@ REASONS = {
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
     "devices, and where its partitioner chooses the shardings",
-    "blocks": "it multiplies blocks with scales (lax.scaled_dot, jax.nn.scaled_matmul), which no call does",
+    "blocks": "it multiplies blocks with scales (lax.scaled_dot), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
@@ -258,22 +258,23 @@ class Rewriter:
                 stacklevel=2,
             )
 
-    def _groups_of_rows(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """The result of a call, or nothing, and why."""
-        if ragged.is_of_xla(eqn, self.options):
+    def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
+        """The result of a call in place of another product than a `dot_general`, or nothing, and why."""
+        is_ragged = eqn.primitive.name == "ragged_dot_general"
+        if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._warn(jax_compat.traced_line(eqn), REASONS["groups"])
             return [], "groups"
         try:
             with jax_tracing.traced_as(eqn):
-                return ragged.call(eqn, self.options, operands), ""
+                return (ragged if is_ragged else scaled).call(eqn, self.options, operands), ""
         except Refusal as error:
             self._warn(jax_compat.traced_line(eqn), f"jaxmp refuses it: {error}")
             return [], _name_of_refusal(error)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name == "ragged_dot_general":
-            results, why = self._groups_of_rows(eqn, operands)
+        if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
+            results, why = self._of_its_own(eqn, operands)
             if results:
                 return results
         if name in (*PRODUCTS, *DERIVED):
