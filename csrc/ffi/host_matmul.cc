@@ -1,27 +1,19 @@
 #include "csrc/ffi/host_matmul.h"
 
-#include <atomic>
-#include <exception>
-#include <optional>
+#include <cstdint>
+#include <memory>
 #include <utility>
-#include <variant>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/ffi/call_frame.h"
-#include "csrc/hostmp/handles/bound_threads.h"
+#include "csrc/ffi/host_call.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
 
 namespace ffi = xla::ffi;
 
 namespace jaxmp {
-
-// What a call that may finish at once returns: its status, or a future where it is still running.
-struct Outcome {
-  ffi::Error error;
-  std::optional<ffi::Future> future = std::nullopt;
-};
 
 namespace {
 
@@ -36,50 +28,21 @@ StatusOr<std::unique_ptr<Site>> MakeSite(const ffi::Dictionary& dictionary) {
 
 // ---- execute
 
-// One rank's call from its arrival to its completion. The handler and the stream's completion both come by once, in
-// any order and on any threads; whoever comes second resolves the call and deletes it.
-struct InFlightCall {
-  explicit InFlightCall(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
+class MatmulInFlight final : public InFlightCall {
+ public:
+  MatmulInFlight(std::shared_ptr<Plan> plan, const Buffers& buffers) : plan_(std::move(plan)), buffers_(buffers) {}
 
-  std::shared_ptr<Plan> plan;
-  Plan::ExecutionHandle execution;
-  hostmp::Stream stream;
-  Status status;
-  std::optional<ffi::Promise> promise;
-  std::atomic<bool> is_second{false};
+ private:
+  Status Start(int rank, hostmp::Stream& stream) override {
+    JAXMP_ASSIGN_OR_RETURN(execution_, plan_->Take(rank, buffers_, hostmp::AsStream(&stream)));
+    return plan_->Run(rank, *execution_, buffers_, hostmp::AsStream(&stream));
+  }
+  void Release() override { execution_.reset(); }
+
+  const std::shared_ptr<Plan> plan_;
+  const Buffers buffers_;
+  Plan::ExecutionHandle execution_;
 };
-
-// The stream's completion. A peer's program resumes in here, so nothing of the call is held when it does.
-void OnDone(void* context, const Status& status) {
-  InFlightCall* call = static_cast<InFlightCall*>(context);
-  call->status = status;
-  call->execution.reset();
-  if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return;
-  ffi::Promise promise = std::move(*call->promise);
-  const ffi::Error error = ToError(status);
-  delete call;
-  error.success() ? promise.SetAvailable() : promise.SetError(error);
-}
-
-// The handler's side: a call that was completed before the handler returns needs no future.
-Outcome Finish(InFlightCall* call) {
-  if (!call->is_second.load(std::memory_order_acquire)) {
-    ffi::Future future(call->promise.emplace());
-    if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return {ffi::Error::Success(), std::move(future)};
-  }
-  Outcome outcome{ToError(call->status)};
-  delete call;
-  return outcome;
-}
-
-Status Start(InFlightCall& call, int rank, const Buffers& buffers) {
-  try {
-    JAXMP_ASSIGN_OR_RETURN(call.execution, call.plan->Take(rank, buffers, hostmp::AsStream(&call.stream)));
-    return call.plan->Run(rank, *call.execution, buffers, hostmp::AsStream(&call.stream));
-  } catch (const std::exception& exception) {
-    return ResourceExhausted("jaxmp: ", exception.what());
-  }
-}
 
 StatusOr<GroupRank> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                              Buffers* buffers) {
@@ -97,35 +60,11 @@ Outcome Run(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingA
     if (group_rank.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
   }
   if (!group_rank.ok() || plan.is_empty()) return {ToError(group_rank.status())};
-
-  hostmp::BoundThreads pool(static_cast<int>(threads.num_threads()));  // as many as XLA uses
-  InFlightCall* call = new InFlightCall(site->plan);
-  call->stream = {&site->rendezvous, run.run_id, group_rank->group, &pool, OnDone, call};
-  const Status started = Start(*call, group_rank->rank, buffers);
-  // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all of them get it.
-  if (!started.ok()) hostmp::Fail(call->stream, group_rank->rank, plan.nranks(), started);
-  return Finish(call);
+  return RunRank(std::make_unique<MatmulInFlight>(site->plan, buffers), site->rendezvous, run, threads, *group_rank,
+                 plan.nranks());
 }
 
 }  // namespace
-}  // namespace jaxmp
-
-namespace xla::ffi {
-
-template <>
-struct ResultEncoding<ExecutionStage::kExecute, jaxmp::Outcome> {
-  static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
-                                                              jaxmp::Outcome outcome) {
-    if (outcome.future) {
-      return ResultEncoding<ExecutionStage::kExecute, Future>::Encode(api, ctx, std::move(*outcome.future));
-    }
-    return ResultEncoding<ExecutionStage::kExecute, Error>::Encode(api, ctx, std::move(outcome.error));
-  }
-};
-
-}  // namespace xla::ffi
-
-namespace jaxmp {
 
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<Site, MakeSite>(frame); }
 

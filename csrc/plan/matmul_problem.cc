@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -161,32 +162,15 @@ Status CheckNumbers(const Problem& problem) {
 }
 
 Status CheckAxes(const Problem& problem) {
-  const int64_t naxes = static_cast<int64_t>(problem.mesh_shape.size());
-  std::set<int64_t> seen;
-  for (const auto* axes : {&problem.axes_row, &problem.axes_col}) {
-    for (int64_t axis : *axes) {
-      if (axis < 0 || axis >= naxes || !seen.insert(axis).second) {
-        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the ", naxes,
-                               " axes of mesh_shape; got ", axis);
-      }
-    }
-  }
-  int64_t ndevices = 1;
-  for (int64_t size : problem.mesh_shape) {
-    if (size < 1) {
-      return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got ", size);
-    }
-    if (size > kMostDevices / ndevices) {
-      return InvalidArgument("jaxmp: mesh_shape may have ", kMostDevices, " devices in all; got a size of ", size);
-    }
-    ndevices *= size;
-  }
+  JAXMP_RETURN_IF_ERROR(CheckMesh(problem.mesh_shape, problem.axes_row, problem.axes_col));
+  const int64_t ndevices =
+      std::accumulate(problem.mesh_shape.begin(), problem.mesh_shape.end(), int64_t{1}, std::multiplies<>());
   if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {
     return InvalidArgument("jaxmp: attribute devices must be empty or name the ", ndevices,
                            " devices of mesh_shape; got ", problem.devices.size());
   }
   const bool is_local = problem.pattern == Pattern::kLocal;
-  if (is_local && !seen.empty()) {
+  if (is_local && !(problem.axes_row.empty() && problem.axes_col.empty())) {
     return InvalidArgument("jaxmp: pattern local takes no axes_row and no axes_col");
   }
   if (!is_local && problem.pattern != Pattern::kGrid && !problem.axes_col.empty()) {
@@ -256,6 +240,29 @@ std::string ToString(const Problem& problem) {
   std::ostringstream text;
   text << problem;
   return text.str();
+}
+
+Status CheckMesh(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& axes_row,
+                 const std::vector<int64_t>& axes_col) {
+  const int64_t naxes = static_cast<int64_t>(mesh_shape.size());
+  std::set<int64_t> seen;
+  for (const auto* axes : {&axes_row, &axes_col}) {
+    for (int64_t axis : *axes) {
+      if (axis < 0 || axis >= naxes || !seen.insert(axis).second) {
+        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the ", naxes,
+                               " axes of mesh_shape; got ", axis);
+      }
+    }
+  }
+  int64_t ndevices = 1;
+  for (int64_t size : mesh_shape) {
+    if (size < 1) return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got ", size);
+    if (size > kMostDevices / ndevices) {
+      return InvalidArgument("jaxmp: mesh_shape may have ", kMostDevices, " devices in all; got a size of ", size);
+    }
+    ndevices *= size;
+  }
+  return {};
 }
 
 StatusOr<Problem> MakeProblem(const Attributes& attributes) {

@@ -128,6 +128,10 @@ struct ProblemHash {
 using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>>;
 using Attributes = std::map<std::string, Attribute>;
 
+// The attributes that say which devices of a mesh call together, as in Axes.
+Status CheckMesh(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& axes_row,
+                 const std::vector<int64_t>& axes_col);
+
 // Requires every attribute by name and type, refuses unknown ones, and checks what concerns a single
 // attribute or the mesh. What the library can do with the problem is the plan's question.
 StatusOr<Problem> MakeProblem(const Attributes& attributes);

@@ -91,12 +91,17 @@ def test_automatic_axes_are_left_to_xla(level, warns, recwarn):
     assert any("does not hold for a product" in str(each.message) for each in recwarn) == warns
 
 
-def test_levels():
-    fused = jaxmp.fuse(model, determinism="batch")
+@pytest.mark.parametrize("level", ["batch", "topology"])
+def test_levels(level):
+    fused = jaxmp.fuse(model, determinism=level)
     (row,) = explained(fused)(X, W).rows
-    assert (row.operation, row.determinism) == ("ragged_dot", "batch")
+    assert (row.operation, row.determinism) == ("ragged_dot", level)
+
+
+def test_a_level_that_sums_of_groups_do_not_have():
+    grad = jax.grad(lambda w: (model(X, w) ** 2).sum())
     with pytest.warns(RuntimeWarning, match='"topology".* does not hold for a product.*ragged_dot_general: '):
-        assert_same(jaxmp.fuse(model, determinism="topology")(X, W), model(X, W))
+        assert_same(jaxmp.fuse(grad, determinism="topology")(W), grad(W))
 
 
 def test_what_jaxmp_refuses_stays():

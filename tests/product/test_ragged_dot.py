@@ -250,7 +250,6 @@ ERRORS = {
     ),
     "bytes": ((X.astype("int8"), W.astype("int8"), S), {}, NotImplementedError, "convert both to bfloat16"),
     "result": ((X, W, S), {"preferred_element_type": "bfloat16"}, NotImplementedError, "available: float32"),
-    "level": ((X, W, S), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not available'),
     "no level": ((X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
     "library": ((X, W, S), {"implementation": "cublasmp"}, NotImplementedError, "has no product of groups"),
     "implementation": ((X, W, S), {"implementation": "cpu"}, ValueError, "implementation must be one of"),

@@ -162,6 +162,19 @@ def test_errors_of_shardings(case):
         jaxmp.ragged_dot(X, w, S, mesh=mesh, in_shardings=(of_x, of_w), out_sharding=of_d)
 
 
+@pytest.mark.parametrize("specs", [(P("p"), P()), (P(), P("p")), (P(), P(None, None, "p"))])
+def test_an_order_that_is_xlas_is_refused(specs):
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    options = {"mesh": mesh, "determinism": "topology", "in_shardings": specs, "out_sharding": P()}
+    with pytest.raises(NotImplementedError, match=r'^ragged_dot: determinism="topology" is not available: XLA sums'):
+        jaxmp.ragged_dot(X, jnp.ones((2, 4, 6)), S, **options)
+    ours = functools.partial(jaxmp.ragged_dot, determinism="topology")
+    with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over \('p',\)"):
+        jax.shard_map(ours, mesh=mesh, in_specs=P(), out_specs=P())(X, W, S)
+    with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over a batch"):
+        jax.grad(lambda w: jax.vmap(ours, (0, None, None))(X[None], w, S).sum())(W)
+
+
 def test_a_mesh_of_two_kinds_is_refused():
     kinds = AxisType.Explicit, AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=kinds, devices=jax.devices()[:4])

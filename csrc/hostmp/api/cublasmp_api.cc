@@ -8,7 +8,7 @@
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/cublasmp/status.h"
-#include "csrc/hostmp/exec/collective_call.h"
+#include "csrc/hostmp/exec/matmul_work.h"
 #include "csrc/hostmp/handles/handles.h"
 #include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/tiling/product_tiling.h"
@@ -222,14 +222,14 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
                         int64_t jd, cublasMpMatrixDescriptor_t desc_d, void* device, size_t device_bytes, void*,
                         size_t) {
   return Guarded([&]() -> Status {
-    Arrival arrival;
-    arrival.call = std::make_unique<MatmulCall>();
-    MatmulCall& call = *arrival.call;
+    auto mine = std::make_unique<MatmulRank>();
+    MatmulCall& call = mine->call;
     JAXMP_RETURN_IF_ERROR(ReadCall({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
                                     jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
                                    /*executes=*/true, &call));
     JAXMP_RETURN_IF_ERROR(CheckWorkspace(call, device, device_bytes));
     call.workspace = static_cast<char*>(device);
+    Arrival arrival;
     arrival.stream = handle->stream;
     for (uint32_t* amax : {call.amax_d, call.amax_aux}) {
       if (amax) *amax = 0;  // the tiles raise it
@@ -241,6 +241,7 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
       return FailedPrecondition("the stream has no rendezvous, which ", call.nranks, " ranks need");
     }
     const int rank = call.rank, nranks = call.nranks;
+    arrival.call = std::move(mine);
     Arrive(std::move(arrival), rank, nranks);
     return {};
   });

@@ -1,4 +1,4 @@
-// One call in which all ranks of a group meet: what each of them brought, cut into tiles, and who tells each stream.
+// One call in which all ranks of a group meet: what each of them brought, cut into pieces, and who tells each stream.
 #pragma once
 
 #include <atomic>
@@ -8,18 +8,36 @@
 
 #include "csrc/base/float_state.h"
 #include "csrc/base/status.h"
-#include "csrc/hostmp/exec/bias_grad.h"
-#include "csrc/hostmp/exec/tile_task.h"
 #include "csrc/hostmp/exec/workers.h"
-#include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/handles/runtime.h"
 
 namespace jaxmp::hostmp {
 
+// What the ranks of a call compute once all have arrived: pieces that threads take one by one, in any order.
+class SharedWork {
+ public:
+  virtual ~SharedWork() = default;
+  virtual size_t pieces() const = 0;
+  virtual double operations() const = 0;
+  // On a thread that has this area, of Workers.
+  virtual void Run(size_t piece, int area) = 0;
+  // Behind the last piece, on one thread.
+  virtual void Finish() {}
+};
+
+// What one rank brings.
+class RankCall {
+ public:
+  virtual ~RankCall() = default;
+  // The work of these ranks, which are in order and outlive it, or why they do not go together. The ranks that meet
+  // have calls of one class.
+  virtual StatusOr<std::unique_ptr<SharedWork>> Share(const std::vector<const RankCall*>& ranks) const = 0;
+};
+
 // One rank at the rendezvous: its call, or why it has none.
 struct Arrival {
   Stream* stream = nullptr;
-  std::unique_ptr<MatmulCall> call;
+  std::unique_ptr<RankCall> call;
   Status error;
   FloatState state = FloatState::Current();  // of the rank's thread: its program resumes in it
 };
@@ -31,7 +49,7 @@ enum class WaiterState { kWaiting, kLeft, kDone };
 struct CollectiveCall {
   explicit CollectiveCall(int nranks) : arrivals(static_cast<size_t>(nranks)), waiters(static_cast<size_t>(nranks)) {}
 
-  // In which the product is computed, whoever came last and whoever helps.
+  // In which the work is done, whoever came last and whoever helps.
   const FloatState& state() const { return arrivals[0].state; }
 
   std::vector<Arrival> arrivals;  // by rank; a null stream has not arrived
@@ -39,11 +57,10 @@ struct CollectiveCall {
   std::vector<std::atomic<WaiterState>> waiters;
 
   // Written by the last rank to arrive, before `is_prepared`.
-  DistributedProduct product;
-  BiasGrad gradient;
+  std::unique_ptr<SharedWork> work;
   std::atomic<bool> is_prepared{false};
   std::atomic<size_t> next{0};
-  // Tiles (and pieces of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
+  // Pieces not yet done, and one for the last rank's thread: while it still asks its stream's
   // pool for help, nobody may complete that stream.
   std::atomic<size_t> left{0};
   Workers workers;
@@ -51,14 +68,14 @@ struct CollectiveCall {
 };
 
 // Records the arrival, and sees the call through for as long as that takes no waiting to speak of. The last rank's
-// arrival runs the product, or hands every rank the error.
+// arrival runs the work, or hands every rank the error.
 void Arrive(Arrival arrival, int rank, int nranks);
 
-// Runs the product of a call whose ranks have all arrived on this thread, on those that are still here, and on those of
+// Runs the work of a call whose ranks have all arrived on this thread, on those that are still here, and on those of
 // the pool.
 void Execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
 
-// Takes tiles of a prepared call until none is left; does nothing without an area (-1).
+// Takes pieces of a prepared call until none is left; does nothing without an area (-1).
 void Work(CollectiveCall& collective, int area);
 
 // Ends the call: streams whose thread has gone are completed on other threads, the others by their own.

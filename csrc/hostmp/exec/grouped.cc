@@ -1,20 +1,18 @@
 #include "csrc/hostmp/handles/grouped.h"
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <new>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
-#include "csrc/base/float_state.h"
 #include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/handles/bound_threads.h"
 #include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/tiling/tiling.h"
 
@@ -25,175 +23,335 @@ constexpr int64_t kLine = 64;              // of the cache
 constexpr int64_t kLargestTile = 1 << 18;  // elements of d
 constexpr int64_t kSmallestTile = 1 << 12;
 constexpr int64_t kTilesPerThread = 4;
+// A group's rows of several ranks are multiplied together up to so many, so that its matrix is read once.
+constexpr int64_t kMostTogether = 256;
+constexpr int64_t kMostCopied = 4 << 20;  // bytes of them, for each thread
 
-struct Job {
-  GroupedProduct product;
-  abi::cudaDataType_t sums;
-  std::vector<Product> tiles;  // c is the tile's place in d; of k = 0 it becomes zero
-  int64_t scratch_bytes = 0, sums_bytes = 0;
-  FloatState state = FloatState::Current();
-  std::atomic<size_t> next{0}, left{0};
-  std::mutex mutex;
-  std::condition_variable done;
-};
-
-KernelChoice KernelFor(const Job& job, const Product& tile) {
-  const abi::cudaDataType_t type = job.product.type;
-  return KernelOf({type, type, tile.trans_a, tile.n, job.product.is_fixed_order, /*is_alpha_one=*/true});
-}
-
-// ---- the tiles
+constexpr auto kPlain = abi::CUBLAS_OP_N, kTransposed = abi::CUBLAS_OP_T;
 
 template <typename Pointer>
-Pointer At(Pointer from, abi::cudaDataType_t type, int64_t elements) {
+auto At(Pointer from, abi::cudaDataType_t type, int64_t elements) {
   using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
   return static_cast<Byte*>(from) + BytesOf(type, elements);
 }
 
-// Of one product; column-major, as ldb and ldc tell.
-void Cut(const Product& whole, int64_t target, Job* job) {
-  if (whole.m == 0 || whole.n == 0) return;
-  const int64_t pieces = CeilDiv(whole.m * whole.n, target), row_pieces = CountRowPieces(whole.m, whole.n, pieces);
-  const int64_t rows = RoundUp(CeilDiv(whole.m, row_pieces), kRowUnit);
-  const int64_t cols = RoundUp(CeilDiv(whole.n, CeilDiv(pieces, row_pieces)), kColUnit);
-  const abi::cudaDataType_t type = job->product.type;
-  for (int64_t col = 0; col < whole.n; col += cols) {
-    for (int64_t row = 0; row < whole.m; row += rows) {
-      Product tile = whole;
-      tile.m = std::min(rows, whole.m - row);
-      tile.n = std::min(cols, whole.n - col);
-      tile.c = At(whole.c, job->product.out, col * whole.ldc + row);
-      if (tile.k > 0) {
-        tile.a = At(whole.a, type, whole.trans_a == abi::CUBLAS_OP_N ? row : row * whole.lda);
-        tile.b = At(whole.b, type, whole.trans_b == abi::CUBLAS_OP_N ? col * whole.ldb : col);
-      }
-      job->tiles.push_back(tile);
+// Rows of a group that lie together on a rank: in x, and in d or, of a contraction, in w.
+struct Rows {
+  const char *x, *w;
+  char* d;
+  int64_t count;
+};
+
+// A part of column-major d^T, which is w^T x^T or, of a contraction, w^T x of the group's rows.
+struct Tile {
+  const char* w;  // the matrix of the group; of a contraction null
+  char* d;        // the matrix of a contraction, else null
+  int64_t row, nrows, col, ncols;
+  size_t first, last;  // the rows; of d^T they are the columns, which a contraction sums over
+  int64_t depth;       // where there is nothing to sum the tile becomes zero
+};
+
+class GroupedWork final : public SharedWork {
+ public:
+  explicit GroupedWork(std::vector<const GroupedProduct*> ranks)
+      : ranks_(std::move(ranks)), p_(*ranks_[0]), sums_(AccumulatorOf(p_.type)) {
+    int64_t rows = 0;
+    for (int64_t index = 0; index < p_.batch; ++index) {
+      for (const GroupedProduct* rank : ranks_) rows += Within(*rank, Bounds(*rank, index)[groups()], 0);
+    }
+    operations_ = 2.0 * static_cast<double>(rows) * static_cast<double>(p_.n) * static_cast<double>(p_.k);
+    for (int64_t index = 0; index < p_.batch; ++index) CutGroups(index);
+    for (const Tile& tile : tiles_) Measure(tile);
+    const int64_t bytes = area_bytes() * machine_threads();
+    if (bytes == 0) return;
+    areas_.reset(static_cast<char*>(std::aligned_alloc(kLine, static_cast<size_t>(bytes))));
+    if (!areas_) throw std::bad_alloc();
+  }
+
+  size_t pieces() const override { return tiles_.size(); }
+  double operations() const override { return operations_; }
+
+  void Run(size_t piece, int area) override {
+    const Tile& tile = tiles_[piece];
+    if (tile.depth == 0) return FillZero(tile);
+    char* const sums = areas_.get() + area * area_bytes();
+    char* const scratch = sums + sums_bytes_;
+    char* const copied = scratch + scratch_bytes_;
+    const bool is_in_d = IsSummedInD(tile);
+    char* const c = !is_in_d ? sums : tile.d ? InMatrix(tile) : InRows(tile, rows_[tile.first]);
+    const int64_t ldc = is_in_d ? p_.n : tile.nrows;
+    KSegments segments = p_.is_contraction ? SegmentsOf(tile, copied) : KSegments{ProductOf(tile, copied)};
+    for (Product& segment : segments) segment.c = c, segment.ldc = ldc;
+    Multiply(KernelFor(tile), segments, 1.0, /*adds=*/false, scratch);
+    if (is_in_d) return;
+    if (tile.d) return Store(c, tile.nrows, tile.ncols, InMatrix(tile));
+    const char* from = c;
+    for (size_t i = tile.first; i < tile.last; ++i) {
+      Store(from, tile.nrows, rows_[i].count, InRows(tile, rows_[i]));
+      from += BytesOf(sums_, rows_[i].count * tile.nrows);
     }
   }
-}
 
-// Row-major d = x w is column-major d^T = w^T x^T, and d = x^T w is d^T = w^T x.
-void CutGroups(Job* job) {
-  const GroupedProduct& p = job->product;
-  const int64_t share = p.batch * p.n * (p.is_contraction ? p.groups * p.k : p.m);
-  const int64_t target = std::clamp(share / (kTilesPerThread * machine_threads()), kSmallestTile, kLargestTile);
-  const auto plain = abi::CUBLAS_OP_N, transposed = abi::CUBLAS_OP_T;
-  for (int64_t index = 0; index < p.batch; ++index) {
-    const void* const x = At(p.x, p.type, p.has_x_batch ? index * p.m * p.k : 0);
-    const int64_t size_of_w = p.is_contraction ? p.m * p.n : p.groups * p.k * p.n;
-    const void* const w = At(p.w, p.type, p.has_w_batch ? index * size_of_w : 0);
-    void* const d = At(p.d, p.out, index * (p.is_contraction ? p.groups * p.k * p.n : p.m * p.n));
-    const int32_t* const bounds = p.bounds + (p.has_bounds_batch ? index * (p.groups + 1) : 0);
-    const auto add_rows = [&](int64_t first, int64_t last, const void* weights) {
-      const int64_t ld = p.is_transposed ? p.k : p.n;
-      Cut({p.is_transposed ? transposed : plain, plain, p.n, last - first, weights ? p.k : 0, weights, ld,
-           At(x, p.type, first * p.k), p.k, At(d, p.out, first * p.n), p.n},
-          target, job);
-    };
-    int64_t first = 0;  // row that no group before has
-    for (int64_t group = 0; group < p.groups; ++group) {
-      const int64_t begin = std::clamp<int64_t>(bounds[group], first, p.m);
-      const int64_t end = std::clamp<int64_t>(bounds[group + 1], begin, p.m);
-      if (p.is_contraction) {
-        Cut({plain, transposed, p.n, p.k, end - begin, At(w, p.type, begin * p.n), p.n, At(x, p.type, begin * p.k), p.k,
-             At(d, p.out, group * p.k * p.n), p.n},
-            target, job);
+ private:
+  int64_t groups() const { return p_.matrices * static_cast<int64_t>(ranks_.size()); }
+  int64_t area_bytes() const { return sums_bytes_ + scratch_bytes_ + copied_bytes_; }
+
+  // ---- the tiles
+
+  const int32_t* Bounds(const GroupedProduct& rank, int64_t index) const {
+    return rank.bounds + (p_.has_bounds_batch ? index * (groups() + 1) : 0);
+  }
+
+  static int64_t Within(const GroupedProduct& rank, int64_t row, int64_t first) {
+    return std::clamp(row, first, rank.m);
+  }
+
+  Rows RowsOf(const GroupedProduct& rank, int64_t index, int64_t begin, int64_t end) const {
+    const int64_t x = (p_.has_x_batch ? index * p_.m : 0) + begin, d = index * p_.m + begin;
+    const int64_t w = (p_.has_w_batch ? index * p_.m : 0) + begin;
+    return {At(rank.x, p_.type, x * p_.k), p_.is_contraction ? At(rank.w, p_.type, w * p_.n) : nullptr,
+            p_.is_contraction ? nullptr : At(rank.d, p_.out, d * p_.n), end - begin};
+  }
+
+  void CutGroups(int64_t index) {
+    std::vector<int64_t> ends(ranks_.size(), 0);  // of the groups before, by rank
+    for (int64_t group = 0; group < groups(); ++group) {
+      std::vector<Rows> rows;
+      for (size_t i = 0; i < ranks_.size(); ++i) {
+        const GroupedProduct& rank = *ranks_[i];
+        const int64_t begin = Within(rank, Bounds(rank, index)[group], ends[i]);
+        const int64_t end = Within(rank, Bounds(rank, index)[group + 1], begin);
+        if (end > begin) rows.push_back(RowsOf(rank, index, begin, end));
+        LeaveZero(rank, index, ends[i], begin);
+        ends[i] = end;
+      }
+      const GroupedProduct& owner = *ranks_[static_cast<size_t>(group / p_.matrices)];
+      const int64_t matrix = group % p_.matrices, size = p_.k * p_.n;
+      if (p_.is_contraction) {
+        CutContraction(rows, At(owner.d, p_.out, (index * p_.matrices + matrix) * size));
       } else {
-        add_rows(first, begin, nullptr);
-        add_rows(begin, end, At(w, p.type, group * p.k * p.n));
+        CutRows(rows, At(owner.w, p_.type, ((p_.has_w_batch ? index * p_.matrices : 0) + matrix) * size));
       }
-      first = end;
     }
-    if (!p.is_contraction) add_rows(first, p.m, nullptr);
+    for (size_t i = 0; i < ranks_.size(); ++i) LeaveZero(*ranks_[i], index, ends[i], p_.m);
   }
-}
 
-// ---- the work
-
-void RunTile(const Job& job, const Product& tile, char* memory) {
-  const abi::cudaDataType_t out = job.product.out;
-  const auto column = [&](int64_t col) { return At(tile.c, out, col * tile.ldc); };
-  if (tile.k == 0) {
-    for (int64_t col = 0; col < tile.n; ++col) std::memset(column(col), 0, static_cast<size_t>(BytesOf(out, tile.m)));
-    return;
+  // Rows that no group has.
+  void LeaveZero(const GroupedProduct& rank, int64_t index, int64_t begin, int64_t end) {
+    if (p_.is_contraction || begin == end) return;
+    const Rows rows = RowsOf(rank, index, begin, end);
+    CutTogether(&rows, 1, nullptr);
   }
-  Product sums = tile;
-  if (out != job.sums) sums.c = memory, sums.ldc = tile.m;
-  Multiply(KernelFor(job, tile), {sums}, 1.0, /*adds=*/false, memory + job.sums_bytes);
-  if (out == job.sums) return;
-  for (int64_t col = 0; col < tile.n; ++col) {
-    const float* const from = reinterpret_cast<const float*>(memory) + col * tile.m;
-    out == abi::CUDA_R_16BF ? Downconvert(from, reinterpret_cast<BFloat16*>(column(col)), tile.m)
-                            : Downconvert(from, reinterpret_cast<Float16*>(column(col)), tile.m);
-  }
-}
 
-using Area = std::unique_ptr<char, void (*)(void*)>;
-
-Area MakeArea(const Job& job) {
-  const auto bytes = static_cast<size_t>(RoundUp(job.sums_bytes + job.scratch_bytes + kLine, kLine));
-  Area area(static_cast<char*>(std::aligned_alloc(kLine, bytes)), std::free);
-  if (!area) throw std::bad_alloc();
-  return area;
-}
-
-// A thread that comes late finds nothing left, and touches no array.
-void Work(Job& job, const Area& area) noexcept {
-  const ScopedFloatState state(job.state);
-  for (size_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.tiles.size();) {
-    RunTile(job, job.tiles[i], area.get());
-    if (job.left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    const std::lock_guard<std::mutex> lock(job.mutex);
-    job.done.notify_all();
-  }
-}
-
-void CallHelpers(const std::shared_ptr<Job>& job, int most_threads) {
-  double operations = 0;
-  for (const Product& x : job->tiles) operations += 2.0 * static_cast<double>(x.m) * static_cast<double>(x.n * x.k);
-  const int64_t tiles = static_cast<int64_t>(job->tiles.size());
-  const int64_t threads = std::min<int64_t>({tiles, machine_threads(), int64_t{most_threads}});
-  if (threads < 2 || operations < kWorthSharing) return;
-  BoundThreads(most_threads).Schedule(threads - 1, [job] {
-    try {
-      Work(*job, MakeArea(*job));
-    } catch (const std::bad_alloc&) {  // the other threads take its tiles
+  void CutRows(const std::vector<Rows>& rows, const char* w) {
+    const int64_t most = std::min(kMostTogether, kMostCopied / std::max<int64_t>(1, BytesOf(p_.type, p_.k)));
+    for (size_t first = 0, next; first < rows.size(); first = next) {
+      int64_t count = rows[first].count;
+      for (next = first + 1; next < rows.size() && count + rows[next].count <= most; ++next) count += rows[next].count;
+      CutTogether(&rows[first], next - first, w);
     }
-  });
-}
+  }
+
+  // Rows of several ranks stay together.
+  void CutTogether(const Rows* rows, size_t ranks, const char* w) {
+    int64_t count = 0;
+    for (size_t i = 0; i < ranks; ++i) count += rows[i].count;
+    const int64_t depth = w ? p_.k : 0, pieces = CountPieces(p_.n, count, depth);
+    const int64_t row_pieces = ranks > 1 ? pieces : CountRowPieces(p_.n, count, pieces);
+    const int64_t ncols = ranks > 1 ? count : RoundUp(CeilDiv(count, CeilDiv(pieces, row_pieces)), kColUnit);
+    for (int64_t col = 0; col < count; col += ncols) {
+      const size_t first = rows_.size();
+      rows_.insert(rows_.end(), rows, rows + ranks);
+      if (ranks == 1) {
+        Rows& part = rows_.back();
+        part = {At(part.x, p_.type, col * p_.k), nullptr, At(part.d, p_.out, col * p_.n), std::min(ncols, count - col)};
+      }
+      CutColumn({w, nullptr, 0, 0, 0, std::min(ncols, count - col), first, rows_.size(), depth}, row_pieces);
+    }
+  }
+
+  void CutContraction(const std::vector<Rows>& rows, char* d) {
+    const size_t first = rows_.size();
+    rows_.insert(rows_.end(), rows.begin(), rows.end());
+    int64_t depth = 0;
+    for (const Rows& part : rows) depth += part.count;
+    const int64_t pieces = CountPieces(p_.n, p_.k, depth), row_pieces = CountRowPieces(p_.n, p_.k, pieces);
+    const int64_t ncols = RoundUp(CeilDiv(p_.k, CeilDiv(pieces, row_pieces)), kColUnit);
+    for (int64_t col = 0; col < p_.k; col += ncols) {
+      CutColumn({nullptr, d, 0, 0, col, std::min(ncols, p_.k - col), first, rows_.size(), depth}, row_pieces);
+    }
+  }
+
+  void CutColumn(Tile tile, int64_t row_pieces) {
+    const int64_t nrows = RoundUp(CeilDiv(p_.n, row_pieces), kRowUnit);
+    for (tile.row = 0; tile.row < p_.n; tile.row += nrows) {
+      tile.nrows = std::min(nrows, p_.n - tile.row);
+      tiles_.push_back(tile);
+    }
+  }
+
+  // By operations, so that a group with most of the rows is cut into most of the tiles.
+  int64_t CountPieces(int64_t nrows, int64_t ncols, int64_t depth) const {
+    const double each = operations_ / static_cast<double>(2 * kTilesPerThread * machine_threads());
+    const double target = each / static_cast<double>(std::max<int64_t>(1, depth));
+    const auto area = static_cast<int64_t>(std::min(target, static_cast<double>(kLargestTile)));
+    return std::max<int64_t>(1, CeilDiv(nrows * ncols, std::max(area, kSmallestTile)));
+  }
+
+  void Measure(const Tile& tile) {
+    if (tile.depth == 0) return;
+    const auto grow = [](int64_t* most, int64_t bytes) { *most = std::max(*most, RoundUp(bytes, kLine)); };
+    if (!IsSummedInD(tile)) grow(&sums_bytes_, BytesOf(sums_, tile.nrows * tile.ncols));
+    const KernelChoice kernel = KernelFor(tile);
+    grow(&scratch_bytes_, ScratchBytes(kernel, tile.nrows, tile.ncols, tile.depth));
+    const auto cuts = static_cast<int64_t>(tile.last - tile.first) - 1;
+    if (cuts == 0) return;
+    grow(&copied_bytes_, BytesOf(p_.type, p_.is_contraction ? cuts * KUnit(kernel.kernel) * (tile.nrows + tile.ncols)
+                                                            : tile.ncols * p_.k));
+  }
+
+  // ---- the work
+
+  KernelChoice KernelFor(const Tile& tile) const {
+    const auto trans_a = p_.is_transposed ? kTransposed : kPlain;
+    return KernelOf({p_.type, p_.type, trans_a, tile.ncols, p_.is_fixed_order, /*is_alpha_one=*/true});
+  }
+
+  bool IsSummedInD(const Tile& tile) const {
+    return p_.out == sums_ && (p_.is_contraction || tile.last - tile.first == 1);
+  }
+
+  char* InMatrix(const Tile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
+  char* InRows(const Tile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
+
+  // Rows times the matrix of their group; those of several ranks are put together in `copied`.
+  Product ProductOf(const Tile& tile, char* copied) const {
+    const int64_t ld = p_.is_transposed ? p_.k : p_.n;
+    const char* x = rows_[tile.first].x;
+    if (tile.last - tile.first > 1) {
+      x = copied;
+      for (size_t i = tile.first; i < tile.last; ++i) {
+        const int64_t bytes = BytesOf(p_.type, rows_[i].count * p_.k);
+        std::memcpy(copied, rows_[i].x, static_cast<size_t>(bytes));
+        copied += bytes;
+      }
+    }
+    return {p_.is_transposed ? kTransposed : kPlain,
+            kPlain,
+            tile.nrows,
+            tile.ncols,
+            p_.k,
+            At(tile.w, p_.type, p_.is_transposed ? tile.row * ld : tile.row),
+            ld,
+            x,
+            p_.k,
+            nullptr,
+            0};
+  }
+
+  // The rows of each rank, summed one behind the other. An instruction sums a whole unit of rows: that around the end
+  // of a rank's rows is put together in `copied`.
+  KSegments SegmentsOf(const Tile& tile, char* copied) const {
+    const int64_t unit = KUnit(KernelFor(tile).kernel);
+    const auto product_of = [&](int64_t depth, const char* w, int64_t lda, const char* x, int64_t ldb) {
+      return Product{kPlain, kTransposed, tile.nrows, tile.ncols, depth, w, lda, x, ldb, nullptr, 0};
+    };
+    const auto w_of = [&](size_t i, int64_t row) { return At(rows_[i].w, p_.type, row * p_.n + tile.row); };
+    const auto x_of = [&](size_t i, int64_t row) { return At(rows_[i].x, p_.type, row * p_.k + tile.col); };
+    KSegments segments;
+    int64_t begin = 0, at = 0;  // of rank i's rows, and of what the segments do not have yet
+    for (size_t i = tile.first; i < tile.last; begin += rows_[i++].count) {
+      const int64_t end = begin + rows_[i].count;
+      const int64_t whole = end == tile.depth ? end : end / unit * unit;
+      if (at < whole) {
+        segments.push_back(product_of(whole - at, w_of(i, at - begin), p_.n, x_of(i, at - begin), p_.k));
+        at = whole;
+      }
+      if (at >= end) continue;
+      const int64_t depth = std::min(unit, tile.depth - at);
+      char* const w = copied;
+      char* const x = At(w, p_.type, depth * tile.nrows);
+      copied = At(x, p_.type, depth * tile.ncols);
+      segments.push_back(product_of(depth, w, tile.nrows, x, tile.ncols));
+      int64_t row = at - begin;
+      size_t rank = i;
+      for (int64_t k = 0; k < depth; ++k, ++row) {
+        while (row == rows_[rank].count) ++rank, row = 0;
+        CopyView(p_.type, {const_cast<char*>(w_of(rank, row)), 0}, tile.nrows, 1, {At(w, p_.type, k * tile.nrows), 0});
+        CopyView(p_.type, {const_cast<char*>(x_of(rank, row)), 0}, tile.ncols, 1, {At(x, p_.type, k * tile.ncols), 0});
+      }
+      at += depth;
+    }
+    return segments;
+  }
+
+  void FillZero(const Tile& tile) const {
+    const auto bytes = static_cast<size_t>(BytesOf(p_.out, tile.nrows));
+    char* const to = tile.d ? InMatrix(tile) : InRows(tile, rows_[tile.first]);
+    for (int64_t col = 0; col < tile.ncols; ++col) std::memset(At(to, p_.out, col * p_.n), 0, bytes);
+  }
+
+  // Sums of so many columns to d, whose columns are n apart.
+  void Store(const char* from, int64_t nrows, int64_t ncols, char* to) const {
+    for (int64_t col = 0; col < ncols; ++col) {
+      const char* const sums = from + BytesOf(sums_, col * nrows);
+      char* const column = At(to, p_.out, col * p_.n);
+      if (p_.out == sums_) {
+        std::memcpy(column, sums, static_cast<size_t>(BytesOf(sums_, nrows)));
+      } else if (p_.out == abi::CUDA_R_16BF) {
+        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<BFloat16*>(column), nrows);
+      } else {
+        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<Float16*>(column), nrows);
+      }
+    }
+  }
+
+  const std::vector<const GroupedProduct*> ranks_;
+  const GroupedProduct& p_;  // the first rank's, for what all ranks share
+  const abi::cudaDataType_t sums_;
+  double operations_ = 0;
+  std::vector<Rows> rows_;
+  std::vector<Tile> tiles_;
+  int64_t sums_bytes_ = 0, scratch_bytes_ = 0, copied_bytes_ = 0;
+  std::unique_ptr<char, void (*)(void*)> areas_{nullptr, std::free};  // by area
+};
+
+struct GroupedRank final : RankCall {
+  explicit GroupedRank(const GroupedProduct& product) : product(product) {}
+
+  // Everything that the ranks have to agree on.
+  auto Key() const {
+    const GroupedProduct& p = product;
+    return std::make_tuple(p.is_contraction, p.is_transposed, p.is_fixed_order, p.type, p.out, p.batch, p.matrices, p.m,
+                           p.k, p.n, p.has_x_batch, p.has_w_batch, p.has_bounds_batch);
+  }
+
+  StatusOr<std::unique_ptr<SharedWork>> Share(const std::vector<const RankCall*>& ranks) const override {
+    std::vector<const GroupedProduct*> products;
+    for (const RankCall* rank : ranks) {
+      const auto& other = *static_cast<const GroupedRank*>(rank);
+      if (other.Key() != Key()) return FailedPrecondition("jaxmp: ranks disagree on a grouped product");
+      products.push_back(&other.product);
+    }
+    return std::unique_ptr<SharedWork>(std::make_unique<GroupedWork>(std::move(products)));
+  }
+
+  const GroupedProduct product;
+};
 
 }  // namespace
 
-Status MultiplyGroups(const GroupedProduct& product, int most_threads) {
+Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, int nranks) {
   const abi::cudaDataType_t sums = AccumulatorOf(product.type);
   if (product.out != sums && !(sums == abi::CUDA_R_32F && Facts(product.out).is_16bit)) {
     return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " has no result of ",
                            NameOf(product.out));
   }
-  try {
-    const auto job = std::make_shared<Job>();
-    job->product = product;
-    job->sums = sums;
-    CutGroups(job.get());
-    for (const Product& tile : job->tiles) {
-      if (tile.k == 0) continue;
-      const int64_t bytes = product.out == sums ? 0 : RoundUp(BytesOf(sums, tile.m * tile.n), kLine);
-      job->sums_bytes = std::max(job->sums_bytes, bytes);
-      job->scratch_bytes = std::max(job->scratch_bytes, ScratchBytes(KernelFor(*job, tile), tile.m, tile.n, tile.k));
-    }
-    job->left = job->tiles.size();
-    const Area area = MakeArea(*job);  // if this throws, no other thread uses the caller's arrays yet
-    try {
-      CallHelpers(job, most_threads);
-    } catch (const std::exception&) {  // without help it only takes longer
-    }
-    Work(*job, area);
-    std::unique_lock<std::mutex> lock(job->mutex);
-    job->done.wait(lock, [&] { return job->left.load(std::memory_order_acquire) == 0; });
-    return {};
-  } catch (const std::exception& exception) {
-    return ResourceExhausted("jaxmp: ", exception.what());
-  }
+  Arrival arrival;
+  arrival.stream = &stream;
+  arrival.call = std::make_unique<GroupedRank>(product);
+  Arrive(std::move(arrival), rank, nranks);
+  return {};
 }
 
 }  // namespace jaxmp::hostmp

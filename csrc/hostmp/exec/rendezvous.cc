@@ -10,7 +10,6 @@
 #include "csrc/base/status.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/handles/runtime.h"
-#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 
@@ -72,13 +71,10 @@ Status FirstError(const std::vector<Arrival>& arrivals) {
     if (!error.ok() && arrivals.size() == 1) return error;
     if (!error.ok()) return Status(error.code(), StrCat("rank ", rank, " of ", arrivals.size(), ": ", error.message()));
   }
-  if (arrivals.size() == 1) return {};
-  std::vector<const MatmulCall*> calls;
-  for (const Arrival& arrival : arrivals) calls.push_back(arrival.call.get());
-  return CheckAgreement(calls);
+  return {};
 }
 
-// How long a thread stays for the others to come, and for the last tile: about what it costs to wake another thread
+// How long a thread stays for the others to come, and for the last piece: about what it costs to wake another thread
 // instead, twice. It must end: a program may need this thread to bring the very rank that is missing.
 constexpr std::chrono::microseconds kSpinTimeout(100);
 
@@ -93,7 +89,7 @@ bool SpinUntil(const Condition& holds) {
   return false;
 }
 
-// A rank's thread in a call: it helps with the tiles where they come soon, and completes its own stream where it
+// A rank's thread in a call: it helps with the pieces where they come soon, and completes its own stream where it
 // is still here at the end.
 void Participate(CollectiveCall& collective, int rank, bool has_worked) {
   std::atomic<WaiterState>& waiter = collective.waiters[static_cast<size_t>(rank)];

@@ -51,8 +51,6 @@ int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces);
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
 double MostPieces(const MatmulCall& call);
 
-// Below this a product is not worth waking a second thread.
-constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
 inline double Operations(const MatmulCall& call) {
   return 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) * static_cast<double>(call.k);
 }

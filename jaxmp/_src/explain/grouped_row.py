@@ -9,26 +9,33 @@ import jax.numpy as jnp
 from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
 from jaxmp._src.fuse.operands import is_auto
+from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.spec.matmul_spec import accumulator
 
 
 def grouped_row(eqn: Any, line: str, count: int) -> Row:
-    """Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together."""
+    """Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+
+    What experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
+    """
     spec: GroupedSpec = eqn.params["spec"]
     x, w, bounds, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
-    (_, m, k), n, groups, ndevices = x.shape, d.shape[-1], bounds.shape[1] - 1, shards.mesh_size(x)
+    (_, m, k), n, ndevices, nranks = x.shape, d.shape[-1], shards.mesh_size(x), spec.nranks
+    groups = (bounds.shape[1] - 1) // nranks
     whole_groups, whole_m, whole_k, whole_n = spec.whole or (groups, m, k, n)
     repeats = 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
     is_cpu = jax_compat.default_platform() == "cpu"
     is_host = is_cpu and not is_auto(x) and spec.implementation != "xla"
+    beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
+    moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))
     return Row(
         operation="ragged_dot",
         count=count,
-        pattern="split" if spec.whole else "local",
-        groups=f"{whole_groups} of rows",
+        pattern="experts" if spec.experts else "split" if spec.whole else "local",
+        groups=f"{whole_groups} of rows" + (f", on {nranks} ranks over {spec.experts}" if spec.experts else ""),
         global_shapes=whole,
         local_shapes=local,
         dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
@@ -37,16 +44,20 @@ def grouped_row(eqn: Any, line: str, count: int) -> Row:
         epilog="NONE",
         implementation="host" if is_host else "xla",
         why="CPU devices multiply groups of rows, each those that it has"
+        if is_host and not spec.experts
+        else "CPU devices of one process read the rows of their groups where they lie"
         if is_host
         else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_cpu else 'here'}",
         algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
-        bytes_moved=0,
+        bytes_moved=moved,
         workspace=0,
         line=line,
         extents=_extents(spec, whole_m, whole_k, whole_n),
         local_extents=_extents(spec, m, k, n),
         ndevices=ndevices,
+        mesh=spec.mesh,
+        transfers=(Transfer.over(dict(spec.mesh), spec.experts, moved),) if moved else (),
     )
 
 

@@ -1,8 +1,9 @@
 """How products of groups of rows are lowered: hostmp's custom call on the shards of CPU devices, XLA's ragged product
-elsewhere."""
+elsewhere. Ranks that cannot multiply together gather matrices, and reduce-scatter their sums."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax import lax
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
+from jaxmp._src.lowering import process_barrier, xla_matmul
+from jaxmp._src.lowering.ffi_call import mesh_position
 from jaxmp._src.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.runtime import native
 from jaxmp._src.spec.matmul_spec import accumulator
@@ -28,8 +31,22 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
         if spec.level.fixed_order and not is_host:
             raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
 
-        def lower(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+        nprocesses = process_barrier.spread(spec.mesh, spec.experts, jax_lowering.lowering_mesh(ctx))
+        is_together = is_host and nprocesses == 1
+
+        def local(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
             return (_custom_call if is_host else _of_xla)(x, w, bounds, spec)
+
+        def lower(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+            if is_together or not spec.experts:
+                return local(x, w, bounds, spec)
+            alone = dataclasses.replace(spec, experts=(), mesh=())
+            if not spec.is_contraction:
+                w = xla_matmul.collective("all_gather", w, spec.experts, (1,), None, platform)
+                return local(x, w, bounds, alone)
+            sums = local(x, w, bounds, dataclasses.replace(alone, out_dtype=accumulator(x.dtype)))
+            sums = xla_matmul.collective("reduce_scatter", sums, spec.experts, (1,), None, platform)
+            return sums.astype(spec.out_dtype)
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=False)(ctx, *nodes)
@@ -40,16 +57,23 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
     native.register()
     n = w.shape[2] if spec.is_transposed else w.shape[-1]
-    shape = (bounds.shape[1] - 1, x.shape[2], n) if spec.is_contraction else (x.shape[1], n)
+    groups = (bounds.shape[1] - 1) // spec.nranks
+    shape = (groups, x.shape[2], n) if spec.is_contraction else (x.shape[1], n)
     result = jax.ShapeDtypeStruct((batch_of((x, w, bounds)), *shape), spec.out_dtype)
     flags = {
         "is_contraction": spec.is_contraction,
         "is_transposed": spec.is_transposed,
         "is_fixed_order": spec.level.fixed_order,
     }
+    names = [name for name, _ in spec.mesh]
+    axes = {
+        "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
+        "axes_row": np.array([names.index(axis) for axis in spec.experts], np.int64),
+    }
+    position = [mesh_position(spec.mesh)] if spec.nranks > 1 else []
     with jax.enable_x64(True), jax.named_scope("jaxmp ragged_dot"):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
-        d: jax.Array = call(x, w, bounds, **{name: np.int64(flag) for name, flag in flags.items()})
+        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **axes)
     return d
 
 

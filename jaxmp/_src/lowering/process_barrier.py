@@ -86,9 +86,14 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
 
 def group_processes(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> int:
     """The number of processes over which a group of this call spreads; where that is not known, all there are."""
+    return spread(spec.group.mesh, spec.group.axes, mesh)
+
+
+def spread(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> int:
+    """The same of a call over `group_axes` of a mesh with these axes."""
     if jax.process_count() == 1:
         return 1
-    found = span(spec.group.mesh, spec.group.axes, mesh)
+    found = span(axes, group_axes, mesh)
     return jax.process_count() if found is None else found.group_processes
 
 

@@ -65,14 +65,15 @@ def ragged_dot(
       implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses.
       determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
         where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
-        devices is XLA's.
+        devices is XLA's. "topology": in addition gradients are those of one device, for one device, and where all axes
+        that the call splits shard rows of x and matrices of w.
 
     Returns:
       (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
 
     Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
-    NotImplementedError for types of 8 bits and fewer and other integers, for `implementation="cublasmp"`, and on a mesh
-    of explicit and automatic axes.
+    NotImplementedError for types of 8 bits and fewer and other integers, for `implementation="cublasmp"`, for a level
+    that shardings do not allow, and on a mesh of explicit and automatic axes.
 
     Source: `jax.lax.ragged_dot` (docs.jax.dev).
 
@@ -93,6 +94,8 @@ def product(
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
     call = ragged.RaggedCall(spec)
+    if placement.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.XLA:
         raise NotAvailable(f"{placement.why}; make the axes of one kind, or call inside a shard_map over all of them")
     if placement.mode == meshes.Mode.SHARDED:
@@ -178,10 +181,6 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
         found = f"{x.dtype} and {w.dtype}"
         raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
-    if request.level.global_order:
-        raise request.level.mesh_refusal(
-            "is not available: the order of sums over devices is XLA's", "multiply each group by jaxmp.matmul"
-        )
     implementation = operand_checks.check_choice(
         "implementation", request.implementation, operand_checks.IMPLEMENTATIONS
     )

@@ -72,6 +72,10 @@ def ragged_dot_general(
     if numbers == _Numbers(_MATRICES, 0, 0):
         return ragged_dot.product(request, group_sizes)
     spec, operands = ragged_dot.spec_and_operands(request)
+    if spec.level.global_order:
+        raise spec.level.mesh_refusal(
+            "takes the dimension numbers of lax.ragged_dot alone", "multiply each group by jaxmp.matmul"
+        )
     request = request._replace(a=operands["a"], b=operands["b"])
     sizes = jnp.asarray(group_sizes)
     placement = meshes.place(request, numbers.result(request.a.shape, request.b.shape, sizes.shape[-1]))

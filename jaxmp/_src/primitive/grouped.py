@@ -13,11 +13,15 @@ Cotangents, of d for rows and of the matrices c for a contraction; both modes ar
 
 All operands have a batch in front, of one where it serves every index; `vmap` of a batch makes a larger one. To split
 rows over devices is to shift bounds, and to split groups is to slice them.
+
+Ranks of the axes `experts` multiply together: each has rows of all groups, which its bounds tell, and the matrices of
+its own, the first groups the first rank. A contraction sums the rows of all of them, in the order of the ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +31,7 @@ import numpy as np
 from jax.interpreters import ad
 
 from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.collectives import Axes, cast_varying
 from jaxmp._src.runtime.types import Tangent
 from jaxmp._src.spec import levels
 from jaxmp._src.spec.levels import Determinism
@@ -39,7 +43,8 @@ grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):
     """What is multiplied; `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays
-    that a mesh shards, where the operands are shards of them."""
+    that a mesh shards, where the operands are shards of them; `mesh`: every mesh axis as (name, size), if there are
+    `experts`."""
 
     out_dtype: np.dtype
     is_contraction: bool = False
@@ -47,12 +52,19 @@ class GroupedSpec(Parts):
     determinism: Determinism = "run_to_run"
     implementation: Implementation | None = None
     whole: tuple[int, ...] = ()
+    experts: tuple[str, ...] = ()
+    mesh: Axes = ()
     function: str = "ragged_dot"
 
     @property
     def level(self) -> levels.Level:
         """The level of determinism."""
         return levels.find(self.determinism)
+
+    @property
+    def nranks(self) -> int:
+        """The number of ranks that multiply together."""
+        return math.prod(size for axis, size in self.mesh if axis in self.experts)
 
     def swapped(self) -> GroupedSpec:
         """The same with k and n in each other's place."""
@@ -88,7 +100,7 @@ def abstract_eval(
     varying = jax_compat.varying_axes(x)
     if not spec.is_contraction:
         return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying)
-    shape = (batch, bounds.shape[1] - 1, x.shape[2], n)
+    shape = (batch, (bounds.shape[1] - 1) // spec.nranks, x.shape[2], n)
     return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying)
 
 
@@ -119,6 +131,8 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
         left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
         found = grouped(spec.contraction(aval.dtype), left, right, bounds)
     if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
+        if spec.level.global_order:
+            raise spec.level.mesh_refusal("is not available: XLA sums over a batch", "map by jax.lax.map")
         found = found.sum(0, keepdims=True)
     return [found, None, None] if of_x else [None, found, None]
 

@@ -4,6 +4,8 @@ The ranks of each mesh axis split one index. An operand that has it is used as i
 gathered. A split of k leaves partial sums, and one of g rows that one rank alone does not have as zeros: both are
 summed, or reduce-scattered where the result is sharded so. Rows are split by shifting the bounds of the groups, and
 groups by slicing them.
+
+Where axes shard rows of x and groups of w, the CPU devices of one process read the rows where they lie: nothing moves.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from jax import lax
 
 from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped
 from jaxmp._src.runtime.types import Shape
@@ -35,8 +39,8 @@ PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())
 class RaggedCall:
     """A call, hashable: its spec and, of global arrays on a mesh, its frame.
 
-    `rows`, `groups`: the axes that split them; `sums`: those over which results are summed whole; `scatters`: for each
-    dimension of the result those over which they are reduce-scattered.
+    `rows`, `groups`: the axes that split them, and `spec.experts` those that split both; `sums`: those over which
+    results are summed whole; `scatters`: for each dimension of the result those over which they are reduce-scattered.
     """
 
     spec: GroupedSpec
@@ -62,7 +66,7 @@ class RaggedCall:
             for size, axes in ((x.shape[0], self.rows), (w.shape[0], self.groups))
         )
         bounds = bounds_of(operands["sizes"], operands.get("offset"), m, g)
-        if self.groups:
+        if self.groups and not self.spec.experts:
             bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * w.shape[0], w.shape[0] + 1)
         if self.rows:
             bounds = bounds - lax.axis_index(self.rows) * x.shape[0]
@@ -111,6 +115,7 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
     mesh, is_explicit = where
     (m, k), (g, _, n) = shapes
     is_w_larger = g * k * n > m * (k + n)
+    experts = _experts(spec, mesh, given.layout)
     splits = {}
     for axis, role in given.roles.items():
         splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
@@ -120,7 +125,8 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
         """The axes that split this index, and divide its extent; in their order in these dimensions."""
         found: Dim = ()
         for axis in dict.fromkeys(sum(dims, ())):
-            if splits.get(axis) == letter and extent % moves.size_of(mesh.shape, (*found, axis)) == 0:
+            splits_it = letter in "mg" if axis in experts else splits.get(axis) == letter
+            if splits_it and extent % moves.size_of(mesh.shape, (*found, axis)) == 0:
                 found = (*found, axis)
         return found
 
@@ -130,7 +136,9 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
         along("g", g, w[0]),
         along("n", n, w[2], d[1]),
     )
-    partial = contracted + groups
+    split = dict.fromkeys(rows + contracted + groups + columns)
+    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh.shape[axis] > 1))
+    partial = contracted + (() if experts else groups)
     scatters = tuple(
         () if extent % moves.size_of(mesh.shape, own + (mine := tuple(a for a in dim if a in partial))) else mine
         for extent, own, dim in ((m, rows, d[0]), (n, columns, d[1]))
@@ -147,7 +155,28 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
     frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(layout.d)),), asked)
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
     spec = dataclasses.replace(spec, whole=(g, m, k, n))
+    if experts:
+        spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.shape.items()))
     return RaggedCall(spec, frame, rows, groups, contracted, sums, scatters)
+
+
+def check_order(spec: GroupedSpec, axes: Dim) -> None:
+    """Raise where sums over these axes, in gradients too, would be in XLA's order and may not."""
+    if axes and spec.level.global_order:
+        raise spec.level.mesh_refusal(
+            f"is not available: XLA sums over {axes}, in an order of its own",
+            "shard rows of x and matrices of w over these axes alone",
+        )
+
+
+def _experts(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
+    """The axes along which ranks multiply together: all that shard groups, which shard rows of x in the same order."""
+    (rows, _), (groups, *_), _ = given
+    if groups != tuple(axis for axis in rows if axis in groups):
+        return ()
+    known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
+    is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
+    return groups if is_host and process_barrier.spread(tuple(mesh.shape.items()), groups, known) == 1 else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:

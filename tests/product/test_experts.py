@@ -1,0 +1,181 @@
+"""`ragged_dot` where ranks hold rows of any group and the matrices of some, against a loop of `jnp` products, exactly.
+
+What would be silently wrong without it: rows that the matrix of another rank multiplies, sums that miss a rank's rows,
+and calls that meet each other's ranks.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+
+import jaxmp
+
+M, K, N, GROUPS = 32, 5, 7, 8
+SIZES = {
+    "even": (4,) * 8,
+    "uneven": (3, 0, 4, 1, 0, 11, 0, 2),
+    "one has all": (0, 0, 0, 0, 0, 32, 0, 0),
+    "no rows": (0,) * 8,
+    "too large": (3, 9, 40, 1, 2, 0, 0, 5),
+}
+
+
+def mesh_of(ndevices, kind=AxisType.Explicit):
+    return jax.make_mesh((ndevices,), ("p",), axis_types=(kind,), devices=jax.devices()[:ndevices])
+
+
+def sharded(mesh, *arrays):
+    return [jax.device_put(y, NamedSharding(mesh, P("p"))) for y in arrays]
+
+
+def of(kind, ndevices, sizes, **options):
+    """(the mesh, the product) on axes of this kind."""
+    mesh = mesh_of(ndevices, kind)
+    if kind == AxisType.Auto:
+        options |= {"mesh": mesh, "in_shardings": (P("p"), P("p")), "out_sharding": P("p")}
+    return mesh, functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), **options)
+
+
+def operands(dtype=np.float32):
+    return integers((M, K), 0, dtype), integers((GROUPS, K, N), 1, dtype)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("ndevices", [2, 4])
+@pytest.mark.parametrize("case", SIZES)
+def test_derivatives(case, ndevices, kind):
+    x, w = operands()
+    mesh, ours = of(kind, ndevices, SIZES[case])
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(derivatives, ours))(*sharded(mesh, x, w))
+    assert_same(got, derivatives(functools.partial(reference, sizes=SIZES[case]), x, w))
+
+
+def test_offset_and_bfloat16():
+    x, w = operands(jnp.bfloat16)
+    x, w, sizes = jnp.sign(x), jnp.sign(w), (5, 1, 2, 3, 0, 4, 1, 2, 6, 1)
+    mesh, ours = of(AxisType.Explicit, 4, sizes, group_offset=jnp.array(2))
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, w: (ours(x, w), *jax.vjp(ours, x, w)[1](ours(x, w))))(*sharded(mesh, x, w))
+    theirs = functools.partial(reference, sizes=sizes, first=2)
+    assert_same(got, (theirs(x, w), *jax.vjp(theirs, x, w)[1](theirs(x, w))))
+
+
+def test_bias_and_activation():
+    (x, w), bias, sizes = operands(), integers((GROUPS, N), 2), SIZES["uneven"]
+    mesh, _ = of(AxisType.Explicit, 4, sizes)
+    theirs = functools.partial(with_bias, sizes=sizes)
+    with jax.set_mesh(mesh):
+        ours = functools.partial(activated, sizes=jnp.array(sizes))
+        got = jax.jit(lambda *each: (ours(*each), *jax.vjp(ours, *each)[1](ours(*each))))(*sharded(mesh, x, w, bias))
+    assert_same(got, (theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](theirs(x, w, bias))))
+
+
+def test_weights_of_a_group_without_rows_reach_nothing():
+    (x, w), sizes = operands(), SIZES["uneven"]
+    bad = w.at[jnp.array([1, 4, 6])].set(jnp.inf)
+    mesh, ours = of(AxisType.Explicit, 4, sizes)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(lambda x, w: ours(x, w).sum(), (0, 1)))(*sharded(mesh, x, bad))
+    theirs = jax.value_and_grad(lambda x, w: reference(x, w, sizes).sum(), (0, 1))
+    assert_same(got, theirs(x, w))
+
+
+@pytest.mark.parametrize("dims", [((("p", "q"), None), ("p",)), ((("q", "p"), None), ("p",)), (("p", "q"), ("p", "q"))])
+def test_further_axes(dims):
+    """Rows over more axes than groups, in either order, and k over another one."""
+    specs = P(*dims[0]), P(*dims[1])
+    (x, w), ct, sizes = (integers((M, 4)), integers((GROUPS, 4, N), 1)), integers((M, N), 2), SIZES["uneven"]
+    theirs = functools.partial(reference, sizes=sizes)
+    want = theirs(x, w), *jax.vjp(theirs, x, w)[1](ct)
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shards = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w), specs, strict=True)]
+        of_d = P(dims[0][0])
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d)
+        (d, pull), ct = jax.vjp(ours, *shards), jax.device_put(ct, NamedSharding(mesh, of_d))
+        got = d, *pull(ct)
+        assert "experts" in {row.pattern for row in jaxmp.explain(ours, quiet=True)(*shards).rows}
+    assert_same(got, want)
+
+
+def test_calls_in_loops_and_in_flight_do_not_mix():
+    (x, w), sizes = operands(), SIZES["uneven"]
+    w = w[:, :, :K]
+    mesh, ours = of(AxisType.Explicit, 4, sizes)
+    inner = jax.jit(ours)
+
+    def model(product, x, w):
+        def layer(x, _):
+            return jax.checkpoint(lambda x: jnp.sign(product(x, w)) + x)(x), None
+
+        x, _ = jax.lax.scan(layer, x, None, 3)
+        return product(x, w) - product(-x, w)
+
+    theirs, cts = functools.partial(model, lambda x, w: reference(x, w, sizes)), [integers((M, K), i) for i in range(4)]
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.vjp(functools.partial(model, inner), *sharded(mesh, x, w))[1])
+        step = jax.jit(functools.partial(model, inner))
+        flying = [(step(*sharded(mesh, ct, w)), run(*sharded(mesh, ct))) for ct in cts]
+    for ct, (d, grads) in zip(cts, flying, strict=True):
+        assert_same(d, theirs(ct, w))
+        assert_same(grads, jax.vjp(theirs, x, w)[1](ct))
+
+
+def test_vmap():
+    (x, w), sizes = (integers((2, M, K)), integers((GROUPS, K, N), 1)), SIZES["uneven"]
+    mesh, ours = of(AxisType.Auto, 4, sizes)
+    grad = jax.grad(lambda x, w: (jax.vmap(ours, (0, None))(x, w) ** 2).sum(), (0, 1))
+    theirs = jax.grad(lambda x, w: sum((reference(each, w, sizes) ** 2).sum() for each in x), (0, 1))
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(grad)(x, w), theirs(x, w))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_know_the_mesh(dtype):
+    """Those of sums over rows too, in the order of the global array."""
+    rng, sizes = np.random.default_rng(0), (90, 0, 301, 9)
+    x, w, ct = (jnp.asarray(rng.normal(size=s), dtype) for s in ((400, 300), (4, 300, 24), (400, 24)))
+    found = []
+    for ndevices in (1, 2, 4):
+        mesh, ours = of(AxisType.Auto, ndevices, sizes, determinism="topology")
+        with jax.set_mesh(mesh):
+            d, pull = jax.vjp(jax.jit(ours), *sharded(mesh, x, w))
+            found.append((d, *pull(*sharded(mesh, ct))))
+    for each in found[1:]:
+        assert_same(each, found[0])
+
+
+def test_nothing_moves_beside_the_calls():
+    mesh, ours = of(AxisType.Explicit, 4, SIZES["uneven"])
+    with jax.set_mesh(mesh):
+        shards = sharded(mesh, *operands())
+
+        def grads(x, w):
+            return jax.grad(lambda x, w: (ours(x, w) ** 2).sum(), (0, 1))(x, w)
+
+        rows = jaxmp.explain(grads, quiet=True)(*shards).rows
+        text = jax.jit(grads).lower(*shards).compile().as_text()
+    # Of 8 rows of each rank, 6 are expected to be those of experts of other ranks.
+    assert [(row.operation, row.pattern) for row in rows] == [("ragged_dot", "experts")] * 3
+    assert [row.bytes_moved for row in rows] == [6 * (K + N) * 4] * 3
+    assert text.count('custom_call_target="jaxmp_grouped"') == 3
+    assert not any(f" {name}(" in text for name in ("all-gather", "reduce-scatter", "all-to-all"))
+
+
+def test_xla_gathers_matrices(monkeypatch):
+    """In the program of a platform that was not expected."""
+    mesh, ours = of(AxisType.Explicit, 2, SIZES["uneven"])
+    with jax.set_mesh(mesh):
+        shards = sharded(mesh, *operands())
+        exported = jax.export.export(jax.jit(lambda x, w: jax.vjp(ours, x, w)[1](ours(x, w))), platforms=["tpu"])
+        text = exported(*shards).mlir_module()
+    assert "all_gather" in text
+    assert "reduce_scatter" in text
+    assert "jaxmp_grouped" not in text
