@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,9 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
     JAX's type of the result says nothing of shardings: it is sharded as its operands, or whole where they disagree.
     """
     aval, mode = eqn.outvars[0].aval, _mode(*operands)
-    programs = [_decoded] if mode is None or is_auto(aval) else [functools.partial(_scaled, mode), _decoded]
+    programs: list[Callable[..., jax.Array]] = [_decoded]
+    if mode is not None and not is_auto(aval):
+        programs.insert(0, functools.partial(_scaled, mode))
     shardings = (None, P()) if is_explicit(jax.typeof(operands[0])) else (None,)
     for out_sharding, program in itertools.product(shardings, programs):
         shared = {

@@ -112,7 +112,7 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
     def program(*args: Any) -> list[Any]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         jax_tracing.evaluate_each(jaxpr.eqns, values)
-        return [values[v] for v in jaxpr.outvars]
+        return [read(values, v) for v in jaxpr.outvars]
 
     return spliced(eqn, program, eqn.invars)
 
