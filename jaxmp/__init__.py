@@ -28,7 +28,6 @@ from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.ops.mlp import mlp
 from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
-from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.profile.profile import Profile, profile
 from jaxmp._src.runtime import config as _config
@@ -82,7 +81,6 @@ __all__ = [
     "ragged_dot",
     "ragged_dot_general",
     "register",
-    "scaled_matmul",
     "to_block_cyclic",
 ]
 
