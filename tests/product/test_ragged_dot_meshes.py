@@ -5,7 +5,6 @@ or a bias that is taken twice.
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -14,20 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+from ragged import activated, assert_same, derivatives, integers, reference, shardings, with_bias
 
 import jaxmp
 
 LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
-
-
-def shardings(ndim, axes):
-    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
-    found = []
-    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
-        dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
-        found.append(P(*(dim or None for dim in dims)))
-    return found
 
 
 BIAS_SPECS = [

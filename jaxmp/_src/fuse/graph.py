@@ -16,6 +16,8 @@ from jaxmp._src.spec.refusal import Refusal
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 # Others, with products in their derivatives.
 DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")
+# A collective that XLA has on accelerators alone.
+EXCHANGE = "ragged_all_to_all"
 # The reader of what a jaxpr returns.
 RESULT = -1
 # What may stand between a gather and a product.

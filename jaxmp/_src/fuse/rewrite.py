@@ -21,6 +21,7 @@ from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
     DERIVED,
+    EXCHANGE,
     PRODUCTS,
     Graph,
     Group,
@@ -282,9 +283,11 @@ class Rewriter:
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):
-            if name != "custom_jvp_call" and not control_flow.has_products(eqn):
+            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn):
                 return jax_tracing.evaluate(eqn, operands)
             try:
+                if name == EXCHANGE:
+                    return ragged.exchange(eqn, operands)
                 return control_flow.evaluate(self._functions, eqn, operands)
             except Refusal as refusal:
                 self._warn(jax_compat.traced_line(eqn), str(refusal))
