@@ -23,7 +23,6 @@ import jaxmp.flax
 WIDTH, HIDDEN, HEADS, BLOCKS = 32, 64, 2, 2
 EXPERTS, TOP_K, BALANCE = 8, 2, 1e-2
 BATCH, LENGTH, STEPS = 16, 32, 60
-COMPARED = 10  # steps; later a sum in another order has turned the choice between two experts that are level
 ROWS = P(("data", "expert"))
 
 
@@ -112,9 +111,9 @@ def main():
     print(
         f"experts of {weights.shape[1:]}: {weights.sharding.shard_shape(weights.shape)[0]} of {EXPERTS} on each device"
     )
-    difference = np.max(np.abs(losses - expected)[:COMPARED])
+    difference = np.max(np.abs(losses - expected))
     print(f"loss {losses[0]:.2f} to {losses[-5:].mean():.2f} nats per character")
-    print(f"largest difference of the first {COMPARED} losses on one device and on 2x2: {difference:.1e}")
+    print(f"largest difference of the losses on one device and on 2x2: {difference:.1e}")
     assert losses[-5:].mean() < 0.8 * losses[0]
     assert difference < 1e-4
 

@@ -52,9 +52,9 @@ def ragged_dot(
     Args:
       x: (m, k), floating-point or complex.
       w: (groups, k, n).
-      group_sizes: (groups,), integers. With `group_offset` it may list more groups than w has.
+      group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
-        that w does not have are zero. Default 0.
+        that w does not have are zero. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu".
@@ -168,6 +168,7 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
         raise InvalidValue(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
     operands = {"sizes": jnp.asarray(group_sizes)}
     if group_offset is not None:
+        group_offset = np.asarray(group_offset) if type(group_offset) is int else group_offset
         check_integers("group_offset", group_offset)
         if group_offset.shape not in ((), (1,)):
             raise InvalidValue(f"group_offset must have shape () or (1,), got {group_offset.shape}")
