@@ -220,7 +220,8 @@ class Rewriter:
         # XLA multiplies these on CPUs more slowly: int8 that wraps round by far. Narrow weights it converts in memory.
         has_16_bits = any(dtype.itemsize == 2 for dtype in dtypes)
         is_narrow = product.is_matrix and (product.dtype == np.int8 or has_16_bits)
-        is_mixed = low_precision.is_mixed(*dtypes) and product.lhs.is_flat and product.rhs.is_flat
+        is_weak = any(operand.value.aval.weak_type for operand in (product.lhs, product.rhs))  # its cotangent is not
+        is_mixed = low_precision.is_mixed(*dtypes) and product.lhs.is_flat and product.rhs.is_flat and not is_weak
         is_faster = is_narrow or is_mixed or _gains_by_symmetry(product)
         return None if is_faster or product.activation in ("relu", "gelu") else "local"
 

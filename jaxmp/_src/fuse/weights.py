@@ -134,7 +134,12 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
         return None
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
-    if any(batch) or not {out.dtype.name, *dtypes} <= set(low_precision.WIDE):
+    # Of a weakly typed operand a call of two types has a weakly typed cotangent, and JAX's product not.
+    if (
+        any(batch)
+        or any(v.aval.weak_type for v in eqn.invars)
+        or not {out.dtype.name, *dtypes} <= set(low_precision.WIDE)
+    ):
         return None
     found = [(side, w) for side, v in enumerate(eqn.invars) if (w := _weights_of(graph, v)) is not None]
     if not found:
