@@ -10,8 +10,6 @@
 namespace jaxmp::barrier {
 namespace {
 
-// How long two processes may wait for each other at different calls before that counts as a disagreement.
-constexpr std::chrono::milliseconds kCrossed(500);
 constexpr std::chrono::milliseconds kPingInterval(1000);
 // A process that has not answered for this long is said not to answer.
 constexpr std::chrono::milliseconds kSilent(3500);
@@ -104,6 +102,14 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   }
   if (is_late) return Fail(arrival, Missing(waiting, now));
   return std::nullopt;
+}
+
+bool Service::IsCrossed(const Arrival& arrival) const {
+  const std::vector<int>& members = arrival.members().processes;
+  return arrival.signature->is_sequential && std::any_of(members.begin(), members.end(), [&](int process) {
+           return process != options.process && arrivals.Awaits(arrival, process) &&
+                  arrivals.Crossing(arrival, process);
+         });
 }
 
 // Who has not come, and who else does not answer: whoever has not come may be waiting for that one.

@@ -47,6 +47,9 @@ struct Peer {
 // Gets the outcome, and of a collective the tokens.
 using Done = std::function<void(const Status&, const std::vector<uint64_t>&)>;
 
+// How long two processes may wait for each other at different calls before that counts as a disagreement.
+constexpr std::chrono::milliseconds kCrossed(500);
+
 // A device of this process that waits for the others.
 struct Waiting {
   Arrival arrival;
@@ -67,6 +70,8 @@ struct Service {
   void Want(int process);
   // To all other processes of the call.
   void Send(const Arrival& arrival, const Message& message);
+  // Whether the arrival waits for a process that seems to run another program.
+  bool IsCrossed(const Arrival& arrival) const;
   // Has the thread look at what has changed.
   void Wake();
   // The thread.
@@ -81,6 +86,7 @@ struct Service {
   ArrivalTracker arrivals{0};
   std::vector<Waiting> waiting;  // in the order in which they came
   std::string failure, last_call;
+  std::optional<Status> late_failure;
   bool is_interrupted = false;
   int wake[2] = {-1, -1};
   std::thread thread;

@@ -289,6 +289,54 @@ TEST(AProgramResumesInTheStateInWhichItCame) {
   CHECK(FloatState::Current() == keeping);
 }
 
+// Ahead of a collective of XLA's: what is known in a moment is the outcome.
+TEST(AMomentIsEnoughForWhoComesAtOneTime) {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  peer.Come(*call, 1);
+  CHECK(ArriveForAMoment(call, 0).ok());
+  peer.Come(*Make("jit_f", 0, "k=5"), 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(ArriveForAMoment(call, 0).message(), "rank 1 has k=5, rank 0 has k=4");
+  CHECK_EQ(LateFailure(), "");
+}
+
+TEST(WhoComesLateIsWaitedForInTheCollective) {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  for (uint64_t count = 1; count <= 2; ++count) CHECK(ArriveForAMoment(call, 0).ok());
+  for (uint64_t count = 1; count <= 2; ++count) peer.Come(*call, count);
+  CHECK_EQ(Come(Make("jit_f", 1, "k=8")).wait_for(std::chrono::milliseconds(100)) == std::future_status::ready, false);
+  CHECK_EQ(LateFailure(), "");
+}
+
+// The collective cannot be told, so the calls that follow are.
+TEST(ALateFailureFailsEveryFurtherCall) {
+  const auto call = Make("jit_f", 0, "k=4"), next = Make("jit_f", 1, "k=8");
+  for (const bool has_ended : {false, true}) {
+    Peer peer;
+    CHECK(ArriveForAMoment(call, 0).ok());
+    has_ended ? peer.Close() : peer.Come(*Make("jit_f", 0, "k=5"), 1);
+    for (int i = 0; i < 200 && LateFailure().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const std::string want = has_ended ? "rank 1 has ended without a word" : "rank 1 has k=5, rank 0 has k=4";
+    CHECK_CONTAINS(LateFailure(), want);
+    CHECK_CONTAINS(ArriveForAMoment(next, 0).message(), want);
+    CHECK_CONTAINS(Come(next).get(), want);
+  }
+}
+
+// Another program must not meet this one in its collective, and the end of a good job is no failure.
+TEST(AMomentIsLongerBesideAnotherProgram) {
+  Peer peer;
+  peer.Come(*Make("jit_g", 5, "k=4"), 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(ArriveForAMoment(Make("jit_f", 0, "k=8"), 0).message(), "the ranks run different programs");
+  const auto several = Make("jit_h", 0, "k=8", /*is_sequential=*/false);
+  CHECK(ArriveForAMoment(several, 0).ok());
+  StopBarrier();
+  CHECK_EQ(LateFailure(), "");
+}
+
 // Two processes of two devices each may run one program on the first device of each, and again on the second.
 TEST(GroupsOfOtherDevicesHaveOtherKeys) {
   auto key_on = [](std::vector<int64_t> devices) {
