@@ -156,6 +156,10 @@ lint: $(LINT)/.ready ## Check style, formatting, types and layers; ARGS=--fix re
 bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
 
+.PHONY: bench-hosts
+bench-hosts: $(BENCH)/.ready ## Compare with XLA between two machines, which are network namespaces: as root (ARGS=--quick)
+	$(BENCH)/bin/python benchmarks/bench_hosts.py $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)

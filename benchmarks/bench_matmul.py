@@ -25,12 +25,14 @@ PATTERNS = {
     "AR": (P(None, "x"), P("x", None), P(None, None)),
 }
 SHAPES = [(n, n, n) for n in (256, 512, 1024, 2048)] + [(512, 4096, 11008)]  # m, k, n
+LARGE = (4096, 4096, 4096)  # of integers
 FEW_ROWS = [(8, 4096, 4096), (64, 4096, 4096)]  # as in decoding: the weights are the work
 TYPES = [
     ("float32", "float32"),
     ("bfloat16", "bfloat16"),
     ("bfloat16", "float32"),
     ("float8_e4m3fn", "bfloat16"),
+    ("int8", "int32"),
 ]
 RANKS = (2, 4)
 # Contenders, and the columns of their rates in GFLOP/s.
@@ -44,10 +46,15 @@ CONTENDERS = {
 
 def operand(shape, dtype, sharding, seed):
     """Random values, made on the devices in their sharding."""
-    is_narrow = jnp.dtype(dtype).itemsize == 1
-    drawn = jnp.bfloat16 if is_narrow else jnp.dtype(dtype)
-    draw = functools.partial(jax.random.uniform, jax.random.key(seed), shape, drawn, -1, 1)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    drawn = jnp.int32 if is_integer else jnp.bfloat16 if is_fp8(dtype) else jnp.dtype(dtype)
+    of, most = (jax.random.randint, 8) if is_integer else (jax.random.uniform, 1)
+    draw = functools.partial(of, jax.random.key(seed), shape, minval=-most, maxval=most, dtype=drawn)
     return jax.jit(lambda: draw().astype(dtype), out_shardings=sharding)()
+
+
+def is_fp8(dtype):
+    return dtype == "float8_e4m3fn"
 
 
 def contenders(pattern, ranks, shape, types):
@@ -57,8 +64,7 @@ def contenders(pattern, ranks, shape, types):
     mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Explicit,), devices=devices[:ranks])
     *in_specs, out_spec = PATTERNS[pattern]
     shapes = (m, k), (k, n)
-    is_narrow = jnp.dtype(dtype).itemsize == 1
-    if is_narrow:  # b is stored (n, k), as fp8 is multiplied
+    if is_fp8(dtype):  # b is stored (n, k), as fp8 is multiplied
         shapes, in_specs = ((m, k), (n, k)), [in_specs[0], P(*reversed(in_specs[1]))]
 
     def operands(shardings):
@@ -67,10 +73,10 @@ def contenders(pattern, ranks, shape, types):
     sharded = operands([NamedSharding(mesh, spec) for spec in in_specs])
     alone = operands([SingleDeviceSharding(devices[0])] * 2)
     to = NamedSharding(mesh, out_spec)
-    ours = functools.partial(jaxmp.matmul, preferred_element_type=jnp.dtype(out), transpose_b=is_narrow)
+    ours = functools.partial(jaxmp.matmul, preferred_element_type=jnp.dtype(out), transpose_b=is_fp8(dtype))
 
     def theirs(a, b, **options):
-        return jnp.matmul(a, b.T if is_narrow else b, preferred_element_type=jnp.dtype(out), **options)
+        return jnp.matmul(a, b.T if is_fp8(dtype) else b, preferred_element_type=jnp.dtype(out), **options)
 
     calls = {
         "jaxmp": functools.partial(jax.jit(functools.partial(ours, out_sharding=to)), *sharded),
@@ -86,7 +92,7 @@ def contenders(pattern, ranks, shape, types):
 def check(calls, shape, types):
     """A fast wrong product is worth nothing: compare the contenders, in float32, before they are timed."""
     results = {name: jnp.asarray(jax.device_get(call()), jnp.float32) for name, call in calls.items()}
-    unit = {"bfloat16": 2**-8, "float32": 2**-20}[types[1]]
+    unit = {"bfloat16": 2**-8, "float32": 2**-20, "int32": 2**-20}[types[1]]
     for name, result in results.items():
         error = float(jnp.max(jnp.abs(result - results["one device, xla"])))
         bound = 8 * unit * shape[1] ** 0.5
@@ -111,7 +117,7 @@ def label_of_shape(shape):
 
 def label_of_types(types):
     short = {"float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
-    return " -> ".join(short[t] for t in types) if types[0] != types[1] or types[0] != "float32" else "f32"
+    return " -> ".join(short.get(t, t) for t in types) if types[0] != types[1] or types[0] != "float32" else "f32"
 
 
 def size_of(shape):
@@ -121,11 +127,12 @@ def size_of(shape):
 
 
 def measure(quick):
-    shapes = [*FEW_ROWS[:1], (256, 256, 256), (1024, 1024, 1024)] if quick else FEW_ROWS + SHAPES
+    shapes = [*FEW_ROWS[:1], (256, 256, 256), (1024, 1024, 1024)] if quick else [*FEW_ROWS, *SHAPES, LARGE]
     grid = [
         each
         for each in itertools.product(TYPES, shapes, PATTERNS, RANKS)
-        if each[0][0] != "float8_e4m3fn" or each[1][0] % (16 * each[3]) == 0  # fp8 has 16 rows on each device, or more
+        if not is_fp8(each[0][0]) or each[1][0] % (16 * each[3]) == 0  # fp8 has 16 rows on each device, or more
+        if each[0][0] == "int8" or each[1] != LARGE
     ]
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
     rows = [

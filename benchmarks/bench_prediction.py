@@ -22,7 +22,7 @@ from jaxmp._src.cli import calibrate
 
 PATTERNS = {**bench_matmul.PATTERNS, "local": (P("x", None), P(None, None), P("x", None))}
 SHAPES = [shape for shape in bench_matmul.SHAPES if min(shape) >= 512]
-TYPES = bench_matmul.TYPES
+TYPES = [types for types in bench_matmul.TYPES if types[0] != "int8"]
 RANKS = bench_matmul.RANKS
 CLOSE = 1.05  # two patterns whose times differ by less are taken as equally fast
 

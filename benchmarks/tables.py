@@ -115,7 +115,7 @@ def description(name, sections):
 
 
 def markdown(rows):
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row)) or ["machine"]
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
     return "\n".join(f"|{'|'.join(line)}|" for line in [columns, ["---"] * len(columns), *cells])
 

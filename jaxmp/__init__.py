@@ -26,9 +26,10 @@ from jaxmp._src.ops.einsum import einsum
 from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.ops.mlp import mlp
+from jaxmp._src.ops.moe_mlp import moe_mlp
+from jaxmp._src.ops.ragged_all_to_all import ragged_all_to_all
 from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
-from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.profile.profile import Profile, profile
 from jaxmp._src.runtime import config as _config
@@ -75,14 +76,15 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "mlp",
+    "moe_mlp",
     "plan_cache_clear",
     "plan_cache_info",
     "profile",
     "quantize",
+    "ragged_all_to_all",
     "ragged_dot",
     "ragged_dot_general",
     "register",
-    "scaled_matmul",
     "to_block_cyclic",
 ]
 

@@ -1,4 +1,4 @@
-"""Layers for Equinox that compute product, bias and activation as `jaxmp.linear` does.
+"""Layers for Equinox that compute product, bias and activation as `jaxmp.linear` does, and a mixture of experts.
 
 pip install equinox
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
+from jaxmp._src.ops import routing
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.spec.options import Activation, Sharding
 
@@ -17,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("jaxmp.equinox needs Equinox, which is not installed; run `pip install equinox`") from error
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "MoE"]
 
 
 class Linear(_equinox.nn.Linear):  # type: ignore[misc]
@@ -78,6 +80,71 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
             x, self.weight, self.bias, transpose_b=True, activation=self.activation, out_sharding=out_sharding
         )
         return y[..., 0] if self.out_features == "scalar" else y
+
+
+class MoE(_equinox.Module):  # type: ignore[misc]
+    """A mixture of experts, as `jaxmp.flax.MoE`.
+
+    Args:
+      features, hidden_features, num_experts, top_k, scores, normalize, activation: as in `jaxmp.flax.MoE`.
+      dtype, key: as in `equinox.nn.Linear`.
+
+    A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`, and returns y of its shape and the
+    loss that balances experts, which is that of the tokens of the call.
+
+    Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
+
+    >>> import jax, jax.numpy as jnp, jaxmp.equinox
+    >>> layer = jaxmp.equinox.MoE(3, 8, num_experts=4, top_k=2, key=jax.random.key(0))
+    >>> y, loss = layer(jnp.ones((5, 3)))
+    >>> y.shape, loss.shape
+    ((5, 3), ())
+    """
+
+    router: jax.Array
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    top_k: int = _equinox.field(static=True)
+    scores: routing.Scores = _equinox.field(static=True)
+    normalize: bool = _equinox.field(static=True)
+    activation: Activation | None = _equinox.field(static=True)
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        scores: routing.Scores = "softmax",
+        normalize: bool = True,
+        activation: Activation | None = "silu",
+        dtype: Any = None,
+        key: jax.Array,
+    ) -> None:
+        def uniform(key: jax.Array, *shape: int) -> jax.Array:
+            limit = shape[-2] ** -0.5
+            return jax.random.uniform(key, shape, dtype or jnp.float32, -limit, limit)
+
+        keys = jax.random.split(key, 4)
+        self.router = uniform(keys[0], features, num_experts)
+        self.gate = uniform(keys[1], num_experts, features, hidden_features)
+        self.up = uniform(keys[2], num_experts, features, hidden_features)
+        self.down = uniform(keys[3], num_experts, hidden_features, features)
+        self.top_k, self.scores, self.normalize, self.activation = top_k, scores, normalize, activation
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """(y, loss); `key` is ignored, as in Equinox."""
+        return routing.mixture(
+            x,
+            self.router,
+            {"w_gate": self.gate, "w_up": self.up, "w_down": self.down},
+            top_k=self.top_k,
+            scores=self.scores,
+            normalizes=self.normalize,
+            activation=self.activation,
+        )
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Layers for Flax NNX that compute product, bias and activation as `jaxmp.linear` does.
+"""Layers for Flax NNX that compute product, bias and activation as `jaxmp.linear` does, and a mixture of experts.
 
     pip install 'flax>=0.12'
 
@@ -8,11 +8,15 @@ the activation as further operations. `DotGeneral` is that function for layers w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.ops import routing
 from jaxmp._src.ops.dot_general import dot_general
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.spec.options import Activation, Sharding
@@ -22,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError("jaxmp.flax needs Flax, which is not installed; run `pip install 'flax>=0.12'`") from error
 
-__all__ = ["DotGeneral", "Linear"]
+__all__ = ["DotGeneral", "Linear", "MoE"]
 
 
 class Linear(nnx.Linear):  # type: ignore[misc]
@@ -72,6 +76,84 @@ class Linear(nnx.Linear):  # type: ignore[misc]
             out_sharding=out_sharding,
         )
         return result
+
+
+class MoE(nnx.Module):  # type: ignore[misc]
+    """A mixture of experts, gated layers as `jaxmp.moe_mlp`, without capacity: no token is dropped.
+
+        y = sum over the top_k experts e of x, in the order of their scores: gate[e] * expert[e](x)
+
+    Gates are the scores of the chosen experts, by default divided by their sum: of the softmax as in Mixtral (Jiang et
+    al., arXiv:2401.04088), or sigmoids as in DeepSeek-V3 (arXiv:2412.19437, without its bias). The router computes in
+    float32. Each device sorts its own tokens; those of different ranks of data never meet.
+
+    Args:
+      features, hidden_features: the extents of x and the result, and of an expert's hidden layer.
+      num_experts, top_k: how many experts there are, and how many a token goes to.
+      scores: "softmax" or "sigmoid".
+      normalize: divide the gates of a token by their sum.
+      activation: as in `jaxmp.moe_mlp`.
+      dtype, param_dtype, kernel_init, rngs: as in `flax.nnx.Linear`.
+      kernel_metadata: of the experts' weights (num_experts, ...); `{"out_sharding": ("expert",)}` gives each rank of
+        an explicit axis its own experts.
+
+    A call takes x (..., features), and returns y (..., features), sharded as x, and the loss that balances experts,
+    `num_experts * sum(f * P)` with f the part of all choices that falls on an expert, and P its mean score (Fedus et
+    al., arXiv:2101.03961): 1 where all experts have as much.
+
+    Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
+
+    >>> import jax.numpy as jnp, jaxmp.flax
+    >>> from flax import nnx
+    >>> layer = jaxmp.flax.MoE(3, 8, num_experts=4, top_k=2, rngs=nnx.Rngs(0))
+    >>> y, loss = layer(jnp.ones((5, 3)))
+    >>> y.shape, loss.shape
+    ((5, 3), ())
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        scores: routing.Scores = "softmax",
+        normalize: bool = True,
+        activation: Activation | None = "silu",
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        rngs: nnx.Rngs,
+    ) -> None:
+        init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
+        each = {
+            "gate": (features, hidden_features),
+            "up": (features, hidden_features),
+            "down": (hidden_features, features),
+        }
+        for name, shape in each.items():
+            kernel = init(rngs.params(), (num_experts, *shape), param_dtype)
+            setattr(self, name, nnx.Param(kernel, **kernel_metadata))
+        router = nnx.initializers.lecun_normal()(rngs.params(), (features, num_experts), param_dtype)
+        self.router = nnx.Param(router)
+        self.dtype, self.activation = dtype, activation
+        self.top_k, self.scores, self.normalize = top_k, scores, normalize
+
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(y, loss)."""
+        kernels = {f"w_{name}": getattr(self, name)[...] for name in ("gate", "up", "down")}
+        inputs, *cast = nnx.nn.dtypes.promote_dtype((inputs, *kernels.values()), dtype=self.dtype)
+        return routing.mixture(
+            inputs,
+            self.router[...],
+            dict(zip(kernels, cast, strict=True)),
+            top_k=self.top_k,
+            scores=self.scores,
+            normalizes=self.normalize,
+            activation=self.activation,
+        )
 
 
 class DotGeneral(linen.Module):  # type: ignore[misc]

@@ -1,8 +1,11 @@
 """Products of groups of rows by a loop of `jnp` products, and what tests compare with it, exactly."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
@@ -43,11 +46,20 @@ def derivatives(f, x, w):
     return d, tangent, jax.vjp(f, x, w)[1](ct), jax.grad(second, (0, 1))(x, w)
 
 
-def with_bias(x, w, bias, sizes):
+def with_bias(x, w, bias, sizes, act=jax.nn.relu):
     """A loop over the groups, in the type of x."""
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rest = jnp.zeros((x.shape[0] - len(rows), bias.shape[1]), x.dtype)
-    return jax.nn.relu(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
+    return act(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
+
+
+def shardings(ndim, axes):
+    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
+    found = []
+    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
+        dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
+        found.append(P(*(dim or None for dim in dims)))
+    return found
 
 
 def activated(x, w, bias, sizes, **options):

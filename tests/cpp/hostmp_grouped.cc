@@ -36,6 +36,7 @@ struct Shape {
 class Array {
  public:
   Array(abi::cudaDataType_t type, const std::vector<float>& values) : type_(type), bits_(values.size()) {
+    if (values.empty()) return;
     if (type == abi::CUDA_R_32F) {
       std::memcpy(bits_.data(), values.data(), sizeof(float) * values.size());
     } else {
@@ -45,6 +46,7 @@ class Array {
   void* data() { return bits_.data(); }
   std::vector<float> values() const {
     std::vector<float> values(bits_.size());
+    if (values.empty()) return values;
     if (type_ == abi::CUDA_R_32F) {
       std::memcpy(values.data(), bits_.data(), sizeof(float) * values.size());
     } else {

@@ -97,6 +97,14 @@ TEST(test_decode_integers) {
     }
   }
   CHECK(std::isnan(decoded(host_types::kE8M0, 255, 1)[0]));
+  for (const auto type : {host_types::kS4, host_types::kU4, CUDA_R_4F_E2M1}) {
+    for (int64_t first : {0, 1, 5}) {
+      int8_t bytes[250];
+      hostmp::Unpack(type, codes.data(), first, 250, bytes);
+      const float unit = type == CUDA_R_4F_E2M1 ? 0.5f : 1.0f;
+      for (int64_t i = 0; i < 250; ++i) CHECK_EQ(unit * bytes[i], decoded(type, first, 250)[i]);
+    }
+  }
 }
 
 uint8_t encoded(const Format& f, float value) {

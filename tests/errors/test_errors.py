@@ -181,7 +181,7 @@ CALLS = {
     "keyword epilog": (lambda: jaxmp.linear(A, B, epilog=Epilog.BIAS), TypeError, "linear() got an unexpected keyword argument 'epilog'; pass activation=, or call jaxmp.matmul"),
     "keyword dtype": (lambda: jaxmp.matmul(A, B, dtype=None), TypeError, "matmul() got an unexpected keyword argument 'dtype'; did you mean preferred_element_type=?"),
     "assert_no_collectives function": (lambda: jaxmp.assert_no_collectives(3), TypeError, "assert_no_collectives: takes a function, got int; write assert_no_collectives(fn)(*args)"),
-    "assert_no_collectives string": (lambda: jaxmp.assert_no_collectives(abs, allowed="all-reduce"), TypeError, "assert_no_collectives: allowed must be a list of kinds, got a string; pass ['all-reduce']"),
+    "assert_no_collectives string": (lambda: jaxmp.assert_no_collectives(abs, allowed="all-reduce"), TypeError, "assert_no_collectives: allowed must be a list of kinds, got 'all-reduce'; pass ['all-reduce']"),
     "assert_no_collectives kind": (lambda: jaxmp.assert_no_collectives(abs, allowed=[("psum", "x")]), ValueError, "assert_no_collectives: allowed has ('psum', 'x'); it takes all-gather, "),
     "explain compiled": (lambda: jaxmp.explain(abs, compiled="yes"), TypeError, "explain: compiled must be True or False, got 'yes'"),
     "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be a float8 or float4 type, got float32"),

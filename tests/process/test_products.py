@@ -13,16 +13,23 @@ from job import run
 BRANCHES = {"inputs": [["inner", "cond"], ["cond"], ["inner", "cond"]], "axes": "explicit", "grad": True, "mesh": "x"}
 # Without a number for each call, 93 of 100 steps of four microbatches were wrong in silence.
 DRAWN = {"seed": 40, "programs": 8}
+# Gradients in a scan gather within a process, beside a loop and a tower that do not depend on them.
+BESIDE_LOOPS = {
+    "inputs": [["towers"], ["loop"], ["scan", "remat"]],
+    "axes": "explicit",
+    "grad": True,
+    "mesh": "data and x",
+}
 # While a loop counted as started before its collectives had, those behind it exchanged data with those inside.
 BODIES = {"inputs": [["towers"], ["inner"], ["loop"], ["cond"]], "axes": "explicit", "grad": False, "mesh": "x"}
-IN_BOTH = {"inputs": [["towers"], ["loop"], ["scan", "remat"]], "axes": "explicit", "grad": True, "mesh": "data and x"}
+AUTO = {"axes": "auto", "grad": True}
 # By processes x devices of each: the scenarios of one job, and the programs that schedules.py runs.
 JOBS = {
     "4x1": ("memory+products+schedules+groups", DRAWN),
-    "2x2": ("memory+products+schedules+two-names+float_state+audited", DRAWN),
+    "2x2": ("memory+products+schedules+two-names+float_state+audited", DRAWN | {"given": [BESIDE_LOOPS]}),
     "2x1": ("schedules+two-names+float_state+audited", {"given": [BRANCHES] * 4, "runs": 6, "microseconds": 5000}),
-    "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | {"axes": "auto", "grad": True}], "runs": 10}),
-    "2x2 over gloo": ("memory+schedules", {"given": [IN_BOTH, IN_BOTH | {"axes": "auto"}], "runs": 10}),
+    "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
+    "2x2 over gloo": ("memory+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
 }
 
 

@@ -23,6 +23,7 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 M, K, N = 5, 7, 9  # rows of 4-bit numbers that begin within a byte
+BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # that kernels decode by vectors
 MIXED = [(wide, narrow) for wide in low_precision.WIDE for narrow in low_precision.NARROW]
 
 
@@ -108,14 +109,16 @@ def test_shards_are_read_in_place(pattern):
 
 def test_bits_are_those_of_the_wide_type():
     """In one order, of numbers with rounding errors; a product of a few rows has those of one of many."""
-    b = numbers(2, (600, 24), "int8")
+    values = np.random.default_rng(2).normal(size=(600, 43)).astype(np.float32)
+    weights = [(3 * values).astype(jnp.dtype(narrow)) for narrow in BY_VECTORS]
     for wide in low_precision.WIDE:
         a = np.random.default_rng(1).normal(size=(40, 600)).astype(jnp.dtype(wide))
         options = {"determinism": "batch", "out_dtype": np.dtype("float32")}
-        run = jax.jit(lambda a, b, options=options: product(a, b, **options))
-        wanted = run(a, b.astype(a.dtype))
+        run = jax.jit(lambda a, weights, options=options: [product(a, b, **options) for b in weights])
+        wanted = run(a, [b.astype(a.dtype) for b in weights])
         for rows in (1, 3, 17, 40):
-            check_same(run(a[:rows], b), wanted[:rows])
+            for d, each in zip(run(a[:rows], weights), wanted, strict=True):
+                check_same(d, each[:rows])
 
 
 def test_no_copy_of_the_narrow_operand_is_made():

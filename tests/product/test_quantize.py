@@ -1,4 +1,4 @@
-"""`scaled_matmul` and `quantize`: without these a scale could be rounded otherwise than the formats say, or stand in
+"""`quantize`: without these a scale could be rounded otherwise than the formats say, or stand in
 another place than the library reads it from.
 """
 
@@ -9,41 +9,10 @@ import bounds
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from low_precision_cases import E4M3, E8M0, FP4, powers, saturated, scaled, small
+from low_precision_cases import E4M3, FP4, saturated, scaled, small
 
 import jaxmp
 from jaxmp import quantize
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("shape", [(2, 128, 128, 128), (3, 5, 7, 64), (1, 1, 1, 32), (2, 16, 130, 96)])
-@pytest.mark.parametrize("kind", ["mx", "nv", "plain"])
-def test_scaled_matmul(kind, shape, rng):
-    batch, m, n, k = shape
-    dtype, size, scale_dtype = {"mx": (E4M3, 32, E8M0), "nv": (FP4, 16, E4M3), "plain": (np.float32, 32, np.float32)}[
-        kind
-    ]
-    lhs, rhs = small(rng, (batch, m, k), dtype), small(rng, (batch, n, k), dtype)
-    scales = [powers(rng, (batch, rows, k // size), scale_dtype) for rows in (m, n)]
-    wide = [
-        x.astype(np.float32) * np.repeat(scale.astype(np.float32), size, axis=-1)
-        for x, scale in zip((lhs, rhs), scales, strict=True)
-    ]
-    out = jaxmp.scaled_matmul(lhs, rhs, *scales)
-    np.testing.assert_array_equal(out, np.einsum("bmk,bnk->bmn", *wide))
-    assert jaxmp.scaled_matmul(lhs, rhs, *scales, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
-
-
-def test_scaled_matmul_refuses_shapes():
-    x, scale = np.zeros((1, 4, 64), E4M3), np.zeros((1, 4, 2), E8M0)
-    with pytest.raises(ValueError, match=r"3 dimensions.*lhs \(4, 64\)"):
-        jaxmp.scaled_matmul(x[0], x, scale, scale)
-    with pytest.raises(ValueError, match=r"equal batch and k.*rhs \(1, 4, 32\)"):
-        jaxmp.scaled_matmul(x, x[..., :32], scale, scale)
-    with pytest.raises(ValueError, match="rows of their operand"):
-        jaxmp.scaled_matmul(x, x, scale[:, :2], scale)
-    with pytest.raises(ValueError, match="divides k"):
-        jaxmp.scaled_matmul(x, x, scale[..., :0], scale[..., :0])
 
 
 def test_mxfp8_is_what_the_specification_says(rng):

@@ -5,7 +5,6 @@ or a bias that is taken twice.
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -14,20 +13,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+from ragged import activated, assert_same, derivatives, integers, reference, shardings, with_bias
 
 import jaxmp
 
 LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
-
-
-def shardings(ndim, axes):
-    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
-    found = []
-    for where in itertools.product(range(-1, ndim), repeat=len(axes)):
-        dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]
-        found.append(P(*(dim or None for dim in dims)))
-    return found
 
 
 BIAS_SPECS = [
@@ -172,7 +162,7 @@ def test_an_order_that_is_xlas_is_refused(specs):
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over \('p',\)"):
         jax.shard_map(ours, mesh=mesh, in_specs=P(), out_specs=P())(X, W, S)
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over a batch"):
-        jax.grad(lambda w: jax.vmap(ours, (0, None, None))(X[None], w, S).sum())(W)
+        jax.grad(lambda w: jax.vmap(ours, (0, None, None))(jnp.stack([X, X]), w, S).sum())(W)
 
 
 def test_a_mesh_of_two_kinds_is_refused():

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._src.audit import operations
 
 audit = functools.partial(jaxmp.audit, quiet=True)
 
@@ -136,6 +137,17 @@ def test_products_that_keep_rows_are_not_named(rng):
     x, w = normal(rng, 8, 301), normal(rng, 301, 30)
     found = audit(functools.partial(jaxmp.matmul, determinism="batch"), x, w, batch_argnums=0)
     assert (found.rows, found.uncompared, found.outputs, found.compared) == ((), (), (), 1)
+
+
+def test_products_of_groups_are_named_where_they_keep_no_rows(rng):
+    x, w, sizes = normal(rng, 8, 301), normal(rng, 1, 301, 30), np.array([1000])
+    kept = functools.partial(jaxmp.ragged_dot, determinism="batch")
+    found = audit(kept, x, w, sizes, batch_argnums=0)
+    assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
+    (eqn,) = (eqn for eqn in jax.make_jaxpr(jaxmp.ragged_dot)(x, w, sizes).eqns if operations.our_equation(eqn))
+    assert (operations.name_of(eqn), operations.kind_of(eqn)) == ("jaxmp_grouped (run_to_run)", "product")
+    assert [operations.settled_by(eqn, vary) for vary in ("batch", "mesh")] == ['determinism="batch"', ""]
+    assert "ragged groups" in operations.advice_on(eqn, "mesh")
 
 
 def test_the_batch_is_found_or_named(rng):

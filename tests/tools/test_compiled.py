@@ -346,7 +346,7 @@ def test_a_hit_of_the_compilation_cache_hides_no_cause(array, mesh, tmp_path):
         compilation_cache.reset_cache()
 
 
-# What XLA prints for GPUs: collectives in two halves, groups as an iota, a type for each operand.
+# What XLA prints for GPUs: collectives in two halves, groups as an iota, a type for each operand, calls of cuBLAS.
 ASYNCHRONOUS = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[16,16] {
@@ -354,6 +354,8 @@ ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[16,16] {
   %w = f32[16,16]{1,0} parameter(1), metadata={op_name="w"}
   %ag = (f32[8,16]{1,0}, f32[16,16]{1,0}) all-gather-start(f32[8,16]{1,0} %x), replica_groups=[2,2]<=[2,2]T(1,0)
   %dot = f32[16,16]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %gemm = (f32[16,16]{1,0}, s8[4194304]{0}) custom-call(%w, %w), custom_call_target="__cublas$lt$matmul", \
+backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}
   %done = f32[16,16]{1,0} all-gather-done(%ag)
   ROOT %sum = f32[16,16]{1,0} add(%dot, %done), metadata={op_name="jit(f)/add" source_file="/a/train.py" source_line=7}
 }
@@ -368,6 +370,10 @@ def test_the_text_of_asynchronous_programs_is_read():
     assert hlo.groups(start, 4) == ((0, 2), (1, 3))
     assert hlo.axes_of(hlo.groups(start, 4), {"data": 2, "model": 2}) == ("data",)
     assert module.line(computation.root) == "train.py:7"
+    gemm = computation.instructions["gemm"]
+    assert [each.name for each in computation.instructions.values() if each.is_product] == ["dot", "gemm"]
+    assert start.results == gemm.results == [("f32", (16, 16))]
+    assert (start.held, gemm.held, gemm.summed) == (16 * 16 * F32, 16 * 16 * F32, (1,))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,13 @@ def test_a_jitted_gradient_in_a_loop_counts_each_run(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_products_of_groups_are_calls():
+    cases.require("host")
+    sizes = jnp.array([3, 5])
+    found = jaxmp.profile(jaxmp.ragged_dot, quiet=True)(jnp.ones((8, 4)), jnp.ones((2, 4, 6)), sizes)
+    assert found.calls[0].name == "ragged_dot 8x4x6 of 2 float32*float32->float32 run_to_run"
+
+
 # A program's time is 10 us, and a column of the text is 10/72 of it.
 EVENTS = (
     Event("call one", True, 0, 0.0, 5e-6),

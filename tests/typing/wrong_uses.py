@@ -18,7 +18,6 @@ def use(x: jax.Array, laid: jaxmp.BlockCyclicArray, spec: P) -> None:
     jaxmp.all_gather_matmul("abc", x, "x")  # type: ignore[call-overload]
     jaxmp.dot_general(x, "abc", (((1,), (0,)), ((), ())))  # type: ignore[arg-type]
     jaxmp.einsum("ij,jk", x, "abc")  # type: ignore[arg-type]
-    jaxmp.scaled_matmul(x, x, 1.0, x)  # type: ignore[arg-type]
     jaxmp.quantize.tensor("abc")  # type: ignore[arg-type]
     jaxmp.from_block_cyclic(x)  # type: ignore[arg-type]
     jaxmp.to_block_cyclic(x, (2, 2))  # type: ignore[arg-type]

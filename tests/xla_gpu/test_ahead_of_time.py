@@ -1,5 +1,6 @@
 """Programs for CUDA that are compiled where there is no GPU, and run where there is one."""
 
+import ast
 import os
 import pickle
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -68,19 +70,44 @@ COMPILES = """
 """
 
 
+# As XLA compiles for a card: a product is a fusion, or with this flag a call of cuBLAS.
+EXPLAINS = """
+    import pickle, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    import jaxmp
+    card = pickle.load(sys.stdin.buffer)
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=card, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("y",), axis_types=(AxisType.Auto,))
+    def products(x, w, y, v):
+        return x @ w, y @ v
+    with jax.set_mesh(mesh):
+        types = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(None, axis)))
+            for shape, axis in (((64, 512), "y"), ((512, 512), "y"), ((32, 512), None), ((512, 512), "y"))
+        )
+        explanation = jaxmp.explain(products, compiled=True, quiet=True)(*types)
+    for row in explanation.rows:
+        print([row.kind, row.axes, row.nbytes, row.count, row.shape, row.flops, row.cause_kind, row.is_hidden])
+    assert max(each.nbytes for each in explanation.memory.largest) == 512 * 256 * 4, explanation
+"""
+
+
+def without_a_gpu(program, given, **knobs):
+    """What a process prints that has the plugin and no driver."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_FAKES", "FAKE_"))}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""} | knobs
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, input=pickle.dumps(given), env=env, capture_output=True, timeout=110)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return done.stdout.decode()
+
+
 def test_a_program_is_compiled_without_a_gpu_and_runs_on_one(tmp_path):
     """The libraries open where it runs, and it finds its place among the devices there."""
     patterns = PATTERNS | {"all_reduce": (P(None, "y"), P("y", None), P(None, None))}
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_FAKES", "FAKE_"))}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILES)],
-        input=pickle.dumps((CARD, patterns, tmp_path / "compiled")),
-        env=env,
-        capture_output=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    without_a_gpu(COMPILES, (CARD, patterns, tmp_path / "compiled"))
     compiled = pickle.loads((tmp_path / "compiled").read_bytes())
     jaxmp.register()
     a, b = integers((24, 16)), integers((16, 32), 1)
@@ -91,3 +118,14 @@ def test_a_program_is_compiled_without_a_gpu_and_runs_on_one(tmp_path):
         program = serialize_executable.deserialize_and_load(*compiled[name], execution_devices=list(mesh.devices))
         given = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, spec_a), (b, spec_b)))
         np.testing.assert_array_equal(program(*given), a @ b)
+
+
+@pytest.mark.parametrize("limit", [10**9, 0], ids=["loops", "cublas"])
+def test_explain_reads_programs_for_gpus_without_one(limit):
+    flags = f"{os.environ['XLA_FLAGS']} --xla_gpu_gemm_rewrite_size_threshold={limit}"
+    rows = [ast.literal_eval(line) for line in without_a_gpu(EXPLAINS, CARD, XLA_FLAGS=flags).splitlines()]
+    assert rows == [
+        ["all-gather", ("y",), 64 * 256 * 4, 1, "f32[64,512]", 0, "shared axis", True],
+        ["dot", (), 0, 1, "f32[32,256]", 2 * 32 * 512 * 256, "product", False],
+        ["dot", (), 0, 1, "f32[64,256]", 2 * 64 * 512 * 256, "product", False],
+    ]

@@ -43,7 +43,7 @@ void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, 
   }
 }
 
-// Integers of 4 bits as bytes.
+// Numbers of 4 bits as bytes.
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
   Unpack(x.type, x.data, first, count, to);
 }
@@ -217,15 +217,16 @@ struct DecodingKernel {
 
 bool IsByteInteger(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || type == abi::CUDA_R_8U; }
 
-bool IsHalfByte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
+bool IsHalfByte(abi::cudaDataType_t type) { return Facts(type).bits == 4; }
 
-// Few columns, op(A) = A, as SimdGemm multiplies them: A is read where it lies. Integers of 8 bits become floats in
-// the registers. A few k before they are needed, integers of 4 bits become bytes in the first cache, other numbers
-// floats.
+// Few columns, op(A) = A, as SimdGemm multiplies them: A is read where it lies. Integers of 8 bits, and float8 for the
+// first columns, become floats in the registers. A few k before they are needed, numbers of 4 bits become bytes in the
+// first cache, E2M1 twice as large, and others floats.
 struct FewColumnsKernel {
   static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
-  static constexpr int64_t kStrip = 4;  // k
+  static constexpr int64_t kStrip = 4;          // k
+  static constexpr int64_t kFloat8Columns = 8;  // that share one decoding
 
   int64_t ABytes(int64_t, int64_t) const { return 0; }
   int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
@@ -238,6 +239,7 @@ struct FewColumnsKernel {
   void Multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
     const ScaledProduct& p = *block.segment;
     float* const sums = reinterpret_cast<float*>(packed.own);
+    const float factor = p.a.type == abi::CUDA_R_4F_E2M1 ? alpha / 2 : alpha;
     for (int64_t col = 0; col < p.n; col += kSmallN) {
       const int64_t cols = std::min(kSmallN, p.n - col);
       std::fill_n(sums, kMC * cols, 0.0f);
@@ -249,7 +251,7 @@ struct FewColumnsKernel {
       for (int64_t i = 0; i < cols; ++i) {
         float* const c = static_cast<float*>(p.c) + (col + i) * p.ldc + tile.row;
         for (int64_t row = 0; row < tile.rows; ++row) {
-          const float term = alpha * sums[i * kMC + row];
+          const float term = factor * sums[i * kMC + row];
           c[row] = adds || block.first > 0 ? c[row] + term : term;
         }
       }
@@ -263,7 +265,9 @@ struct FewColumnsKernel {
   void AddSlice(const KSlice<ScaledProduct>& slice, const CTile& tile, const Columns& b, float* sums,
                 float* strip) const {
     const ScaledOperand& a = slice.segment->a;
-    const bool is_in_place = IsByteInteger(a.type) || a.type == abi::CUDA_R_32F, is_nibble = IsHalfByte(a.type);
+    const bool has_float8 = IsFloat8(a.type) && b.count <= kFloat8Columns && simd_level() != SimdLevel::kNeon;
+    const bool is_in_place = has_float8 || IsByteInteger(a.type) || a.type == abi::CUDA_R_32F;
+    const bool is_nibble = IsHalfByte(a.type);
     const abi::cudaDataType_t type = is_in_place ? a.type : is_nibble ? abi::CUDA_R_8I : abi::CUDA_R_32F;
     const int64_t step = is_in_place ? slice.depth : kStrip;
     for (int64_t k = 0; k < slice.depth; k += step) {

@@ -8,6 +8,7 @@
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/transpose_lines.h"
 #include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/numeric/float8.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -68,6 +69,8 @@ struct Simd<float> {
   JAXMP_SIMD V Load(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
+  JAXMP_SIMD V Load(const Float8E4m3* from) { return Widen16(from); }
+  JAXMP_SIMD V Load(const Float8E5m2* from) { return Widen16(from); }
   JAXMP_SIMD void Store(float* to, V value) { _mm512_storeu_ps(to, value); }
   JAXMP_SIMD V Broadcast(float value) { return _mm512_set1_ps(value); }
   JAXMP_SIMD V Add(V x, V y) { return _mm512_add_ps(x, y); }
@@ -144,6 +147,8 @@ struct Simd<float> {
   JAXMP_SIMD V Load(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }
+  JAXMP_SIMD V Load(const Float8E4m3* from) { return Widen8(from); }
+  JAXMP_SIMD V Load(const Float8E5m2* from) { return Widen8(from); }
   JAXMP_SIMD void Store(float* to, V value) { _mm256_storeu_ps(to, value); }
   JAXMP_SIMD V Broadcast(float value) { return _mm256_set1_ps(value); }
   JAXMP_SIMD V Add(V x, V y) { return _mm256_add_ps(x, y); }
@@ -188,7 +193,8 @@ struct Simd<float> {
   JAXMP_SIMD V Load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
   template <typename Byte>  // four of them
   JAXMP_SIMD V Load(const Byte* from) {
-    const float numbers[kLanes] = {float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+    float numbers[kLanes];
+    Widen(from, numbers, kLanes);
     return vld1q_f32(numbers);
   }
   JAXMP_SIMD void Store(float* to, V value) { vst1q_f32(to, value); }
@@ -314,7 +320,18 @@ void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& 
 void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product) {
   WithLevel(level, [&](auto isa) {
     const auto add = [&](auto number) { isa.template AddColumnsToC<decltype(number)>(product); };
-    type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
+    switch (type) {
+      case abi::CUDA_R_8I:
+        return add(int8_t{});
+      case abi::CUDA_R_8U:
+        return add(uint8_t{});
+      case abi::CUDA_R_8F_E4M3:
+        return add(Float8E4m3{});
+      case abi::CUDA_R_8F_E5M2:
+        return add(Float8E5m2{});
+      default:
+        return add(float{});
+    }
   });
 }
 

@@ -26,8 +26,8 @@ int64_t SimdGemmScratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, in
 constexpr int64_t kSmallN = 16;
 void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds);
 
-// c += a op(b), of a few columns and floats, `a` of `type` f32, s8 or u8: each element in ascending k from what c
-// holds.
+// c += a op(b), of a few columns and floats, `a` of `type` f32, s8, u8 or float8: each element in ascending k from what
+// c holds.
 void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product);
 
 }  // namespace jaxmp::hostmp

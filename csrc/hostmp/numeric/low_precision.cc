@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "csrc/hostmp/cpu/dispatch.h"
+#include "csrc/hostmp/numeric/float8.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -70,14 +71,14 @@ struct OfFormat {
 template <int Bits>
 struct Unsigned {
   static constexpr int kBits = Bits;
-  static JAXMP_INLINE int Number(uint32_t code) { return static_cast<int>(code); }
-  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
+  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(static_cast<int>(code)); }
 };
 template <int Bits>
 struct Signed {
   static constexpr int kBits = Bits, kSign = 1 << (Bits - 1);
-  static JAXMP_INLINE int Number(uint32_t code) { return (static_cast<int>(code) ^ kSign) - kSign; }
-  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
+  static JAXMP_INLINE float Value(uint32_t code) {
+    return static_cast<float>((static_cast<int>(code) ^ kSign) - kSign);
+  }
 };
 struct Exponent {
   static constexpr int kBits = 8;
@@ -86,9 +87,7 @@ struct Exponent {
 
 template <typename Code, typename To>
 JAXMP_INLINE void Put(uint32_t code, float scale, To* to) {
-  if constexpr (std::is_same_v<To, int8_t>) {
-    *to = static_cast<int8_t>(Code::Number(code));
-  } else if constexpr (std::is_same_v<To, float>) {
+  if constexpr (std::is_same_v<To, float>) {
     *to = Code::Value(code) * scale;
   } else {
     *to = static_cast<To>(BitsOf(Code::Value(code) * scale) >> 16);
@@ -113,6 +112,37 @@ JAXMP_INLINE void DecodeRun(const uint8_t* from, int64_t first, int64_t count, f
   }
 }
 
+#if defined(__x86_64__)
+// The same by float8.h, of a whole number of vectors.
+template <typename Float8, typename To>
+JAXMP_AVX2 void DecodeVectors(const Float8* from, int64_t count, float scale, To* to) {
+  for (int64_t i = 0; i < count; i += 8) {
+    const __m256 values = _mm256_mul_ps(Widen8(from + i), _mm256_set1_ps(scale));
+    if constexpr (std::is_same_v<To, float>) {
+      _mm256_storeu_ps(to + i, values);
+    } else {
+      const __m256i bits = _mm256_srli_epi32(_mm256_castps_si256(values), 16);
+      const __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm_packus_epi32(low, high));
+    }
+  }
+}
+
+// The numbers of as many bytes as fill vectors: how many.
+JAXMP_AVX2 int64_t LookUp(const uint8_t* bytes, int64_t count, const int8_t* numbers, int8_t* to) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)), low_half = _mm_set1_epi8(0xf);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i));
+    const __m128i low = _mm_shuffle_epi8(table, _mm_and_si128(codes, low_half));
+    const __m128i high = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(codes, 4), low_half));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i + 16), _mm_unpackhi_epi8(low, high));
+  }
+  return i;
+}
+#endif
+
 // Code and To are one parameter, for a macro's argument has no comma.
 template <typename CodeType, typename ToType>
 struct Decoder {
@@ -124,6 +154,18 @@ JAXMP_DISPATCH_TEMPLATE(template <typename D>, Decode,
                         <D>(from, first, count, scale, to),
                         (DecodeRun<typename D::Code, typename D::To>(from, first, count, scale, to)))
 
+template <typename Float8, typename Format, typename To>
+void DecodeFloat8(const uint8_t* from, int64_t count, float scale, To* to) {
+  int64_t done = 0;
+#if defined(__x86_64__)
+  if (cpu().avx2) {
+    done = count / 8 * 8;
+    DecodeVectors(reinterpret_cast<const Float8*>(from), done, scale, to);
+  }
+#endif
+  DecodeBest<Decoder<OfFormat<Format>, To>>(from, done, count - done, scale, to + done);
+}
+
 template <typename To>
 void DecodeInto(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, To* to) {
   const auto run = [&](auto code) {
@@ -131,9 +173,9 @@ void DecodeInto(cudaDataType_t type, const void* from, int64_t first, int64_t co
   };
   switch (static_cast<int>(type)) {
     case abi::CUDA_R_8F_E4M3:
-      return run(OfFormat<E4m3>());
+      return DecodeFloat8<Float8E4m3, E4m3>(static_cast<const uint8_t*>(from) + first, count, scale, to);
     case abi::CUDA_R_8F_E5M2:
-      return run(OfFormat<E5m2>());
+      return DecodeFloat8<Float8E5m2, E5m2>(static_cast<const uint8_t*>(from) + first, count, scale, to);
     case abi::CUDA_R_4F_E2M1:
       return run(OfFormat<E2m1>());
     case host_types::kE3M4:
@@ -177,10 +219,32 @@ void Decode(cudaDataType_t type, const void* from, int64_t first, int64_t count,
   DecodeInto(type, from, first, count, scale, to);
 }
 
+void Widen(const Float8E4m3* from, float* to, int64_t count) {
+  DecodeInto(abi::CUDA_R_8F_E4M3, from, 0, count, 1.0f, to);
+}
+void Widen(const Float8E5m2* from, float* to, int64_t count) {
+  DecodeInto(abi::CUDA_R_8F_E5M2, from, 0, count, 1.0f, to);
+}
+
 void Unpack(cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to) {
-  const auto unpack =
-      type == host_types::kS4 ? DecodeBest<Decoder<Signed<4>, int8_t>> : DecodeBest<Decoder<Unsigned<4>, int8_t>>;
-  unpack(static_cast<const uint8_t*>(from), first, count, 1.0f, to);
+  static constexpr int8_t kS4[] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1},
+                          kU4[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                          kTwiceE2m1[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  const int8_t* const numbers = type == host_types::kS4 ? kS4 : type == host_types::kU4 ? kU4 : kTwiceE2m1;
+  const uint8_t* bytes = static_cast<const uint8_t*>(from) + first / 2;
+  if (first % 2 != 0 && count > 0) {
+    *to++ = numbers[*bytes++ >> 4];
+    --count;
+  }
+  int64_t i = 0;
+#if defined(__x86_64__)
+  if (cpu().avx2) i = LookUp(bytes, count / 2, numbers, to);
+#endif
+  for (; i < count / 2; ++i) {
+    to[2 * i] = numbers[bytes[i] & 0xfu];
+    to[2 * i + 1] = numbers[bytes[i] >> 4];
+  }
+  if (count % 2 != 0) to[count - 1] = numbers[bytes[count / 2] & 0xfu];
 }
 
 void Encode(cudaDataType_t type, const float* from, int64_t count, void* to) {

@@ -19,7 +19,7 @@ namespace jaxmp::hostmp {
 void Decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to);
 void Decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to);
 
-// Integers of 4 bits as bytes.
+// Integers of 4 bits, and of E2M1 twice the number, as bytes.
 void Unpack(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to);
 
 // To nearest, ties to even, and beyond the largest number to that number, infinities too: what CUDA calls SATFINITE

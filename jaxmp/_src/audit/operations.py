@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.primitive.grouped import grouped_p
 from jaxmp._src.primitive.primitives import PRODUCTS
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
-_OURS = {primitive.name for primitive in PRODUCTS}
+_OURS = {primitive.name for primitive in (*PRODUCTS, grouped_p)}
+_GROUPED = (grouped_p.name, "ragged_dot_general")  # a level that they always have: "batch"
 # Equations whose jaxprs run once, as if they were written out.
 INLINED = {
     "jit",
@@ -100,9 +102,9 @@ def kind_of(eqn: Any) -> str:
 def settled_by(eqn: Any, vary: str) -> str:
     """The argument of `fuse` that keeps the bits of an equation, or nothing."""
     level, ours = LEVELS[vary], our_equation(eqn)
-    if eqn.primitive.name == "ragged_dot_general":
-        return 'determinism="batch"' if level == "batch" else ""
-    if kind_of(eqn) != "product" or (ours is None and not _is_fused(eqn)):
+    is_grouped = (ours or eqn).primitive.name in _GROUPED
+    is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))
+    if not is_known or (is_grouped and level != "batch"):
         return ""
     return "" if ours is not None and _keeps(ours.params["spec"].determinism, level) else f'determinism="{level}"'
 
@@ -110,7 +112,9 @@ def settled_by(eqn: Any, vary: str) -> str:
 def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
     """What to do where `fuse` does not settle it; `is_other`: the variant has other equations there."""
     if kind_of(eqn) == "product" and not is_other:
-        return "" if settled_by(eqn, vary) else _UNSETTLED if our_equation(eqn) is None else _OF_KEPT
+        ours = our_equation(eqn)
+        is_kept = ours is not None and _keeps(ours.params["spec"].determinism, LEVELS[vary])
+        return "" if settled_by(eqn, vary) else _OF_KEPT if is_kept else _UNSETTLED
     kind = "other equations" if is_other else kind_of(eqn)
     return ADVICE[kind, "batch" if vary == "batch" else "mesh"]
 

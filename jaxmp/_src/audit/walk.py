@@ -365,7 +365,8 @@ def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) 
 
 def _likeness(eqn: Any, is_batch: bool) -> Any:
     ours = operations.our_equation(eqn)
-    name = f"jaxmp {ours.params['spec'].epilog}" if ours is not None else eqn.primitive.name
+    spec = None if ours is None else ours.params["spec"]
+    name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"
     results = tuple(
         (_likeness_of_shape(eqn, i, is_batch), str(v.aval.dtype))
         for i, v in enumerate(eqn.outvars)

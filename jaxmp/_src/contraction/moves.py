@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims
 from jaxmp._src.hardware.call_time import Transfer
 
 
@@ -105,7 +105,7 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
     return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
 
 
-def entry(have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
+def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
     """How an operand of a call in `layout` enters shard_map, and the gathers that bring it from there to `want`."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}

@@ -202,8 +202,8 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
                     why = cause(origins, computation, each, i)
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
-            elif each.opcode == "dot":
-                what = ("dot", module.line(each), (), 0, count, shape_of(each.shapes))
+            elif each.is_product:
+                what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
                 yield Operation(*what, left.get(module.innermost(each), ""), "", "product", _flops(computation, each))
 
 
@@ -219,15 +219,14 @@ def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[t
     factor = float(p > 1) if each.kind == "collective-broadcast" else factor
     operands = computation.operands(each)
     if "all-to-all" in each.kind:  # the parts of one array
-        return [(shape_of(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
-    results = each.shapes[len(operands) :] if len(each.shapes) >= 2 * len(operands) else each.shapes
-    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
+        return [(shape_of(each.results), int(sum(operand.nbytes for operand in operands) * factor))]
+    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(each.results, operands, strict=False)]
 
 
 def _flops(computation: Computation, dot: Instruction) -> int:
     """2 m n k of a device's product; a complex one counts 4 real ones."""
     (kind, shape), *_ = computation.operands(dot)[0].shapes
-    k = math.prod(shape[i] for i in dot.numbers("lhs_contracting_dims"))
+    k = math.prod(shape[i] for i in dot.summed)
     return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
 
 
@@ -237,24 +236,27 @@ class _Independent:
     def __init__(self, module: Module, computation: Computation) -> None:
         self._computation, self._order = computation, list(computation.instructions.values())
         self._place = {each.name: i for i, each in enumerate(self._order)}
-        self._products = [(i, module.line(each)) for i, each in enumerate(self._order) if _multiplies(module, each)]
+        products = [i for i, each in enumerate(self._order) if _multiplies(module, each)]
+        self._bits = {i: 1 << bit for bit, i in enumerate(products)}
+        self._lines = [module.line(self._order[i]) for i in products]
 
     @functools.cached_property
-    def _needs(self) -> list[int]:
-        """For each instruction a bit for each that it needs."""
-        needs: list[int] = []
-        for i, each in enumerate(self._order):
-            bits = 1 << i
-            for name in each.operands:
-                bits |= needs[self._place[name]]
-            needs.append(bits)
-        return needs
+    def _related(self) -> list[int]:
+        """For each instruction a bit for each product that it needs, or that needs it."""
+        needs, serves = ([self._bits.get(i, 0) for i in range(len(self._order))] for _ in range(2))
+        operands = [[self._place[name] for name in each.operands] for each in self._order]
+        for i, found in enumerate(operands):
+            for operand in found:
+                needs[i] |= needs[operand]
+        for i, found in reversed([*enumerate(operands)]):
+            for operand in found:
+                serves[operand] |= serves[i]
+        return [a | b for a, b in zip(needs, serves, strict=True)]
 
     def products(self, collective: Instruction) -> tuple[str, ...]:
-        at = self._place[collective.name]
-        needed = self._needs[at]
-        lines = [line for i, line in self._products if not needed >> i & 1 and not self._needs[i] >> at & 1]
-        return tuple(dict.fromkeys(line for line in lines if line))
+        related = self._related[self._place[collective.name]]
+        lines = [line for bit, line in enumerate(self._lines) if not related >> bit & 1]
+        return tuple(dict.fromkeys(filter(None, lines)))
 
     def is_hidden(self, collective: Instruction) -> bool:
         """Whether work stands between the start and the end of a collective."""
@@ -268,12 +270,9 @@ class _Independent:
 
 def _multiplies(module: Module, each: Instruction) -> bool:
     """Whether an instruction is a product, or holds one."""
-    if each.opcode == "custom-call":
-        return "jaxmp" in each.attribute("custom_call_target") or "gemm" in each.attribute("custom_call_target")
-    is_fusion = each.opcode == "fusion"
-    return each.opcode == "dot" or (
-        is_fusion and any(module.computations[n].multiplies for n, _ in hlo.called_by(each))
-    )
+    if each.opcode == "fusion":
+        return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
+    return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
 
 
 # Words ---------------------------------------------------------------------------------------------------------

@@ -94,15 +94,16 @@ def assert_no_collectives(
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.
     Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function or `allowed` is
-      one string; ValueError where `allowed` names no kind of collective.
+      no list; ValueError where `allowed` names no kind of collective.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
     >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
     CompiledExplanation(0 collectives, 0 B received by each device)
     """
-    if isinstance(allowed, str):
-        raise TypeError(f"assert_no_collectives: allowed must be a list of kinds, got a string; pass [{allowed!r}]")
+    if isinstance(allowed, str) or not isinstance(allowed, Collection):
+        remedy = f"pass [{allowed!r}]" if allowed else "leave it out to allow none"
+        raise TypeError(f"assert_no_collectives: allowed must be a list of kinds, got {allowed!r}; {remedy}")
     for each in allowed:
         kind = each[0] if isinstance(each, tuple) and len(each) == 2 else each
         if kind not in COLLECTIVES:

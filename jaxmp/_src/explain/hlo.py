@@ -51,11 +51,10 @@ class Instruction:
     attributes: str
     is_root: bool
 
-    @functools.cached_property
+    @property
     def op_name(self) -> str:
         """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1].replace("\\'", "'") if found else ""
+        return _op_name(self.attributes)
 
     @property
     def is_argument(self) -> bool:
@@ -72,34 +71,83 @@ class Instruction:
         """The opcode; of the parts of an asynchronous operation that of the whole."""
         return self.opcode.removesuffix("-start")
 
-    @functools.cached_property
+    @property
     def sharding(self) -> str:
         return self.attribute("sharding")
 
-    @functools.cached_property
+    @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(type, extents) of the result, or of each part of a tuple."""
-        found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", self.type)
-        return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+        return _shapes(self.type)
+
+    @property
+    def results(self) -> list[tuple[str, tuple[int, ...]]]:
+        """`shapes` without the operands that an asynchronous operation's start repeats, and without a workspace."""
+        count = len(self.operands)
+        if self.opcode.endswith("-start") and len(self.shapes) >= 2 * count:
+            return self.shapes[count : 2 * count]
+        return self.shapes[:1] if self.is_product else self.shapes
 
     @functools.cached_property
     def nbytes(self) -> int:
-        return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in self.shapes)
+        return _bytes_of(self.shapes)
+
+    @functools.cached_property
+    def held(self) -> int:
+        """The bytes of `results`."""
+        return _bytes_of(self.results)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is XLA's own product, or cuBLAS's that XLA has made of one."""
+        target = self.attribute("custom_call_target") if self.opcode == "custom-call" else ""
+        return self.opcode == "dot" or target.startswith('"__cublas')
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The dimensions of the first operand that a product sums."""
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', self.attributes)
+        return _ints(found[1]) if found else self.numbers("lhs_contracting_dims")
 
     def attribute(self, name: str) -> str:
         """The text of an attribute, without the braces around it, or the empty string."""
-        at = self.attributes.find(f"{name}=")
-        while at > 0 and self.attributes[at - 1] not in " ,":  # the end of a longer name
-            at = self.attributes.find(f"{name}=", at + 1)
-        if at < 0:
-            return ""
-        text = self.attributes[at + len(name) + 1 :]
-        if text[:1] == "{":
-            return text[1 : _closing(text, 0)]
-        return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+        return _attribute(self.attributes, name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", self.attribute(name))))
+        return _ints(self.attribute(name))
+
+
+# Layers repeat their instructions' texts, so each is read once.
+
+
+@functools.lru_cache(8192)
+def _op_name(attributes: str) -> str:
+    found = _OP_NAME.search(attributes)
+    return found[1].replace("\\'", "'") if found else ""
+
+
+@functools.lru_cache(8192)
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", text)
+    return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+
+
+@functools.lru_cache(8192)
+def _attribute(attributes: str, name: str) -> str:
+    at = attributes.find(f"{name}=")
+    while at > 0 and attributes[at - 1] not in " ,":  # the end of a longer name
+        at = attributes.find(f"{name}=", at + 1)
+    if at < 0:
+        return ""
+    text = attributes[at + len(name) + 1 :]
+    if text[:1] == "{":
+        return text[1 : _closing(text, 0)]
+    return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+
+
+@functools.lru_cache(8192)
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 class Computation:
@@ -127,7 +175,7 @@ class Computation:
     @functools.cached_property
     def multiplies(self) -> bool:
         """Whether an instruction is a product."""
-        return any(" dot(" in line for line in self._lines)
+        return any(" dot(" in line or "__cublas" in line for line in self._lines)
 
     def operands(self, of: Instruction) -> list[Instruction]:
         return [self.instructions[name] for name in of.operands]
@@ -146,7 +194,7 @@ class Module:
 
     def __init__(self, text: str) -> None:
         self.entry = ""
-        header, *bodies = re.split(r"^(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", text, flags=re.M)
+        header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
         self.computations: dict[str, Computation] = {}
         for body in bodies:
             head, *lines = body.splitlines()
@@ -237,7 +285,7 @@ def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ..
         table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(_ints(found["tile"]))
     else:
         listed = re.findall(r"\{([\d,]+)\}", found["all"])
-        return tuple(tuple(_ints(each)) for each in listed) or (tuple(range(ndevices)),)
+        return tuple(map(_ints, listed)) or (tuple(range(ndevices)),)
     return tuple(map(tuple, table.tolist()))
 
 
@@ -280,8 +328,8 @@ def _iota(text: str) -> np.ndarray:
     return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
 
 
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in shapes)
 
 
 def _bits(kind: str) -> int:

@@ -47,11 +47,10 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
     if stats is None:
         return None
     live = _largest(module, module.computations[module.entry])
-    made = [(module.computations[module.entry], each) for each in live]
-    buffers = [Buffer(each.nbytes, shape_of(each.shapes), module.line(each), each.op_name) for _, each in made]
+    buffers = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in live]
     has_gradient = any("transpose(" in each.op_name for each in module.computations[module.entry].instructions.values())
     saved = sum(
-        each.nbytes
+        each.held
         for each in live
         if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
     )
@@ -78,24 +77,24 @@ def _largest(module: Module, computation: Computation) -> list[Instruction]:
     for i, each in enumerate(order):
         for name in each.operands:
             last[alias.get(name, name)] = i
-        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while", "copy-done", "all-gather-done"):
+        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while") or each.opcode.endswith("-done"):
             alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
     for name in {computation.root.name, *computation.root.operands}:
         last[alias.get(name, name)] = len(order)
     last |= {each.name: len(order) for each in order if each.opcode == "parameter"}
     ends: dict[int, list[Instruction]] = {}
     live: dict[str, Instruction] = {each.name: each for each in order if each.opcode == "parameter"}
-    now = most = sum(each.nbytes for each in live.values())
+    now = most = sum(each.held for each in live.values())
     found = list(live.values())
     for i, each in enumerate(order):
         if each.opcode not in ("parameter", "constant") and each.name not in alias:
             live[each.name] = each
-            now += each.nbytes
+            now += each.held
             ends.setdefault(last[each.name], []).append(each)
         if now > most:
             most, found = now, list(live.values())
         for ended in ends.pop(i, ()):
-            now -= ended.nbytes
+            now -= ended.held
             del live[ended.name]
     return found
 

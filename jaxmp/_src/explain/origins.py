@@ -22,8 +22,6 @@ ASKING = {
 OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
 # Operations with dimensions that do not lie as those of their operands in the same order.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
-# A dimension and a mesh axis, by names.
-Key = tuple[str, str, str, int, str]
 
 
 class Dim(NamedTuple):
@@ -45,7 +43,7 @@ class Origins:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._known: dict[Key, tuple[str, ...]] = {}
+        self._known: dict[tuple[Dim, str], tuple[str, ...]] = {}
 
     def axes(self, at: Dim) -> tuple[str, ...]:
         """The mesh axes that shard a dimension."""
@@ -58,20 +56,19 @@ class Origins:
 
     def ahead(self, start: Dim, axis: str) -> tuple[str, ...]:
         """The arguments, or constraints, that give the dimension to what it is computed from."""
-        stack, below = [start], dict[Key, list[Dim]]()
+        stack, below = [start], dict[Dim, list[Dim]]()
         while stack:
             at = stack[-1]
-            key = _key(at, axis)
-            if key in self._known or axis not in self.axes(at):
-                self._known.setdefault(key, ())
+            if (at, axis) in self._known or axis not in self.axes(at):
+                self._known.setdefault((at, axis), ())
                 stack.pop()
-            elif key not in below:
-                below[key] = list(self.operands(at))
-                stack += [each for each in below[key] if _key(each, axis) not in below]
+            elif at not in below:
+                below[at] = list(self.operands(at))
+                stack += [each for each in below[at] if each not in below]
             else:
-                found = dict.fromkeys(name for each in below[key] for name in self._known.get(_key(each, axis), ()))
-                self._known[key] = (*found,)[:2] or self._own(at, axis)
-        return self._known[_key(start, axis)]
+                found = dict.fromkeys(name for each in below[at] for name in self._known.get((each, axis), ()))
+                self._known[at, axis] = (*found,)[:2] or self._own(at, axis)
+        return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
         """An argument, or what asks for a sharding itself."""
@@ -88,13 +85,13 @@ class Origins:
 
     def behind(self, start: Dim, axis: str) -> tuple[str, ...]:
         """What the value meets first on its way to the results: an operand that has it so, a constraint or a result."""
-        waiting, seen = [start], {_key(start, axis)}
+        waiting, seen = [start], {start}
         while waiting and len(seen) < 500:
             at = waiting.pop(0)
             for user in (*self.users(at), *self._partners(at)):
-                if (key := _key(user, axis)) in seen or axis not in self.axes(user):
+                if user in seen or axis not in self.axes(user):
                     continue
-                seen.add(key)
+                seen.add(user)
                 if found := self.ahead(user, axis):
                     return found
                 waiting.append(user)
@@ -200,10 +197,6 @@ def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
     """The dimensions of an operand that a product sums."""
     dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
     return [value(computation, dot, side)._replace(dim=i) for i in dims]
-
-
-def _key(at: Dim, axis: str) -> Key:
-    return at.computation.name, at.instruction.name, at.part, at.dim, axis
 
 
 def _same_place(at: Dim, below: Dim, number: int) -> int | None:

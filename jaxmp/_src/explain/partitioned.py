@@ -28,9 +28,10 @@ class Program:
     mesh: Mapping[str, int]
     whole: Module | None = None
     parts: Module | None = None
-    # What `wholes` and `dims` have told, by what was asked.
+    # What `wholes`, `dims` and `axes` have told, by what was asked.
     _alike: dict[Any, tuple[list[Place], dict[str, int]]] = dataclasses.field(default_factory=dict)
     _dims: dict[tuple[str, str], Dims] = dataclasses.field(default_factory=dict)
+    _axes: dict[Instruction, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _wholes(self) -> dict[tuple[str, str], list[Place]]:
@@ -52,8 +53,10 @@ class Program:
         return found
 
     def axes(self, collective: Instruction) -> tuple[str, ...]:
-        groups = hlo.groups(collective, math.prod(self.mesh.values()))
-        return hlo.axes_of(groups, self.mesh) or ()
+        if collective not in self._axes:
+            groups = hlo.groups(collective, math.prod(self.mesh.values()))
+            self._axes[collective] = hlo.axes_of(groups, self.mesh) or ()
+        return self._axes[collective]
 
     def wholes(self, part: Instruction) -> list[Place]:
         """The instructions of whole arrays that one behind the partitioner may come from, the likeliest first.

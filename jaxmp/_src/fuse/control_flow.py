@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, UnknownError
+from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.primitive.primitives import saves_products
 
@@ -62,11 +62,11 @@ class Functions:
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation's jaxprs hold a product of the user's, or it may have one in a rule of differentiation."""
+    """Whether an equation's jaxprs hold what a call may replace, or it may have that in a rule of differentiation."""
     if str(eqn.params.get("name", "")).startswith("jaxmp"):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
-        inner.primitive.name in (*PRODUCTS, *DERIVED) or has_products(inner)
+        inner.primitive.name in (*PRODUCTS, *DERIVED, EXCHANGE) or has_products(inner)
         for sub in jax_compat.subjaxprs(eqn.params)
         for inner in sub.eqns
     )

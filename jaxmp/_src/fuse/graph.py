@@ -12,10 +12,12 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.refusal import Refusal
 
-# Primitives that multiply matrices; of the others than the first no call is made.
+# Primitives that multiply matrices.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 # Others, with products in their derivatives.
 DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")
+# A collective that XLA has on accelerators alone.
+EXCHANGE = "ragged_all_to_all"
 # The reader of what a jaxpr returns.
 RESULT = -1
 # What may stand between a gather and a product.
@@ -166,11 +168,19 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
     is_square = (stored, dims) == _stored(graph, eqn.invars[1], (*of_batch, *of_k))
     if is_square and len(dims) == stored.aval.ndim - 1 and eqn.params["out_sharding"] is None:
         program, operands = square, [stored]
+    return spliced(eqn, program, operands)
+
+
+def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
+    """The equations of a program of `operands`, in place of an equation."""
     with jax_tracing.traced_as(eqn):
         jaxpr, _ = jax_tracing.trace(program, [v.aval for v in operands])
     names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))
     return [
-        part.replace(invars=[names.get(v, v) for v in part.invars], outvars=[names.get(v, v) for v in part.outvars])
+        part.replace(
+            invars=[v if jax_tracing.is_literal(v) else names.get(v, v) for v in part.invars],
+            outvars=[names.get(v, v) for v in part.outvars],
+        )
         for part in jaxpr.eqns
     ]
 

@@ -17,6 +17,7 @@ from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import ActivationName
 
 SUMS = ("psum", "psum_invariant")
@@ -170,10 +171,12 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
 def _with_cast(graph: Graph, product: Product) -> Product:
     """A sum in float32 that is cast to the operands' 16 bits is rounded once either way."""
     found = _next(graph, product, "convert_element_type")
-    if found is None or product.dtype != np.float32 or found[1].params["new_dtype"] != product.lhs.dtype:
+    dtypes = product.lhs.dtype, product.rhs.dtype
+    wide = low_precision.operand_type(*dtypes)
+    if found is None or product.dtype != np.float32 or found[1].params["new_dtype"] != wide:
         return product
-    is_narrow = product.lhs.dtype == product.rhs.dtype and product.lhs.dtype.itemsize == 2
-    return _after(product, *found, dtype=np.dtype(product.lhs.dtype)) if is_narrow else product
+    has_16_bits = wide.itemsize == 2 and (dtypes[0] == dtypes[1] or low_precision.is_mixed(*dtypes))
+    return _after(product, *found, dtype=wide) if has_16_bits else product
 
 
 def _with_transpose(graph: Graph, product: Product) -> Product:

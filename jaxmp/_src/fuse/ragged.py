@@ -1,4 +1,4 @@
-"""Products of groups of rows, `lax.ragged_dot` and its derivatives, as calls of jaxmp."""
+"""Products of groups of rows, `lax.ragged_dot` and its derivatives, as calls of jaxmp, and their exchange of rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.ops.ragged_all_to_all import ragged_all_to_all
 from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
 from jaxmp._src.spec.refusal import NotAvailable
 
@@ -34,6 +35,16 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
         implementation=options.implementation,
         **options.level.option,
     )
+    return [_of_type(eqn, d)]
+
+
+def exchange(eqn: Any, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The result of a `ragged_all_to_all`, which jaxmp has on CPU devices too."""
+    return [_of_type(eqn, ragged_all_to_all(*operands, **eqn.params))]
+
+
+def _of_type(eqn: Any, d: jax.Array) -> jax.Array:
+    aval = eqn.outvars[0].aval
     if not jax_tracing.is_type_of(aval, d):
         raise NotAvailable(f"{aval} became {jax.typeof(d)}")
-    return [d]
+    return d

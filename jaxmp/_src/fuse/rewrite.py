@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, templates
+from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
     DERIVED,
+    EXCHANGE,
     PRODUCTS,
     Graph,
     Group,
@@ -32,8 +33,10 @@ from jaxmp._src.fuse.graph import (
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
+from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import ActivationName
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
@@ -44,7 +47,7 @@ REASONS = {
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
     "devices, and where its partitioner chooses the shardings",
-    "blocks": "it multiplies blocks with scales (lax.scaled_dot, jax.nn.scaled_matmul), which no call does",
+    "blocks": "it multiplies blocks with scales (lax.scaled_dot), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
@@ -105,7 +108,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
-        graph = without_batches_of_one(graph)
+        graph = with_narrow_weights(without_batches_of_one(graph))
         groups, left = self._groups(graph, graph)
         steps = schedule(graph, groups, graph.results)
         self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))
@@ -214,9 +217,11 @@ class Rewriter:
             return "batch"
         if is_auto(product.lhs.value.aval):
             return None
-        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
-        is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
-        is_faster = (is_narrow and product.is_matrix) or _gains_by_symmetry(product)
+        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far. Narrow weights it converts in memory.
+        has_16_bits = any(dtype.itemsize == 2 for dtype in dtypes)
+        is_narrow = product.is_matrix and (product.dtype == np.int8 or has_16_bits)
+        is_mixed = low_precision.is_mixed(*dtypes) and product.lhs.is_flat and product.rhs.is_flat
+        is_faster = is_narrow or is_mixed or _gains_by_symmetry(product)
         return None if is_faster or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
@@ -254,22 +259,23 @@ class Rewriter:
                 stacklevel=2,
             )
 
-    def _groups_of_rows(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """The result of a call, or nothing, and why."""
-        if ragged.is_of_xla(eqn, self.options):
+    def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
+        """The result of a call in place of another product than a `dot_general`, or nothing, and why."""
+        is_ragged = eqn.primitive.name == "ragged_dot_general"
+        if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._warn(jax_compat.traced_line(eqn), REASONS["groups"])
             return [], "groups"
         try:
             with jax_tracing.traced_as(eqn):
-                return ragged.call(eqn, self.options, operands), ""
+                return (ragged if is_ragged else scaled).call(eqn, self.options, operands), ""
         except Refusal as error:
             self._warn(jax_compat.traced_line(eqn), f"jaxmp refuses it: {error}")
             return [], _name_of_refusal(error)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name == "ragged_dot_general":
-            results, why = self._groups_of_rows(eqn, operands)
+        if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
+            results, why = self._of_its_own(eqn, operands)
             if results:
                 return results
         if name in (*PRODUCTS, *DERIVED):
@@ -277,9 +283,11 @@ class Rewriter:
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):
-            if name != "custom_jvp_call" and not control_flow.has_products(eqn):
+            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn):
                 return jax_tracing.evaluate(eqn, operands)
             try:
+                if name == EXCHANGE:
+                    return ragged.exchange(eqn, operands)
                 return control_flow.evaluate(self._functions, eqn, operands)
             except Refusal as refusal:
                 self._warn(jax_compat.traced_line(eqn), str(refusal))

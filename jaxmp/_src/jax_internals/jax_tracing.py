@@ -24,6 +24,8 @@ from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 
+from jaxmp._src.jax_internals.jax_compat import varying_axes
+
 Jaxpr = _core.Jaxpr
 
 
@@ -168,7 +170,12 @@ def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """The results of an equation, with some of its parameters replaced."""
+    """The results of an equation, with some of its parameters replaced.
+
+    What varies already need not be made to: a call knows it of results whose type in JAX does not say it.
+    """
+    if eqn.primitive.name == "pvary" and varying_axes(operands[0]).issuperset(eqn.params["axes"]):
+        return operands
     bound = eqn.primitive.get_bind_params(eqn.params | params)
     results = eqn.primitive.bind(*operands, **bound)
     return results if eqn.primitive.multiple_results else [results]

@@ -71,7 +71,9 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
         "axes_row": np.array([names.index(axis) for axis in spec.experts], np.int64),
     }
     position = [mesh_position(spec.mesh)] if spec.nranks > 1 else []
-    with jax.enable_x64(True), jax.named_scope("jaxmp ragged_dot"):  # attributes are 64-bit
+    (m, k), types = x.shape[1:], "*".join(y.dtype.name for y in (x, w))
+    name = f"jaxmp ragged_dot {m}x{k}x{n} of {bounds.shape[1] - 1} {types}->{spec.out_dtype.name} {spec.level.name}"
+    with jax.enable_x64(True), jax.named_scope(name):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
         d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **axes)
     return d

@@ -65,16 +65,22 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | 
         groups = np.zeros(shape, int)
     else:
         devices = list(mesh.devices.flat)
-        others = [i for i, name in enumerate(names) if name not in group_axes]
-        coordinates = np.indices(shape)
-        groups = np.zeros(shape, int)
-        for axis in others:
-            groups = groups * shape[axis] + coordinates[axis]
+        groups = numbered(axes, [name for name in names if name not in group_axes])
     return Span(
         tuple(device.id for device in devices),
         tuple(device.process_index for device in devices),
         tuple(int(group) for group in groups.flat),
     )
+
+
+def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
+    """Of each position of a mesh its number as `lax.axis_index(names)` counts."""
+    sizes = dict(axes)
+    coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    numbers = np.zeros(tuple(sizes.values()), np.int64)
+    for name in names:
+        numbers = numbers * sizes[name] + coordinates[name]
+    return numbers
 
 
 def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
@@ -176,13 +182,22 @@ def _fields_of(x: Any) -> dict[str, Any]:
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
-def site(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
-    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
+def site(
+    ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
+) -> Site | None:
+    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier.
+
+    A group within one process needs none, but for a collective in a job that shares memory: XLA's own goes over gloo
+    there too, where a loop with a call of ours does not keep its order.
+    """
     if not native.has_barrier() or jax.process_count() == 1:
         return None
     mesh = jax_lowering.lowering_mesh(ctx)
     found = span(axes, group_axes, mesh)
-    if found is None or found.group_processes == 1:
+    if found is None:
+        return None
+    shares_memory = _shares_memory(found, axes, mesh)
+    if found.group_processes == 1 and not (is_collective and shares_memory):
         return None
     next_index = functools.partial(jax_lowering.next_index, ctx)
-    return Site(found, jax_lowering.program_name(ctx), next_index, axes, _shares_memory(found, axes, mesh))
+    return Site(found, jax_lowering.program_name(ctx), next_index, axes, shares_memory)

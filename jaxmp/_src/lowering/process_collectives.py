@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._src.lowering import process_barrier
 from jaxmp._src.lowering.process_barrier import Site
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
@@ -66,15 +67,6 @@ class SharedMemory:
         sizes = dict(self.site.axes)
         return math.prod(sizes[name] for name in axes)
 
-    def _ranks(self, axes: tuple[str, ...]) -> np.ndarray:
-        """The place of each position of the mesh in its group, as `lax.axis_index(axes)` counts."""
-        sizes = dict(self.site.axes)
-        coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-        ranks = np.zeros(tuple(sizes.values()), np.int64)
-        for name in axes:
-            ranks = ranks * sizes[name] + coordinates[name]
-        return ranks.reshape(-1)
-
     def _run(
         self, x: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dimension: int, *, is_sum: bool
     ) -> jax.Array:
@@ -82,14 +74,17 @@ class SharedMemory:
             return jnp.zeros(shape, x.dtype)
         native.register()
         position = self.site.position()
-        attributes = self.site.attributes(self.call, self.fields)
+        # Over some axes of the call's group, as in a grid, smaller groups communicate.
+        others = [name for name, _ in self.site.axes if name not in axes]
+        groups = {"groups": process_barrier.numbered(self.site.axes, others).reshape(-1)}
+        attributes = self.site.attributes(self.call, self.fields) | groups
         with jax.enable_x64(True):  # attributes are 64-bit
             run = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, jax.ShapeDtypeStruct(shape, x.dtype))
             result: jax.Array = run(
                 x,
                 position,
                 **attributes,
-                ranks=self._ranks(axes),
+                ranks=process_barrier.numbered(self.site.axes, axes).reshape(-1),
                 outer=np.int64(math.prod(x.shape[:dimension])),
                 sums=np.int64(is_sum),
             )

@@ -39,12 +39,15 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         devices = _devices_of(spec, mesh) if is_named else ()
         is_barred = platform == "cpu" and call.implementation != "host"
-        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
+        is_collective = call.form is Xla
+        site = None
+        if is_barred:
+            site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=is_collective)
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
             processes = None
             a, b = (x if x.dtype == t.dtype else jax_compat.convert(x, t.dtype) for x, t in ((a, call.a), (b, call.b)))
-            if site and call.form is Xla:
+            if site and is_collective:
                 processes = _processes(site, spec, a, b)
             elif site:
                 a, b = _barrier(site, spec, a, b, [a, b])
@@ -129,7 +132,7 @@ def collective_rule(
     """A collective: between processes through shared memory, or XLA's own behind a barrier."""
     if kind == "vary":
         return [x]
-    site = process_barrier.site(ctx, mesh, axis_name) if platform == "cpu" else None
+    site = process_barrier.site(ctx, mesh, axis_name, is_collective=True) if platform == "cpu" else None
     sums = kind in ("psum", "reduce_scatter")
 
     def lower(x: jax.Array) -> jax.Array:
@@ -138,7 +141,7 @@ def collective_rule(
             x = x.astype(np.float32)
         if site is not None:
             call, fields = f"{kind} for {caller}", _fields_of(kind, x, axis_name, mesh)
-            memory = SharedMemory(site, call, fields) if site.shares_memory and kind != "all_to_all" else None
+            memory = SharedMemory(site, call, fields) if site.shares_memory else None
             if memory is None or (sums and not memory.sums(x.dtype)):
                 memory, x = None, site.barrier(call, fields, [x])[0]
         return xla_matmul.collective(kind, x, axis_name, dimensions, memory, platform).astype(dtype)

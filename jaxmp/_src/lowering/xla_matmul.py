@@ -39,11 +39,9 @@ class Processes:
     barrier: Barrier
     memory: SharedMemory | None = None
 
-    def memory_for(self, spec: MatmulSpec, acc: np.dtype) -> SharedMemory | None:
+    def memory_for(self, acc: np.dtype) -> SharedMemory | None:
         """`memory` where it does all collectives of a call."""
-        if not self.memory or not self.memory.sums(acc) or spec.distributions:
-            return None
-        return None if spec.contraction.is_block_grid else self.memory
+        return self.memory if self.memory and self.memory.sums(acc) else None
 
 
 def matmul(
@@ -69,7 +67,7 @@ def matmul(
     if 0 in (*a.shape, *b.shape):
         shards = _decoded(a, b, named, spec, acc)
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, *shards)
-    memory = processes.memory_for(spec, acc) if processes else None
+    memory = processes.memory_for(acc) if processes else None
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
@@ -85,9 +83,9 @@ def matmul(
 
     shards = computed(a, b, named)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
-        a, b = _gather_operands(spec, *shards, all_gather, platform)
+        a, b = _gather_operands(spec, *shards, all_gather)
     else:  # in the types that they are stored in, of fewer bytes
-        a, b = computed(*_gather_operands(spec, a, b, all_gather, platform), _gather_scales(spec, named, all_gather))
+        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, named, all_gather))
     shards = shards[0].astype(acc), shards[1].astype(acc)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
@@ -124,6 +122,8 @@ def collective(
         return largest
     if kind == "all_to_all":
         split, joined = dimensions
+        if memory:  # each rank reads all, and takes what is its own
+            return collectives.own_part(all_gather(x, axes, joined), split, axes)
         return _all_to_all(x, axes, split, joined, platform)
     return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
@@ -267,7 +267,7 @@ def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> j
         return x if which else _all_gather(x, spec.group.row_axes, own, platform)
     if spec.contraction.is_grid:
         # As in `_gather_operands`.
-        x = _gather_stored(spec, x, None if is_transposed else own, platform)
+        x = _gather_stored(spec, x, None if is_transposed else own, functools.partial(_all_gather, platform=platform))
         return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
     if spec.contraction.scatters and not which:
         return _all_to_all(x, spec.group.row_axes, own, k, platform)
@@ -318,16 +318,14 @@ def _gather_scales(spec: MatmulSpec, operands: Mapping[str, jax.Array], all_gath
     return {**operands, name: all_gather(operands[name], spec.group.axes, dimension)}
 
 
-def _gather_operands(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather, platform: str
-) -> tuple[jax.Array, jax.Array]:
+def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
     if spec.distributions:
-        return _gather_cyclic(spec, a, b, platform)
+        return _gather_cyclic(spec, a, b, all_gather)
     if spec.group.nranks == 1:  # XLA would copy
         return a, b
     if spec.contraction.is_block_grid:
-        a = _gather_stored(spec, a, None if spec.transpose_a else 0, platform)
-        b = _gather_stored(spec, b, None if spec.transpose_b else 1, platform)
+        a = _gather_stored(spec, a, None if spec.transpose_a else 0, all_gather)
+        b = _gather_stored(spec, b, None if spec.transpose_b else 1, all_gather)
         # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
         a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
         b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
@@ -339,14 +337,14 @@ def _gather_operands(
     return a, b
 
 
-def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
+def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
     """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
     parts = []
     for x, matrix, own, dimension in ((a, whole_a, kept[0], 0), (b, whole_b, kept[1], 1)):
-        x = _gather_stored(spec, x, None, platform)
+        x = _gather_stored(spec, x, None, all_gather)
         for i in range(2):
             order = matrix.layout.indices(matrix.shape, i).ravel()
             place = np.argsort(order, kind="stable")[: matrix.shape[i]]
@@ -370,9 +368,9 @@ def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
     return d
 
 
-def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None, platform: str) -> jax.Array:
+def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None, all_gather: Gather) -> jax.Array:
     """`x` of a grid with every dimension gathered but `kept`."""
     for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         if dimension != kept:
-            x = _all_gather(x, axes, dimension, platform)
+            x = all_gather(x, axes, dimension)
     return x

@@ -52,9 +52,9 @@ def ragged_dot(
     Args:
       x: (m, k), floating-point or complex.
       w: (groups, k, n).
-      group_sizes: (groups,), integers. With `group_offset` it may list more groups than w has.
+      group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
-        that w does not have are zero. Default 0.
+        that w does not have are zero. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu".
@@ -90,22 +90,22 @@ def product(
     request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
 ) -> jax.Array:
     """The result of `jaxmp.ragged_dot`."""
-    spec, operands = _validated(request, group_sizes, group_offset)
+    spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
     call = ragged.RaggedCall(spec)
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.XLA:
-        raise NotAvailable(f"{placement.why}; make the axes of one kind, or call inside a shard_map over all of them")
+        raise no_call(placement)
     if placement.mode == meshes.Mode.SHARDED:
         given = placement.given(ragged.PRODUCT, shapes)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
     if bias is None and activation is None:
         d: jax.Array = jaxmp_ragged_dot(call, operands)
     else:
-        f = _activation(spec, activation)
-        operands |= _bias(spec, bias, operands["b"])
+        f = activation_of(spec, activation)
+        operands |= bias_of(spec, bias, operands["b"])
         d = activated.compiled(jaxmp_activated_ragged_dot, f)(call, f, operands)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
@@ -126,7 +126,12 @@ def jaxmp_activated_ragged_dot(
     return activated.activate(f or (lambda z: z), zs)
 
 
-def _activation(spec: GroupedSpec, activation: Any) -> Function | None:
+def no_call(placement: meshes.Placement) -> NotAvailable:
+    """The refusal of a mesh on which no call can run."""
+    return NotAvailable(f"{placement.why}; make the axes of one kind, or call inside a shard_map over all of them")
+
+
+def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
     """The function that XLA applies."""
     found = activations.find(activation)
     if spec.level.fixed_order and found not in (None, "relu"):
@@ -134,20 +139,20 @@ def _activation(spec: GroupedSpec, activation: Any) -> Function | None:
     return activations.FUNCTIONS[found] if isinstance(found, str) else found
 
 
-def _bias(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
+def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
     """The bias by its name, if there is one."""
     if bias is None:
         return {}
-    operand_checks.check_array("bias", bias)
+    operand_checks.check_array("{bias}", bias)
     if bias.shape != (w.shape[0], w.shape[2]):
         raise InvalidValue(
-            f"bias must have shape {(w.shape[0], w.shape[2])}, a vector for each matrix of {{b}}, got {bias.shape}"
+            f"{{bias}} must have shape {(w.shape[0], w.shape[2])}, a vector for each matrix of {{b}}, got {bias.shape}"
         )
-    operand_checks.check_widens("bias", bias, spec.out_dtype)
+    operand_checks.check_widens("{bias}", bias, spec.out_dtype)
     return {"bias": jnp.asarray(bias).astype(spec.out_dtype)}
 
 
-def _validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
     """The spec and the operands by name."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
@@ -163,6 +168,7 @@ def _validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[G
         raise InvalidValue(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
     operands = {"sizes": jnp.asarray(group_sizes)}
     if group_offset is not None:
+        group_offset = np.asarray(group_offset) if type(group_offset) is int else group_offset
         check_integers("group_offset", group_offset)
         if group_offset.shape not in ((), (1,)):
             raise InvalidValue(f"group_offset must have shape () or (1,), got {group_offset.shape}")

@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.runtime import native
+
 # What is no call of jaxmp's.
 OTHERS = "other operations"
 # An instruction of a program's text with its name and metadata, and the range of jaxmp's in that.
 _INSTRUCTION = re.compile(r'%?(\S+) = .*op_name="[^"]*?(jaxmp \w+ \d+x[^"/]+)/')
-_CALL = 'custom_call_target="jaxmp_matmul"'
+_CALLS = tuple(f'custom_call_target="{target}"' for target in (native.TARGET, native.GROUPED_TARGET))
 # Instructions that hold others, whose times are those of what they hold.
 _HOLDERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 
@@ -43,7 +45,7 @@ def ranges_of(program: str) -> dict[str, str]:
     """The ranges of jaxmp's calls by the instructions of a compiled program's text."""
     found = {}
     for line in program.splitlines():
-        if _CALL in line and (match := _INSTRUCTION.search(line.strip().removeprefix("ROOT "))):
+        if any(call in line for call in _CALLS) and (match := _INSTRUCTION.search(line.strip().removeprefix("ROOT "))):
             found[match[1]] = match[2].removeprefix("jaxmp ")
     return found
 

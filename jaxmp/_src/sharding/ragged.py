@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ from jaxmp._src.spec.matmul_spec import accumulator
 
 _CALLER = "ragged_dot"
 SCOPE = "jaxmp_ragged_sum"  # in name stacks, where `explain` reads it
+# By name: the indices of an array, and how it lies.
+Arrays = Mapping[str, tuple[str, Dims | None]]
 PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
 
 
@@ -79,11 +82,15 @@ class RaggedCall:
             ones = jnp.ones((1, x.shape[0], 1), bias.dtype)
             ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
             d = d + grouped(dataclasses.replace(spec, whole=whole), ones, bias, bounds[None])[0]
+        return {"d": self.summed(d)}
+
+    def summed(self, d: jax.Array) -> jax.Array:
+        """The result, of which the ranks have terms."""
         with jax.named_scope(SCOPE):
             d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
             for axis, axes in enumerate(self.scatters):
                 d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
-        return {"d": d.astype(self.spec.out_dtype)}
+        return d.astype(self.spec.out_dtype)
 
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
@@ -112,52 +119,67 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
     """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
-    mesh, is_explicit = where
-    (m, k), (g, _, n) = shapes
+    (mesh, _), (m, k), (g, _, n) = where, *shapes
     is_w_larger = g * k * n > m * (k + n)
-    experts = _experts(spec, mesh, given.layout)
+    experts = shared_axes(spec, mesh, given.layout)
     splits = {}
     for axis, role in given.roles.items():
         splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
     x, w, d = given.layout
+    arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None)}
+    spec = dataclasses.replace(spec, whole=(g, m, k, n))
+    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays, d, "k", experts)
 
-    def along(letter: str, extent: int, *dims: Dim) -> Dim:
-        """The axes that split this index, and divide its extent; in their order in these dimensions."""
+
+def split_call(
+    spec: GroupedSpec,
+    where: tuple[Any, bool],
+    splits: Mapping[str, str],
+    extents: Mapping[str, int],
+    arrays: Arrays,
+    d: Dims,
+    contracted: str,
+    experts: Dim,
+) -> RaggedCall:
+    """The call in which the ranks of each axis split this index, if their number divides its extent, and those of
+    `experts` rows and groups.
+
+    `contracted`: the index of the sums; `arrays`: indices of the operands by name, and how they lie, or None where they
+    enter as they are split; `d`: how the result is to lie.
+    """
+    mesh, is_explicit = where
+    lie = [*((indices, dims) for indices, dims in arrays.values() if dims is not None), ("mn", d)]
+    axes: dict[str, Dim] = {}
+    for index, extent in extents.items():
         found: Dim = ()
-        for axis in dict.fromkeys(sum(dims, ())):
-            splits_it = letter in "mg" if axis in experts else splits.get(axis) == letter
+        dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
+        for axis in dict.fromkeys(sum(dims_of, ())):
+            splits_it = index in "mg" if axis in experts else splits.get(axis) == index
             if splits_it and extent % moves.size_of(mesh.shape, (*found, axis)) == 0:
                 found = (*found, axis)
-        return found
-
-    rows, contracted, groups, columns = (
-        along("m", m, x[0], d[0]),
-        along("k", k, x[1], w[1]),
-        along("g", g, w[0]),
-        along("n", n, w[2], d[1]),
-    )
-    split = dict.fromkeys(rows + contracted + groups + columns)
+        axes[index] = found
+    split = dict.fromkeys(sum(axes.values(), ()))
     check_order(spec, tuple(axis for axis in split if axis not in experts and mesh.shape[axis] > 1))
-    partial = contracted + (() if experts else groups)
+    rows, columns, partial = axes["m"], axes["n"], axes[contracted] + (() if experts else axes["g"])
     scatters = tuple(
-        () if extent % moves.size_of(mesh.shape, own + (mine := tuple(a for a in dim if a in partial))) else mine
-        for extent, own, dim in ((m, rows, d[0]), (n, columns, d[1]))
+        ()
+        if extents[index] % moves.size_of(mesh.shape, axes[index] + (mine := tuple(a for a in dim if a in partial)))
+        else mine
+        for index, dim in zip("mn", d, strict=True)
     )
-    layout = Layout((rows, contracted), (groups, contracted, columns), (rows + scatters[0], columns + scatters[1]))
     entries = []
-    for name, have, want in (("a", x, layout.a), ("b", w, layout.b)):
-        dims, gathers = moves.entry(have, want, layout)
-        entries.append(
-            (name, Entry(meshes.partition_spec(dims), gathers, None if is_explicit else meshes.partition_spec(have)))
-        )
-    entries.append(("bias", Entry(meshes.partition_spec((groups, columns)))))
-    asked = None if layout.d == d else meshes.partition_spec(d)
-    frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(layout.d)),), asked)
+    for name, (indices, have) in arrays.items():
+        want = tuple(axes[index] for index in indices)
+        dims, gathers = (want, ()) if have is None else moves.entry(have, want, (tuple(axes.values()),))
+        before = None if is_explicit or have is None else meshes.partition_spec(have)
+        entries.append((name, Entry(meshes.partition_spec(dims), gathers, before)))
+    out = (rows + scatters[0], columns + scatters[1])
+    asked = None if out == d else meshes.partition_spec(d)
+    frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(out)),), asked)
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
-    spec = dataclasses.replace(spec, whole=(g, m, k, n))
     if experts:
         spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.shape.items()))
-    return RaggedCall(spec, frame, rows, groups, contracted, sums, scatters)
+    return RaggedCall(spec, frame, rows, axes["g"], axes[contracted], sums, scatters)
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
@@ -169,7 +191,7 @@ def check_order(spec: GroupedSpec, axes: Dim) -> None:
         )
 
 
-def _experts(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
+def shared_axes(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
     """The axes along which ranks multiply together: all that shard groups, which shard rows of x in the same order."""
     (rows, _), (groups, *_), _ = given
     if groups != tuple(axis for axis in rows if axis in groups):

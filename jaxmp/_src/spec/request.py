@@ -149,6 +149,16 @@ class LayerOptions(TypedDict, total=False):
     determinism: Determinism
 
 
+class ExpertOptions(TypedDict, total=False):
+    """Options of `moe_mlp`, for each product."""
+
+    out_sharding: Sharding | None
+    in_shardings: ShardingTriple | None
+    mesh: Mesh | None
+    implementation: Implementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
 class BlockCyclicOptions(_Matrices, total=False):
     """Options of `matmul` with block-cyclic operands."""
 

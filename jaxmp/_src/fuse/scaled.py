@@ -1,0 +1,104 @@
+"""`jax.nn.scaled_matmul`, and by it `jax.nn.scaled_dot_general`, as calls of jaxmp.
+
+JAX runs them on some GPUs, and on CPUs from 0.12 on alone. out[i] = (a * repeat(scale_a)) @ (b * repeat(scale_b)).T of
+a batch, with blocks along the last dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxmp._src.fuse.emit import Options
+from jaxmp._src.fuse.operands import is_auto, is_explicit
+from jaxmp._src.sharding.sharded_call import product
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.spec.request import Request
+
+
+def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The result of a `scaled_matmul`: MXFP8 and NVFP4 in one low-precision product for each element of the batch,
+    padded to whole tiles, or where the shards do not fit those, and of other types, of decoded operands.
+
+    JAX's type of the result says nothing of shardings: it is sharded as its operands, or whole where they disagree.
+    """
+    aval, mode = eqn.outvars[0].aval, _mode(*operands)
+    programs: list[Callable[..., jax.Array]] = [_decoded]
+    if mode is not None and not is_auto(aval):
+        programs.insert(0, functools.partial(_scaled, mode))
+    shardings = (None, P()) if is_explicit(jax.typeof(operands[0])) else (None,)
+    for out_sharding, program in itertools.product(shardings, programs):
+        shared = {
+            "transpose_b": True,
+            "preferred_element_type": aval.dtype,
+            "out_sharding": out_sharding,
+            "implementation": options.implementation,
+            **options.level.option,
+        }
+        try:
+            return [program(functools.partial(Request, "scaled_matmul", **shared), *operands)]
+        except Refusal as error:
+            refusal = error
+    raise refusal
+
+
+def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
+    k, size = (64 if mode == low_precision.VEC16 else 128), low_precision.BLOCK[mode]
+    units = (128, k), (128, k), (128, k // size), (128, k // size)
+    d = _each(
+        lambda a, b, scale_a, scale_b: product(request(a, b, scaling=Scaling(a=scale_a, b=scale_b))),
+        list(map(_padded, operands, units)),
+    )
+    return d[:, : operands[0].shape[1], : operands[1].shape[1]]
+
+
+def _decoded(request: Any, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
+    """In bfloat16, which has every product of a number and the scale of its block, or in float32."""
+    wide = jnp.bfloat16 if _mode(a, b, scale_a, scale_b) else jnp.float32
+    return _each(lambda a, b: product(request(a, b)), [_times(a, scale_a, wide), _times(b, scale_b, wide)])
+
+
+def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
+    """f of each element of a batch."""
+    if operands[0].shape[0] == 1:
+        d: jax.Array = f(*(x[0] for x in operands))[None]
+        return d
+    batched: jax.Array = jax.vmap(f)(*operands)
+    return batched
+
+
+def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> str | None:
+    """The block mode of the operands, or None for operands that no mode describes."""
+    if not low_precision.result_dtypes(a.dtype, b.dtype) or not low_precision.is_scaled(a.dtype):
+        return None
+    mode = low_precision.VEC16 if a.dtype.name == low_precision.FLOAT4 else low_precision.VEC32
+    fits = all(x.dtype == low_precision.scale_dtype(mode) for x in (scale_a, scale_b))
+    return mode if fits and a.shape[-1] == low_precision.BLOCK[mode] * scale_a.shape[-1] else None
+
+
+def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
+    """x with rows and columns brought to multiples of `units` by zeros."""
+    pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
+    if pads == (0, 0):
+        return x
+    bits = low_precision.as_bytes(x) if x.dtype.name != low_precision.FLOAT4 else x
+    filled = jnp.pad(bits, ((0, 0), *((0, pad) for pad in pads)))
+    return low_precision.from_bytes(filled, x.dtype) if bits is not x else filled
+
+
+def _times(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x times its scales."""
+    aval = jax.typeof(x)
+    repeated = jnp.broadcast_to(scale.astype(jnp.float32)[..., None], (*scale.shape, x.shape[-1] // scale.shape[-1]))
+    factor = lax.reshape(repeated, x.shape, out_sharding=aval.sharding if is_explicit(aval) else None)
+    return (x.astype(jnp.float32) * factor).astype(dtype)

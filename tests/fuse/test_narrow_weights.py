@@ -1,0 +1,185 @@
+"""Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`.
+
+Without these a scale could multiply other columns than its own, a gradient could lose it, and weights could be decoded
+in memory after all. Small integers and powers of two keep sums exact, so results are compared bit by bit.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+M, K, N = 6, 16, 24
+DECODED = rf"convert .*tensor<({K}x{N}|{N}x{K})x(i8|i4|f8E4M3FN)>"
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    """As models have it."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def decode(q, s, dtype):
+    return q.astype(dtype) * s.astype(dtype)
+
+
+@jax.jit
+def decode_columns(q, s):
+    return q.astype(s.dtype) * s
+
+
+FORMS = {
+    "no scale": lambda x, q, s: x @ q.astype(x.dtype),
+    "two types": lambda x, q, s: lax.dot_general(x, q, (((1,), (0,)), ((), ())), preferred_element_type=x.dtype),
+    "a column": lambda x, q, s: x @ decode(q, s, x.dtype),
+    "a column, in float32": lambda x, q, s: x @ decode(q, s, "float32").astype(x.dtype),
+    "a column, behind": lambda x, q, s: (x @ q.astype(x.dtype)) * s.astype(x.dtype),
+    "a column, jitted": lambda x, q, s: x @ decode_columns(q, s.astype(x.dtype)),
+    "a column, repeated": lambda x, q, s: x @ (q.astype(x.dtype) * jnp.broadcast_to(s.astype(x.dtype), q.shape)),
+    "the tensor": lambda x, q, s: x @ decode(q, s[3], x.dtype),
+    "a constant": lambda x, q, s: x @ (0.25 * q.astype(x.dtype)),
+    "a row of k": lambda x, q, s: x @ decode(q, jnp.resize(s, (K, 1)), x.dtype),
+    "a row and a column": lambda x, q, s: x @ (decode(q, s, x.dtype) * jnp.resize(s, (K, 1)).astype(x.dtype)),
+    "stored (n, k)": lambda x, q, s: jnp.einsum("mk,nk->mn", x, decode(q.T, s[:, None], x.dtype)),
+    "on the left": lambda x, q, s: (decode(q, s, x.dtype).T @ x.T).T,
+    "heads": lambda x, q, s: jnp.einsum(
+        "mk,khd->mhd", x, decode(q.reshape(K, 4, -1), s.reshape(4, -1), x.dtype)
+    ).reshape(M, N),
+}
+# Scales that no call takes, for a block of k.
+BLOCKS = {
+    "a block": lambda x, q, s: x @ decode(q.reshape(4, -1, N), jnp.stack([s] * 4)[:, None], x.dtype).reshape(K, N)
+}
+
+
+def operands(narrow, wide="bfloat16"):
+    rng = np.random.default_rng(1)
+    x, q = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((M, K), (K, N)))
+    return jnp.asarray(x, wide), jnp.asarray(q).astype(narrow), jnp.asarray(2.0 ** rng.integers(-2, 3, N), "float32")
+
+
+def check_same(got, wanted):
+    for x, y in zip(got, wanted, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def exact(forms, x, q, s):
+    return [f(x.astype("float32"), q, s).astype(x.dtype) for f in forms]
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [("int8", "bfloat16"), ("int4", "float32"), ("float8_e4m3fn", "bfloat16")])
+def test_weights_stay_narrow(narrow, wide):
+    forms = list(FORMS.values())
+    x, q, s = operands(narrow, wide)
+    run = jax.jit(lambda *args: [jaxmp.fuse(f)(*args) for f in forms])
+    lowered = run.lower(x, q, s)
+    check_same(run(x, q, s), exact(forms, x, q, s))
+    assert not re.findall(DECODED, lowered.as_text())
+    text = lowered.compile().as_text()  # equal calls are one
+    assert "jaxmp_matmul" in text
+    assert not re.findall(r" dot\(", text)
+
+
+def test_scales_of_blocks_are_the_models():
+    forms = list(BLOCKS.values())
+    x, q, s = operands("int8")
+    check_same(jax.jit(lambda *args: [jaxmp.fuse(f)(*args) for f in forms])(x, q, s), exact(forms, x, q, s))
+
+
+def test_gradients():
+    """Of x and of the scale, which JAX's own rules sum in bfloat16: through the call, and through a backward pass that
+    is rewritten with it."""
+    x, q, s = operands("int8")
+    ct = jnp.asarray(np.random.default_rng(2).integers(-2, 3, (M, N)), "float32")
+    forms = [f for name, f in FORMS.items() if "row" not in name] + list(BLOCKS.values())
+
+    def gradients(wrap_loss, wrap, x):
+        return [
+            wrap_loss(jax.grad(lambda x, s, f=f: jnp.sum(wrap(f)(x, q, s).astype("float32") * ct), (0, 1)))(x, s)
+            for f in forms
+        ]
+
+    def same(f):
+        return f
+
+    wanted = gradients(same, same, x.astype("float32"))
+    both = jax.jit(lambda x: (gradients(same, jaxmp.fuse, x), gradients(jaxmp.fuse, same, x)))
+    assert not re.findall(rf"tensor<{K}x{N}xi8>\) -> tensor<{K}x{N}xbf16>", both.lower(x).as_text().split("@main")[0])
+    for found in both(x):
+        for (dx, ds), (dx_wanted, ds_wanted) in zip(found, wanted, strict=True):
+            check_same([dx], [dx_wanted.astype(dx.dtype)])
+            np.testing.assert_allclose(ds, ds_wanted, rtol=2**-5, atol=2**-5 * float(jnp.max(jnp.abs(ds_wanted))))
+
+
+def test_loops_and_functions_called_twice():
+    x, q, s = operands("int8")
+    square, qs, ss = jnp.asarray(x[:, :K]), jnp.stack([q[:, :K]] * 2), jnp.stack([s[:K] / 4] * 2)
+
+    def layer(x, q, s):
+        return jnp.clip(jnp.round(x @ decode_columns(q, s.astype(x.dtype))), -3, 3)
+
+    def programs(x):
+        def stacked(step):
+            return lax.scan(lambda x, w: (step(x, *w), None), x, (qs, ss))[0]
+
+        once = jax.jit(layer)
+        return [stacked(layer), stacked(jax.checkpoint(layer)), once(once(x, qs[0], ss[0]), qs[0], ss[0])]
+
+    run = jax.jit(jaxmp.fuse(programs))
+    check_same(run(square), [d.astype(x.dtype) for d in programs(square.astype("float32"))])
+    assert not re.findall(r"convert .*tensor<16x16xi8>", run.lower(square).as_text())
+
+
+# Shardings of x, q, s and the result, on two devices.
+SPLITS = {
+    "columns": (P(), P(None, "x"), P("x"), P(None, "x")),
+    "gathered rows": (P("x"), P(None, "x"), P("x"), P(None, "x")),
+    "k, scattered": (P(None, "x"), P("x"), P(), P("x")),
+    "k, summed": (P(None, "x"), P("x"), P(), P()),
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
+def test_meshes(kind):
+    """A call for each product; inside shard_map with the collective beside it, where scales stay with the weights."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
+    x, q, s = operands("int8")
+    form = FORMS["a column"]
+    placed, runs = [], []
+    for of_x, of_q, of_s, of_d in SPLITS.values():
+        in_specs = tuple(NamedSharding(mesh, spec) for spec in (of_x, of_q, of_s))
+
+        def local(x, q, s, of_x=of_x, of_d=of_d, of_q=of_q):
+            x = lax.all_gather(x, "x", axis=0, tiled=True) if of_x == P("x") else x
+            d = form(x, q, s)
+            if of_q != P("x"):
+                return d
+            return lax.psum_scatter(d, "x", tiled=True) if of_d == P("x") else lax.psum(d, "x")
+
+        def on_mesh(x, q, s, of_d=of_d):
+            return jnp.matmul(x, decode(q, s, x.dtype), out_sharding=of_d)
+
+        placed.append([jax.device_put(v, where) for v, where in zip((x, q, s), in_specs, strict=True)])
+        if kind == "explicit":
+            run = jaxmp.fuse(on_mesh)
+        elif kind == "auto":
+            run = jax.jit(jaxmp.fuse(form), in_shardings=in_specs, out_shardings=NamedSharding(mesh, of_d))
+        else:
+            run = jax.shard_map(jaxmp.fuse(local), mesh=mesh, in_specs=(of_x, of_q, of_s), out_specs=of_d)
+        runs.append(run)
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda operands: [f(*each) for f, each in zip(runs, operands, strict=True)])
+        text = run.lower(placed).compile().as_text()
+        check_same(run(placed), exact([form], x, q, s) * len(runs))
+    assert text.count('custom_call_target="jaxmp_matmul') == len(runs)
+    for name in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
+        assert f" {name}(" not in text

@@ -1,0 +1,237 @@
+"""`moe_mlp` against a loop of `jnp` products, exactly, on small integers.
+
+What would be silently wrong without it: hidden rows that meet another expert's weights, and terms of ranks that are
+summed twice or not at all.
+"""
+
+import functools
+import random
+
+import cases
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import collectives_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ragged import assert_same, integers, reference, shardings, with_bias
+
+import jaxmp
+
+SIZES = (3, 0, 4, 0)
+M, K, H, N = 8, 4, 4, 8
+
+
+def small(shape, seed, dtype="float32"):
+    """Integers from -1 to 1, so that products of four layers, forward and backward, are exact in float32."""
+    return jnp.sign(integers(shape, seed, dtype))
+
+
+WEIGHTS = [small((4, K, H), 1), small((4, K, H), 2), small((4, H, N), 3)]
+X, CT = small((M, K), 0), small((M, N), 4)
+BIASES = [small((4, H), 5), small((4, H), 6), small((4, N), 7)]
+
+
+def loop(x, w_gate, w_up, w_down, sizes=SIZES):
+    return reference(jax.nn.relu(reference(x, w_gate, sizes)) * reference(x, w_up, sizes), w_down, sizes)
+
+
+def ours(*operands, **options):
+    return jaxmp.moe_mlp(*operands, jnp.array(SIZES), activation="relu", **options)
+
+
+def pulled(f, *operands, ct=CT):
+    d, pull = jax.vjp(f, *operands)
+    return d, *pull(ct)
+
+
+def passes(f, *operands):
+    return cases.quick_jit(functools.partial(pulled, f))(*operands)
+
+
+def test_one_device():
+    assert_same(passes(ours, X, *WEIGHTS), passes(loop, X, *WEIGHTS))
+    moved = tuple(-x for x in (X, *WEIGHTS))
+    tangents = [cases.quick_jit(functools.partial(jax.jvp, f))((X, *WEIGHTS), moved) for f in (ours, loop)]
+    assert_same(*tangents)
+
+    def second(f):
+        return jax.grad(lambda *operands: sum((y * y).sum() for y in pulled(f, *operands)[1:]), range(4))
+
+    assert_same(*(cases.quick_jit(second(f))(X, *WEIGHTS) for f in (ours, loop)))
+
+
+def test_without_a_gate():
+    def theirs(x, w_up, w_down):
+        return reference(jax.nn.relu(reference(x, w_up, SIZES)), w_down, SIZES)
+
+    got = passes(lambda x, *weights: ours(x, None, *weights), X, *WEIGHTS[1:])
+    assert_same(got, passes(theirs, X, *WEIGHTS[1:]))
+
+
+def test_biases():
+    def theirs(x, gate, up, down, *biases):
+        plain = functools.partial(with_bias, sizes=SIZES, act=lambda z: z)
+        h = with_bias(x, gate, biases[0], SIZES) * plain(x, up, biases[1])
+        return plain(h, down, biases[2])
+
+    def mine(x, gate, up, down, *biases):
+        return ours(x, gate, up, down, **dict(zip(("b_gate", "b_up", "b_down"), biases, strict=True)))
+
+    want = passes(theirs, X, *WEIGHTS, *BIASES)
+    assert_same(passes(mine, X, *WEIGHTS, *BIASES), want)
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    for spec in (P("p"), P(None, None, "p")):  # experts, hidden features
+        with jax.set_mesh(mesh):
+            down = P("p") if spec == P("p") else P(None, "p")
+            weights = [
+                jax.device_put(w, NamedSharding(mesh, s)) for w, s in zip(WEIGHTS, (spec, spec, down), strict=True)
+            ]
+            got = passes(mine, X, *weights, *BIASES)
+        assert_same(got, want)
+
+
+def test_group_offset():
+    got = jaxmp.moe_mlp(X, *(w[1:3] for w in WEIGHTS), jnp.array(SIZES), jnp.array(1), activation="relu")
+    assert_same(got, jnp.zeros((M, N)).at[3:7].set(loop(X, *WEIGHTS)[3:7]))
+
+
+@pytest.mark.parametrize("activation", ["silu", jnp.tanh, None])
+def test_one_rounding_of_the_hidden_rows(activation):
+    x, weights = X.astype("bfloat16") / 3, [w.astype("bfloat16") / 3 for w in WEIGHTS]
+    wide = [jaxmp.ragged_dot(x, w, jnp.array(SIZES), preferred_element_type="float32") for w in weights[:2]]
+    act = {"silu": jax.nn.silu, None: lambda z: z}.get(activation, activation)
+    want = jaxmp.ragged_dot((act(wide[0]) * wide[1]).astype("bfloat16"), weights[2], jnp.array(SIZES))
+    assert_same(jaxmp.moe_mlp(x, *weights, jnp.array(SIZES), activation=activation), want)
+
+
+# Meshes ----------------------------------------------------------------------------------------------------------
+
+
+WANT = passes(loop, X, *WEIGHTS)
+
+
+def check_on_mesh(axes, kind, of_x, of_in, of_down, of_d):
+    mesh = jax.make_mesh(
+        (2,) * len(axes), axes, axis_types=(kind,) * len(axes), devices=jax.devices()[: 2 ** len(axes)]
+    )
+    options = {"in_shardings": (of_x, of_in, of_down)} if kind == AxisType.Auto else {}
+    specs = of_x, of_in, of_in, of_down, of_d
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((X, *WEIGHTS, CT), specs, strict=True)]
+        f = functools.partial(ours, out_sharding=of_d, **options)
+        got = cases.quick_jit(lambda *operands: pulled(f, *operands[:-1], ct=operands[-1]))(*placed)
+    assert_same(got, WANT)
+    for y, spec in zip(got, (of_d, *specs), strict=False):
+        assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("of_d", shardings(2, "p"), ids=str)
+@pytest.mark.parametrize("of_down", shardings(3, "p"), ids=str)
+@pytest.mark.parametrize("of_in", shardings(3, "p"), ids=str)
+@pytest.mark.parametrize("of_x", shardings(2, "p"), ids=str)
+def test_every_sharding_of_a_line(of_x, of_in, of_down, of_d):
+    check_on_mesh(("p",), AxisType.Explicit, of_x, of_in, of_down, of_d)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_shardings_of_a_square(seed):
+    rng = random.Random(seed)
+    specs = (rng.choice(shardings(ndim, "pq")) for ndim in (2, 3, 3, 2))
+    check_on_mesh(("p", "q"), rng.choice((AxisType.Explicit, AxisType.Auto)), *specs)
+
+
+@pytest.mark.parametrize(
+    ("specs", "collectives"),
+    [
+        ((P("p"), P("p"), P("p"), P("p")), []),  # experts, by calls that read the rows where they lie
+        ((P(), P("p"), P("p"), P()), ["all-reduce"]),
+        ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
+        ((P("p"), P(), P(), P("p")), []),  # rows
+    ],
+)
+def test_nothing_is_exchanged_between_the_products(specs, collectives):
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    x, weights, sizes = (
+        jnp.ones((M, K)),
+        [jnp.ones((64, K, H)), jnp.ones((64, K, H)), jnp.ones((64, H, N))],
+        jnp.ones(64, int),
+    )
+    with jax.set_mesh(mesh):
+        each = (specs[0], specs[1], specs[1], specs[2])
+        placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, *weights), each, strict=True)]
+        f = jax.jit(functools.partial(jaxmp.moe_mlp, group_sizes=sizes, out_sharding=specs[3]))
+        text = f.lower(*placed).compile().as_text()
+    assert sorted(collectives_of(text)) == collectives
+
+
+def test_shardings_that_xla_chooses():
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(ours, out_sharding=P("p")))(jax.device_put(X, P("p")), *WEIGHTS)
+    assert_same(got, WANT[0])
+
+
+def test_inside_shard_map():
+    """Each device has the rows of its own experts."""
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sizes = jnp.array([1, 3, 2, 1])
+
+    def f(*operands):
+        return jaxmp.moe_mlp(*operands, activation="relu")
+
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("p"), out_specs=P("p"))
+
+    def theirs(x, *weights):
+        halves = (slice(0, 2), slice(2, 4))
+        return jnp.concatenate(
+            [
+                loop(x[4 * i : 4 * i + 4], *(w[s] for w in weights), (1, 3) if i == 0 else (2, 1))
+                for i, s in enumerate(halves)
+            ]
+        )
+
+    assert_same(passes(lambda *operands: mapped(*operands, sizes), X, *WEIGHTS), passes(theirs, X, *WEIGHTS))
+
+
+# Errors ----------------------------------------------------------------------------------------------------------
+
+S = jnp.array(SIZES)
+GATE, UP, DOWN = WEIGHTS
+ERRORS = {
+    "x": ((X[0], *WEIGHTS, S), {}, ValueError, "x must have 2 dimensions, got 1"),
+    "w_up": ((X, GATE, UP[:, :3], DOWN, S), {}, ValueError, "w_up has k=3 but x has k=4"),
+    "w_gate": (
+        (X, GATE[:3], UP, DOWN, S),
+        {},
+        ValueError,
+        r"w_gate must have w_up's shape \(4, 4, 4\), got \(3, 4, 4\)",
+    ),
+    "w_down": ((X, GATE, UP, DOWN[:, :3], S), {}, ValueError, r"w_down must have shape \(4, 4, n\), got \(4, 3, 8\)"),
+    "no w_up": ((X, GATE, None, DOWN, S), {}, TypeError, "w_up must be an array, got NoneType"),
+    "sizes": ((X, *WEIGHTS, S[:3]), {}, ValueError, r"group_sizes must have shape \(4,\), .* of w_up, got \(3,\)"),
+    "bias": ((X, *WEIGHTS, S), {"b_down": BIASES[0]}, ValueError, r"b_down must have shape \(4, 8\), .* of w_down"),
+    "bias of no gate": ((X, None, UP, DOWN, S), {"b_gate": BIASES[0]}, ValueError, "b_gate needs w_gate"),
+    "activation": ((X, *WEIGHTS, S), {"activation": "elu"}, ValueError, "activation must be one of relu"),
+    "level": ((X, *WEIGHTS, S), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
+    "topology": ((X, *WEIGHTS, S), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not'),
+    "in_shardings": ((X, *WEIGHTS, S), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
+    "integers": ((X.astype(int), *(w.astype(int) for w in WEIGHTS), S), {}, NotImplementedError, "int32 are not"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case, standard_promotion):
+    args, options, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=f"^moe_mlp: .*{message}"):
+        jaxmp.moe_mlp(*args, **options)
+
+
+def test_weights_that_lie_otherwise():
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"w_gate is sharded .*'p'.*, but w_up .*; shard them alike"),
+    ):
+        ours(X, jax.device_put(GATE, P("p")), UP, DOWN)
