@@ -217,11 +217,10 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, i
     const Locked s;
     if (s->is_running && !s->late_failure) s->late_failure = status;
   });
+  const Clock::time_point since = Clock::now();
   std::unique_lock<std::mutex> lock(wait->mutex);
   const auto is_known = [&wait] { return wait->outcome.has_value(); };
-  // Who runs another program must not meet this one in its collective.
-  if (!wait->is_over.wait_for(lock, kMoment, is_known) && Locked()->IsCrossed(*waiting)) {
-    wait->is_over.wait_for(lock, 2 * barrier::kCrossed, is_known);
+  while (!wait->is_over.wait_for(lock, kMoment, is_known) && Locked()->IsHeld(*waiting, Clock::now() - since)) {
   }
   wait->has_gone_on = !is_known();
   return wait->outcome.value_or(Status());

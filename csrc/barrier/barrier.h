@@ -60,7 +60,8 @@ void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t posit
 
 // The same ahead of a collective of XLA's, which itself waits for all: waits for the outcome on this thread, but only
 // for a moment. XLA takes a loop or branch for started once its calls have returned, so a call whose outcome is pending
-// would let collectives behind the loop start ahead of those inside. Without an outcome the collective may begin; where
+// would let collectives behind the loop start ahead of those inside. Where a process has come to no call yet the wait
+// is longer, for gloo would open its transport for 30 seconds only. Without an outcome the collective may begin; where
 // the call fails later, every further call of this process gets the failure (LateFailure).
 Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position);
 

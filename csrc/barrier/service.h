@@ -47,9 +47,6 @@ struct Peer {
 // Gets the outcome, and of a collective the tokens.
 using Done = std::function<void(const Status&, const std::vector<uint64_t>&)>;
 
-// How long two processes may wait for each other at different calls before that counts as a disagreement.
-constexpr std::chrono::milliseconds kCrossed(500);
-
 // A device of this process that waits for the others.
 struct Waiting {
   Arrival arrival;
@@ -70,8 +67,10 @@ struct Service {
   void Want(int process);
   // To all other processes of the call.
   void Send(const Arrival& arrival, const Message& message);
-  // Whether the arrival waits for a process that seems to run another program.
-  bool IsCrossed(const Arrival& arrival) const;
+  // Whether an arrival that has waited for so long should not go on into its collective yet: it waits for a process
+  // that has come to no call so far, where the transport may have to be opened, or seems to run another program, with
+  // which it must not meet.
+  bool IsHeld(const Arrival& arrival, Clock::duration waited);
   // Has the thread look at what has changed.
   void Wake();
   // The thread.
