@@ -106,7 +106,8 @@ def test_every_public_name_has_a_page_of_the_api():
         elif re.fullmatch(r"   [\w.]+", line):
             listed.add(f"{module}.{line.strip()}")
     names = {f"{m.__name__}.{name}" for m in PUBLIC for name in m.__all__ if not inspect.ismodule(getattr(m, name))}
-    names |= {"jaxmp.flax.DotGeneral", "jaxmp.flax.Linear", "jaxmp.equinox.Linear"}
+    names |= {f"jaxmp.flax.{name}" for name in ("DotGeneral", "Linear", "MoE")}
+    names |= {f"jaxmp.equinox.{name}" for name in ("Linear", "MoE")}
     assert listed == names - {"jaxmp.distributed.DistributedError"}  # which is jaxmp.DistributedError
 
 
