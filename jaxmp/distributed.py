@@ -234,7 +234,8 @@ def cause(error: BaseException) -> DistributedError | None:
     if _job is None or "gloo" not in str(error).lower():
         return None
     native = native_lib.extension()
-    why = f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({error})"
+    why = _why_transport_failed(native)
+    why = native.barrier_failure() or f"{native.last_call() or 'a collective'}: {why} ({error})"
     _job.failure = _job.failure or why
     return DistributedError(why)
 

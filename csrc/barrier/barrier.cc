@@ -4,6 +4,10 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <utility>
 
 #include "csrc/barrier/service.h"
@@ -16,6 +20,9 @@ namespace {
 using barrier::Clock;
 using barrier::Message;
 using barrier::Service;
+
+// For which a handler may hold its thread: longer than it takes those who come at one time to hear of each other.
+constexpr std::chrono::milliseconds kMoment(50);
 
 // Never destroyed: its threads outlive main.
 Service& service() {
@@ -54,6 +61,7 @@ void StartBarrier(const BarrierOptions& options) {
   s->wanted.clear();
   s->arrivals = barrier::ArrivalTracker(options.process);
   s->failure.clear();
+  s->late_failure.reset();
   s->last_call.clear();
   if (pipe2(s->wake, O_CLOEXEC | O_NONBLOCK) != 0) s->wake[0] = s->wake[1] = -1;
   ForgetInForks();
@@ -128,17 +136,14 @@ void StopBarrier() {
   }
 }
 
-void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
-            std::function<void(const Status&)> done) {
-  ArriveWithToken(signature, {}, position, 0,
-                  [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
-}
+namespace {
 
-void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
-                     uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done) {
+// ArriveWithToken; the arrival where its outcome is not known yet.
+std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
+                                     int64_t position, uint64_t token, barrier::Done done) {
   if (position < 0 || position >= static_cast<int64_t>(signature->groups.size())) {
     done(InvalidArgument(signature->call, ": the mesh has no position ", position), {});
-    return;
+    return std::nullopt;
   }
   // Whoever waits resumes on a thread of ours, whoever comes last goes on at once: both compute alike.
   const barrier::Done resume = [state = FloatState::Current(), done = std::move(done)](
@@ -155,6 +160,8 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
     const Locked s;
     if (!s->is_running) {
       outcome = FailedPrecondition(signature->call, ": jaxmp.distributed was shut down");
+    } else if (s->late_failure) {
+      outcome = s->late_failure;
     } else if (last >= s->options.nprocesses) {
       outcome = InvalidArgument(signature->call, ": a group names process ", last, " of ", s->options.nprocesses);
     } else if (signature->has_tokens && s->arrivals.IsAmbiguous(*signature, at, origin)) {
@@ -170,16 +177,61 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
       if (!outcome) {
         s->waiting.push_back({arrival, Clock::now(), resume});
         if (s->waiting.size() == 1) s->Wake();  // the thread has a deadline to watch from now on
+        return arrival;
       } else {
         if (outcome->ok()) tokens = s->arrivals.TakeTokens(arrival);
         if (signature->has_tokens && !s->waiting.empty()) s->Wake();  // others may have waited for this one alone
       }
     }
   }
-  if (outcome) resume(*outcome, tokens);
+  resume(*outcome, tokens);
+  return std::nullopt;
+}
+
+}  // namespace
+
+void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
+            std::function<void(const Status&)> done) {
+  Come(signature, {}, position, 0,
+       [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
+}
+
+void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
+                     uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done) {
+  Come(signature, origin, position, token, std::move(done));
+}
+
+Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position) {
+  struct Wait {
+    std::mutex mutex;
+    std::condition_variable is_over;
+    std::optional<Status> outcome;
+    bool has_gone_on = false;
+  };
+  const auto wait = std::make_shared<Wait>();
+  const auto waiting = Come(signature, {}, position, 0, [wait](const Status& status, const std::vector<uint64_t>&) {
+    const std::lock_guard<std::mutex> lock(wait->mutex);
+    wait->outcome = status;
+    wait->is_over.notify_one();
+    if (status.ok() || !wait->has_gone_on) return;
+    const Locked s;
+    if (s->is_running && !s->late_failure) s->late_failure = status;
+  });
+  const Clock::time_point since = Clock::now();
+  std::unique_lock<std::mutex> lock(wait->mutex);
+  const auto is_known = [&wait] { return wait->outcome.has_value(); };
+  while (!wait->is_over.wait_for(lock, kMoment, is_known) && Locked()->IsHeld(*waiting, Clock::now() - since)) {
+  }
+  wait->has_gone_on = !is_known();
+  return wait->outcome.value_or(Status());
 }
 
 std::string BarrierFailure() { return Locked()->failure; }
+
+std::string LateFailure() {
+  const Locked s;
+  return s->late_failure ? s->failure : "";
+}
 
 std::string LastCall() { return Locked()->last_call; }
 

@@ -8,8 +8,8 @@
 // A process is connected when it is first needed: the process barrier says which are wanted (WantedProcesses), Python
 // opens a socket and has the other end prove itself, and hands the socket over (ConnectPeer). Messages wait until then.
 //
-// Nobody blocks. A process that comes late finds the others' messages waiting; what a call has cost when everybody is
-// there is one message to each of the others.
+// Nobody blocks for longer than a moment. A process that comes late finds the others' messages waiting; what a call has
+// cost when everybody is there is one message to each of the others.
 #pragma once
 
 #include <cstdint>
@@ -58,6 +58,13 @@ void StopBarrier();
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done);
 
+// The same ahead of a collective of XLA's, which itself waits for all: waits for the outcome on this thread, but only
+// for a moment. XLA takes a loop or branch for started once its calls have returned, so a call whose outcome is pending
+// would let collectives behind the loop start ahead of those inside. Where a process has come to no call yet the wait
+// is longer, for gloo would open its transport for 30 seconds only. Without an outcome the collective may begin; where
+// the call fails later, every further call of this process gets the failure (LateFailure).
+Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position);
+
 // The same at a collective, with a token: `done` gets the tokens of the group's devices, by their places among its
 // positions, once all of them have come. Tokens select data, so a signature may stand for one instruction of a program
 // alone: it is an error if a device comes to it from two in one run.
@@ -66,6 +73,9 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
 
 // What has gone wrong so far: the message of the first call that failed, or "".
 std::string BarrierFailure();
+
+// The same of the first call that failed after its process had gone on, or "".
+std::string LateFailure();
 
 // The call to which this process came last, or "".
 std::string LastCall();

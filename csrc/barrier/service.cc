@@ -12,6 +12,8 @@ namespace {
 
 // How long two processes may wait for each other at different calls before that counts as a disagreement.
 constexpr std::chrono::milliseconds kCrossed(500);
+// Seconds for which gloo waits for the others where it opens the transport of a set of devices.
+constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
 // A process that has not answered for this long is said not to answer.
 constexpr std::chrono::milliseconds kSilent(3500);
@@ -104,6 +106,18 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   }
   if (is_late) return Fail(arrival, Missing(waiting, now));
   return std::nullopt;
+}
+
+bool Service::IsHeld(const Arrival& arrival, Clock::duration waited) {
+  for (int process : arrival.members().processes) {
+    if (process == options.process || !arrivals.Awaits(arrival, process)) continue;
+    if (peers[process].last_call.empty() &&
+        Seconds(waited) < std::max(options.timeout / 2, options.timeout - kOpening)) {
+      return true;
+    }
+    if (arrival.signature->is_sequential && waited < 2 * kCrossed && arrivals.Crossing(arrival, process)) return true;
+  }
+  return false;
 }
 
 // Who has not come, and who else does not answer: whoever has not come may be waiting for that one.

@@ -67,6 +67,10 @@ struct Service {
   void Want(int process);
   // To all other processes of the call.
   void Send(const Arrival& arrival, const Message& message);
+  // Whether an arrival that has waited for so long should not go on into its collective yet: it waits for a process
+  // that has come to no call so far, where the transport may have to be opened, or seems to run another program, with
+  // which it must not meet.
+  bool IsHeld(const Arrival& arrival, Clock::duration waited);
   // Has the thread look at what has changed.
   void Wake();
   // The thread.
@@ -81,6 +85,7 @@ struct Service {
   ArrivalTracker arrivals{0};
   std::vector<Waiting> waiting;  // in the order in which they came
   std::string failure, last_call;
+  std::optional<Status> late_failure;
   bool is_interrupted = false;
   int wake[2] = {-1, -1};
   std::thread thread;

@@ -86,13 +86,14 @@ Status CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
   return {};
 }
 
-ffi::Future RunBarrier(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return FutureOf([&](std::function<void(const Status&)> done) -> Status {
-    JAXMP_RETURN_IF_ERROR(CopyOperands(args, rets));
-    JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, rets.size()));
-    Arrive(site->signature, position, std::move(done));
-    return {};
-  });
+Status Wait(const ProcessBarrierSite& site, const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+  JAXMP_RETURN_IF_ERROR(CopyOperands(args, rets));
+  JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, rets.size()));
+  return ArriveForAMoment(site.signature, position);
+}
+
+ffi::Error RunBarrier(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return ToError(Wait(*site, args, rets));
 }
 
 // ---- a collective

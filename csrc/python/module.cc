@@ -38,7 +38,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 12;
+constexpr int kAbiVersion = 13;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -278,6 +278,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("leave_barrier", &LeaveBarrier, nb::arg("reason"));
   m.def("stop_barrier", &StopBarrier, nb::call_guard<nb::gil_scoped_release>());
   m.def("barrier_failure", &BarrierFailure);
+  m.def("late_failure", &LateFailure);
   m.def("last_call", &LastCall);
   m.def("peers", &PeerDicts);
   m.def("service_lost_for", &ServiceLostFor);

@@ -130,12 +130,18 @@ TEST(CommunicationOptionsReachTheLibrary) {
   }
 }
 
+// Nor where helpers are slow with the last pieces.
 TEST(OneRankNeedsNoFuture) {
-  fake_xla::Instance instance = fake_xla::Instantiate(tests::Local(8, 8, 8));
-  tests::World world(*MakeProblem(tests::Local(8, 8, 8)));
-  const auto execution = Begin(*instance.site, world, 0, 0);
-  CHECK(!execution->is_asynchronous());
-  CHECK_EQ(execution->Wait(), "");
+  for (const int64_t extent : {8, 768}) {
+    const Attributes attributes = tests::Local(extent, extent, extent);
+    fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+    tests::World world(*MakeProblem(attributes));
+    for (int64_t run_id = 0; run_id < 20; ++run_id) {
+      const auto execution = Begin(*instance.site, world, run_id, 0);
+      CHECK(!execution->is_asynchronous());
+      CHECK_EQ(execution->Wait(), "");
+    }
+  }
 }
 
 TEST(RanksMayArriveOnOneThread) {

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <string>
@@ -287,6 +288,75 @@ TEST(AProgramResumesInTheStateInWhichItCame) {
   }
   CHECK(come(missing, keeping.Flushing()).get().state == keeping.Flushing());  // at the deadline
   CHECK(FloatState::Current() == keeping);
+}
+
+// A first call, at which both are.
+void Meet(Peer& peer) {
+  const auto first = Make("jit_first", 0, "k=2");
+  ExpectCall(*first);
+  peer.Come(*first, 1);
+  CHECK(ArriveForAMoment(first, 0).ok());
+}
+
+double Seconds(const std::function<void()>& run) {
+  const auto begun = std::chrono::steady_clock::now();
+  run();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
+// Ahead of a collective of XLA's: what is known in a moment is the outcome.
+TEST(AMomentIsEnoughForWhoComesAtOneTime) {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  peer.Come(*call, 1);
+  CHECK(ArriveForAMoment(call, 0).ok());
+  peer.Come(*Make("jit_f", 0, "k=5"), 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(ArriveForAMoment(call, 0).message(), "rank 1 has k=5, rank 0 has k=4");
+  CHECK_EQ(LateFailure(), "");
+}
+
+TEST(WhoComesLateIsWaitedForInTheCollective) {
+  Peer peer;
+  const auto call = Make("jit_first", 1, "k=4");
+  ExpectCall(*call);
+  CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, 0).ok()); }) >= kTimeout / 2);
+  Meet(peer);
+  for (uint64_t count = 1; count <= 2; ++count) {
+    CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, 0).ok()); }) < kTimeout / 2);
+  }
+  for (uint64_t count = 1; count <= 3; ++count) peer.Come(*call, count);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_EQ(LateFailure(), "");
+}
+
+// The collective cannot be told, so the calls that follow are.
+TEST(ALateFailureFailsEveryFurtherCall) {
+  const auto call = Make("jit_f", 0, "k=4"), next = Make("jit_f", 1, "k=8");
+  for (const bool has_ended : {false, true}) {
+    Peer peer;
+    Meet(peer);
+    CHECK(ArriveForAMoment(call, 0).ok());
+    has_ended ? peer.Close() : peer.Come(*Make("jit_f", 0, "k=5"), 1);
+    for (int i = 0; i < 200 && LateFailure().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const std::string want = has_ended ? "rank 1 has ended without a word" : "rank 1 has k=5, rank 0 has k=4";
+    CHECK_CONTAINS(LateFailure(), want);
+    CHECK_CONTAINS(ArriveForAMoment(next, 0).message(), want);
+    CHECK_CONTAINS(Come(next).get(), want);
+  }
+}
+
+// Another program must not meet this one in its collective, and the end of a good job is no failure.
+TEST(AMomentIsLongerBesideAnotherProgram) {
+  Peer peer;
+  peer.Come(*Make("jit_g", 5, "k=4"), 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(ArriveForAMoment(Make("jit_f", 0, "k=8"), 0).message(), "the ranks run different programs");
+  // With several devices a process may be in two programs.
+  const auto several = Make("jit_h", 0, "k=8", /*is_sequential=*/false);
+  CHECK(ArriveForAMoment(several, 0).ok());
+  StopBarrier();
+  CHECK_EQ(LateFailure(), "");
 }
 
 // Two processes of two devices each may run one program on the first device of each, and again on the second.

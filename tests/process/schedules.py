@@ -66,10 +66,10 @@ def draw(rng: random.Random) -> dict:
     shared = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2)))]
     inputs = [shared if rng.random() < 0.6 else [rng.choice(kinds)] for _ in range(ninputs)]
     axes = rng.choice(("explicit", "explicit", "auto"))
-    # Over gloo, gradients are not safe beside loops and branches (docs/faults.md, Limits): on automatic axes XLA's
-    # partitioner adds collectives.
+    # XLA's collectives are not safe beside loops and branches with calls through shared memory (docs/faults.md):
+    # on automatic axes its partitioner adds some to gradients.
     has_body = any(name in ("scan", "loop", "cond") for names in inputs for name in names)
-    is_safe = not has_body or (axes == "explicit" and bool(native.shared_processes()))
+    is_safe = not has_body or axes == "explicit" or not native.shared_processes()
     return {
         "inputs": inputs,
         "axes": axes,

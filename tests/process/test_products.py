@@ -20,12 +20,16 @@ BESIDE_LOOPS = {
     "grad": True,
     "mesh": "data and x",
 }
+# While a loop counted as started before its collectives had, those behind it exchanged data with those inside.
+BODIES = {"inputs": [["towers"], ["inner"], ["loop"], ["cond"]], "axes": "explicit", "grad": False, "mesh": "x"}
+AUTO = {"axes": "auto", "grad": True}
 # By processes x devices of each: the scenarios of one job, and the programs that schedules.py runs.
 JOBS = {
     "4x1": ("memory+products+schedules+groups", DRAWN),
     "2x2": ("memory+products+schedules+two-names+float_state+audited", DRAWN | {"given": [BESIDE_LOOPS]}),
     "2x1": ("schedules+two-names+float_state+audited", {"given": [BRANCHES] * 4, "runs": 6, "microseconds": 5000}),
-    "4x1 over gloo": ("memory", {}),
+    "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
+    "2x2 over gloo": ("memory+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
 }
 
 

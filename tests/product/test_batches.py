@@ -106,26 +106,26 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "platform", "nprocesses", "options", "want"),
+    ("dtype", "platform", "apart", "options", "want"),
     [
-        ("float32", "cpu", 1, {}, ("xla", True)),
-        ("float32", "cpu", 2, {}, ("host+xla", False)),
-        ("float32", "cpu", 2, {"implementation": "xla"}, ("xla", False)),
-        ("float32", "cuda", 1, {}, ("xla", True)),
-        ("float32", "cuda", 2, {}, ("xla", True)),
-        ("float8_e4m3fn", "cuda", 2, {}, ("cublasmp", False)),
-        ("float32", "tpu", 2, {}, ("xla", True)),
+        ("float32", "cpu", "", {}, ("xla", True)),
+        ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
+        ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
+        ("float32", "cuda", "", {}, ("xla", True)),
+        ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
+        ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),
+        ("float32", "tpu", "they live in 2 processes", {}, ("xla", True)),
     ],
     ids=str,
 )
-def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
+def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
     """What is small, by platform and processes; a GPU's library is taken to be there."""
     monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
     monkeypatch.setattr(backend.native, "why_no_cublasmp", lambda: "")
     monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
     spec = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("x", 2),), ("x",)), transpose_b=True, **options)
     operands = (np.dtype(dtype), np.dtype(dtype))
-    choice, is_one = backend.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
+    choice, is_one = backend.choose_for_batch(spec, platform, apart, operands, LARGE_IN_BATCH - 1)
     assert (choice.implementation, is_one) == want
 
 

@@ -368,7 +368,9 @@ def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatc
 def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
-    choose = functools.partial(backend.choose_implementation, platform="cpu", nprocesses=2)
+    choose = functools.partial(
+        backend.choose_implementation, platform="cpu", apart="the ranks of a group live in 2 processes"
+    )
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
         (
@@ -376,12 +378,13 @@ def test_several_processes_and_other_platforms_communicate_through_xla():
             "host+xla",
             "the ranks of a group live in 2 processes: each multiplies on its own",
         ),
-        (choose(collective, nprocesses=1), "host", "CPU devices of one process"),
+        (choose(collective, apart=""), "host", "CPU devices of one process"),
         (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
     ):
         assert (chosen.implementation, chosen.why) == (implementation, why)
     with pytest.raises(
-        NotImplementedError, match="serves the CPU devices of one process, not platform 'cpu' with 2 processes"
+        NotImplementedError,
+        match="the CPU devices of one process, not platform 'cpu' where the ranks of a group live in 2",
     ):
         choose(collective.replace(implementation="host"))
     with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'rocm', it serves CUDA"):

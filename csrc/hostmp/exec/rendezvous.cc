@@ -76,7 +76,7 @@ Status FirstError(const std::vector<Arrival>& arrivals) {
 
 // How long a thread stays for the others to come, and for the last piece: about what it costs to wake another thread
 // instead, twice. It must end: a program may need this thread to bring the very rank that is missing.
-constexpr std::chrono::microseconds kSpinTimeout(100);
+constexpr std::chrono::microseconds kSpinTimeout(100), kPoll(20);
 
 template <typename Condition>
 bool SpinUntil(const Condition& holds) {
@@ -99,6 +99,8 @@ void Participate(CollectiveCall& collective, int rank, bool has_worked) {
     Work(collective, collective.workers.Join(current_processor()));
   }
   if (has_worked || is_prepared()) SpinUntil(is_done);
+  // A rank alone waits for no peer, only for the pieces that helpers have begun.
+  while (collective.arrivals.size() == 1 && !is_done()) std::this_thread::sleep_for(kPoll);
   const WaiterState before = waiter.exchange(WaiterState::kLeft, std::memory_order_acq_rel);
   if (before != WaiterState::kDone) return;  // Complete() will see to it
   Stream* const stream = collective.arrivals[static_cast<size_t>(rank)].stream;

@@ -71,7 +71,8 @@ class Rendezvous {
 // stay alive until done() was called. After a Matmul that returned SUCCESS, or after Fail(), done()
 // is called exactly once:
 // - on the rank's own thread, before Matmul or Fail() returns, where the call ended while that thread was still there:
-//   it stays for a moment to help with the tiles, which is cheaper than to wake another, and then goes on;
+//   it stays for a moment to help with the tiles, which is cheaper than to wake another, and then goes on; a rank
+//   without peers stays to the end;
 // - else on a thread of hostmp's own, on which it may block (the rest of a rank's program may
 // resume there). After a Matmul that returned an error, done() is not called and the rank has not
 // arrived: call Fail() for it.

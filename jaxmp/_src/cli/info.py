@@ -155,7 +155,7 @@ def _chosen(dtype: str, implementation: str | None) -> backend.Choice:
     out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
     group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))
     spec = MatmulSpec(jnp.dtype(out), group, implementation=implementation)
-    return backend.choose_implementation(spec, jax_compat.default_platform(), 1, (operand, operand))
+    return backend.choose_implementation(spec, jax_compat.default_platform(), "", (operand, operand))
 
 
 def _text(value: Any) -> str:

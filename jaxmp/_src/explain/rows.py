@@ -165,12 +165,12 @@ def matmul_row(
     """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
     dimensions around it that several axes share."""
     spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
-    nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
+    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh())
     if spec.is_batch:
         work = operations(spec, a.shape, b.shape)
-        call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, nprocesses, operands, work)[0])
+        call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, apart, operands, work)[0])
     else:
-        call = resolve(spec, a, b, platform, nprocesses)
+        call = resolve(spec, a, b, platform, apart)
     algorithm, workspace = forms.facts(call)
     reasons = [call.why]
     if spec.traced:

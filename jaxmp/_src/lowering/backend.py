@@ -30,13 +30,11 @@ class Choice:
     why: str
 
 
-def choose_implementation(
-    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...] = ()
-) -> Choice:
+def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...] = ()) -> Choice:
     """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
 
-    `nprocesses`: over how many processes the ranks of a group spread (`process_barrier.group_processes`); `operands`:
-    the types of a and b, by which a card's limits are known.
+    `apart`: why CPU devices of a group share no call, or "" (`process_barrier.why_apart`); `operands`: the types of a
+    and b, by which a card's limits are known.
 
     Raises:
       NotImplementedError: the library, the platform or the card cannot compute the call.
@@ -44,7 +42,7 @@ def choose_implementation(
     """
     if operands and low_precision.is_mixed(*operands):  # as which it is converted where it is not taken as it is
         operands = (low_precision.operand_type(*operands),) * 2
-    choice = _choose(spec, platform, nprocesses, operands)
+    choice = _choose(spec, platform, apart, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         raise spec.level.refusal(
             f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
@@ -55,17 +53,17 @@ def choose_implementation(
 
 
 def choose_for_batch(
-    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...], work: int
+    spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
     """(as `choose_implementation`, whether XLA computes the whole batch in one product) for products of `work`
     multiplications and additions each.
 
     No library has a batched product, and XLA has. One by one go products for which a library is the better one even so:
     on CPUs large ones that ranks share or whose operands are narrower than their sums; on GPUs operands of 8 bits and
-    fewer, which XLA widens; and those across processes of CPUs, where each collective has a barrier of its own.
+    fewer, which XLA widens; and those of CPU devices that share no call, whose collectives may have a barrier each.
     """
-    choice = choose_implementation(spec, platform, nprocesses, operands)
-    if platform == "cpu" and nprocesses > 1 and spec.group.nranks > 1:
+    choice = choose_implementation(spec, platform, apart, operands)
+    if platform == "cpu" and apart and spec.group.nranks > 1:
         return choice, False
     if choice.implementation == "xla":
         return choice, True
@@ -78,7 +76,7 @@ def choose_for_batch(
     return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
 
 
-def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...]) -> Choice:
+def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if why := why_no_library(operands):
@@ -95,7 +93,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
-    if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
+    if platform == "cpu" and (not apart or spec.group.nranks == 1):
         why = why_unsupported(spec, capabilities_of("host")) if spec.contraction.is_grid else ""
         if why and spec.implementation:
             raise NotAvailable(f'implementation="host": {why}; pass implementation=None or "xla"')
@@ -103,13 +101,13 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
     if spec.implementation == "host":
+        where = f" where {apart}" if platform == "cpu" else ""
         raise NotAvailable(
-            f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
-            f'{nprocesses} processes; pass implementation=None or "xla"'
+            f'implementation="host" serves the CPU devices of one process, not platform {platform!r}{where}; '
+            'pass implementation=None or "xla"'
         )
     if platform == "cpu":
-        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own"
-        return Choice("host+xla", why)
+        return Choice("host+xla", f"{apart}: each multiplies on its own")
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
 

@@ -90,17 +90,25 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
     return tuple(device.id for device in mesh.devices.flat)
 
 
-def group_processes(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> int:
-    """The number of processes over which a group of this call spreads; where that is not known, all there are."""
-    return spread(spec.group.mesh, spec.group.axes, mesh)
+def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> str:
+    """Why CPU devices of a group over `group_axes` of a mesh with these axes share no call, or "".
 
-
-def spread(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> int:
-    """The same of a call over `group_axes` of a mesh with these axes."""
+    A call that ranks share is pending until all have come. A loop with such a call in it has started for XLA before the
+    collectives in it have, and those over gloo must start in one order on every rank.
+    """
     if jax.process_count() == 1:
-        return 1
+        return ""
     found = span(axes, group_axes, mesh)
-    return jax.process_count() if found is None else found.group_processes
+    nprocesses = jax.process_count() if found is None else found.group_processes
+    if nprocesses > 1:
+        return f"the ranks of a group live in {nprocesses} processes"
+    return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
+
+
+def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether all processes of the mesh share memory with this one."""
+    is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes
+    return found is not None and is_placed and native.shared_processes().issuperset(found.processes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +122,10 @@ class Site:
     shares_memory: bool  # whether all processes of the mesh share memory with this one
 
     def barrier(self, call: str, fields: dict[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """`operands` once every process of this device's group has come to an equal call: `call` names it for people,
-        `fields` are what has to be equal.
+        """`operands`, ahead of a collective of XLA's, once every process of this device's group has come to an equal
+        call, or after a moment: `call` names it for people, `fields` are what has to be equal.
 
-        A process that does not come, or with another call, makes it an error in all of them.
+        A process that does not come, or with another call, makes it an error in all of them, or ends them.
         """
         native.register()
         position = self.position()
@@ -188,8 +196,7 @@ def site(
     found = span(axes, group_axes, mesh)
     if found is None:
         return None
-    is_placed = mesh is not None and tuple(mesh.shape.items()) == axes
-    shares_memory = is_placed and native.shared_processes().issuperset(found.processes)
+    shares_memory = _shares_memory(found, axes, mesh)
     if found.group_processes == 1 and not (is_collective and shares_memory):
         return None
     next_index = functools.partial(jax_lowering.next_index, ctx)

@@ -22,12 +22,12 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 
 
-def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nprocesses: int) -> ResolvedCall:
-    """The call for shards like `a` and `b`; the ranks of its group spread over `nprocesses` processes.
+def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
+    """The call for shards like `a` and `b`; `apart` says why the ranks of its group share no call, or "".
 
     Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
     """
-    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype)))
+    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, apart, (a.dtype, b.dtype)))
     if logs.logger("backend").isEnabledFor(logging.DEBUG):
         _log(call)
     return call
@@ -81,7 +81,7 @@ def _of_any_extent(product: Product, choice: Choice) -> ResolvedCall:
 def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
     """The product by an activation's derivative, of `t` as the C of a product over nothing: -0 * 0 is -0, and -0 + t is
     t, also for t = -0."""
-    choice = backend.choose_implementation(spec, platform, 1, (t.dtype, t.dtype))
+    choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
     a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)

@@ -35,7 +35,7 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
             return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
         mesh = jax_lowering.lowering_mesh(ctx)
         a, b = jax_lowering.operand_types(ctx)[:2]
-        call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
+        call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         devices = _devices_of(spec, mesh) if is_named else ()
         is_barred = platform == "cpu" and call.implementation != "host"
@@ -62,9 +62,9 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
-        nprocesses = process_barrier.group_processes(spec, jax_lowering.lowering_mesh(ctx))
+        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_lowering.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
-        _, is_one_product = backend.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
+        _, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 

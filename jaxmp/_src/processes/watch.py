@@ -102,7 +102,8 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
             for what, seconds in troubles()  # asks for signs of life, so each time
             if min(seconds, waited) > limit
         ]
-        if failure and min(now - failed, waited) > limit:
+        # A late failure comes out of no call: the collective is waiting already.
+        if failure and min(now - failed, waited) > (_SETTLES if module.late_failure() else limit):
             reasons = [failure]
         if reasons and _waits_for_jax(frame):
             end_process(process, reasons[0])
