@@ -185,9 +185,9 @@ def a_batch_under_a_level_may_go_to_xla(original, spec):
     return original(dataclasses.replace(spec, determinism="run_to_run"))
 
 
-@seeded("lowering.process_collectives:SharedMemory._ranks", "process/test_products.py")
-def ranks_count_from_the_other_end(original, memory, axes):
-    ranks = original(memory, axes)
+@seeded("lowering.process_barrier:numbered", "process/test_products.py")
+def ranks_count_from_the_other_end(original, axes, names):
+    ranks = original(axes, names)
     return ranks.max() - ranks
 
 
