@@ -21,7 +21,7 @@ using barrier::Clock;
 using barrier::Message;
 using barrier::Service;
 
-// For which a handler may hold its thread: longer than it takes those who come at one time to hear of each other.
+// How long a handler may hold its thread: longer than messages take between ranks that come at the same time.
 constexpr std::chrono::milliseconds kMoment(50);
 
 // Never destroyed: its threads outlive main.
@@ -138,7 +138,7 @@ void StopBarrier() {
 
 namespace {
 
-// ArriveWithToken; the arrival where its outcome is not known yet.
+// As ArriveWithToken. Returns the arrival if its outcome is not known yet.
 std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
                                      int64_t position, uint64_t token, barrier::Done done) {
   if (position < 0 || position >= static_cast<int64_t>(signature->groups.size())) {
@@ -189,12 +189,6 @@ std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>&
 }
 
 }  // namespace
-
-void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
-            std::function<void(const Status&)> done) {
-  Come(signature, {}, position, 0,
-       [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
-}
 
 void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
                      uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done) {

@@ -53,23 +53,20 @@ void ExpectCall(const CallSignature& signature);
 // Closes the sockets; calls that still wait fail.
 void StopBarrier();
 
-// The device at `position` has come. `done` is called exactly once with the outcome: on this thread where it is known
-// already, else on a thread of the process barrier's own on which it may block.
-void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
-            std::function<void(const Status&)> done);
-
-// The same ahead of a collective of XLA's, which itself waits for all: waits for the outcome on this thread, but only
-// for a moment. XLA takes a loop or branch for started once its calls have returned, so a call whose outcome is pending
-// would let collectives behind the loop start ahead of those inside. Where a process has come to no call yet the wait
-// is longer, for gloo would open its transport for 30 seconds only. Without an outcome the collective may begin; where
-// the call fails later, every further call of this process gets the failure (LateFailure).
-Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position);
-
-// The same at a collective, with a token: `done` gets the tokens of the group's devices, by their places among its
-// positions, once all of them have come. Tokens select data, so a signature may stand for one instruction of a program
-// alone: it is an error if a device comes to it from two in one run.
+// The device at `position` has come to a collective of our own, with a token. `done` is called exactly once with the
+// outcome: on this thread where it is known already, else on a thread of the process barrier's own on which it may
+// block. It gets the tokens of the group's devices, by their places among its positions, once all of them have come.
+// Tokens select data, so a signature may stand for one instruction of a program alone: it is an error if a device comes
+// to it from two in one run.
 void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
                      uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done);
+
+// The device has come to a collective of XLA's, which waits for all by itself. This waits for the outcome first, on
+// this thread and for a moment only. XLA takes a loop or branch for started once its calls have returned, so a call
+// whose outcome is pending would let collectives behind the loop start ahead of those inside. While a process has come
+// to no call at all the wait is longer, for gloo opens its transport for 30 seconds only. Without an outcome the
+// collective may begin. If the call fails later, every further call of this process gets the failure (LateFailure).
+Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position);
 
 // What has gone wrong so far: the message of the first call that failed, or "".
 std::string BarrierFailure();

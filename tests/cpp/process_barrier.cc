@@ -99,6 +99,12 @@ class Peer {
   std::string bytes_;
 };
 
+void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
+            std::function<void(const Status&)> done) {
+  ArriveWithToken(signature, {}, position, 0,
+                  [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
+}
+
 std::future<std::string> Come(const std::shared_ptr<const CallSignature>& signature) {
   auto promise = std::make_shared<std::promise<std::string>>();
   Arrive(signature, 0, [promise](const Status& status) { promise->set_value(status.message()); });

@@ -129,5 +129,10 @@ def test_parameters_of_flax_lie_as_asked():
     [({"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"), ({"top_k": 1, "scores": "max"}, "scores must be")],
 )
 def test_errors(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^MoE: {message}"):
         of_equinox(params_of(), X, **options)
+
+
+def test_features_of_another_number_are_refused():
+    with pytest.raises(ValueError, match=r"^MoE: x must have shape \(\.\.\., \d+\), got"):
+        of_equinox(params_of(), X[..., :-1], top_k=1)

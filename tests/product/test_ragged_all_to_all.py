@@ -115,3 +115,9 @@ def test_errors(case, standard_promotion):
 
     with pytest.raises(kind, match=f"^ragged_all_to_all: .*{message}"):
         jax.shard_map(f, mesh=mesh_of(AxisType.Auto), in_specs=P("p"), out_specs=P("p"))(*args[:2])
+
+
+def test_a_call_outside_of_shard_map_says_where_it_belongs():
+    one = jnp.array([0])
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: axis_name='p' names no axis here; call it inside"):
+        jaxmp.ragged_all_to_all(jnp.ones(2), jnp.ones(2), one, one, one, one, axis_name="p")

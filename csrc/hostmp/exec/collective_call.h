@@ -71,8 +71,8 @@ struct CollectiveCall {
 // arrival runs the work, or hands every rank the error.
 void Arrive(Arrival arrival, int rank, int nranks);
 
-// Runs the work of a call whose ranks have all arrived on this thread, on those that are still here, and on those of
-// the pool.
+// Runs a call's work once all ranks have arrived. This thread, ranks' threads that are still here, and the pool's take
+// part.
 void Execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
 
 // Takes pieces of a prepared call until none is left; does nothing without an area (-1).

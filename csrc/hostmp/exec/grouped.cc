@@ -224,7 +224,7 @@ class GroupedWork final : public SharedWork {
   char* InMatrix(const Tile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
   char* InRows(const Tile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
 
-  // Rows times the matrix of their group; those of several ranks are put together in `copied`.
+  // Rows times the matrix of their group. Rows of several ranks are first copied behind each other to `copied`.
   Product ProductOf(const Tile& tile, char* copied) const {
     const int64_t ld = p_.is_transposed ? p_.k : p_.n;
     const char* x = rows_[tile.first].x;

@@ -76,7 +76,9 @@ Status FirstError(const std::vector<Arrival>& arrivals) {
 
 // How long a thread stays for the others to come, and for the last piece: about what it costs to wake another thread
 // instead, twice. It must end: a program may need this thread to bring the very rank that is missing.
-constexpr std::chrono::microseconds kSpinTimeout(100), kPoll(20);
+constexpr std::chrono::microseconds kSpinTimeout(100);
+// How often a rank without peers looks whether helpers have finished their pieces.
+constexpr std::chrono::microseconds kPoll(20);
 
 template <typename Condition>
 bool SpinUntil(const Condition& holds) {

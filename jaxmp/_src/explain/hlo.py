@@ -117,10 +117,7 @@ class Instruction:
         return _ints(self.attribute(name))
 
 
-# Layers repeat their instructions' texts, so each is read once.
-
-
-@functools.lru_cache(8192)
+@functools.lru_cache(8192)  # here and below: layers repeat the texts of their instructions
 def _op_name(attributes: str) -> str:
     found = _OP_NAME.search(attributes)
     return found[1].replace("\\'", "'") if found else ""

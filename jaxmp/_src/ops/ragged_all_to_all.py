@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.ops.ragged_dot import check_integers
 from jaxmp._src.primitive import collectives
 from jaxmp._src.spec.options import AxisName
@@ -47,8 +47,8 @@ def ragged_all_to_all(
 
     Returns: (m, ...), `output` with the received rows.
 
-    Raises: ValueError for shapes that do not fit, TypeError for offsets and sizes that are no integers,
-    NotImplementedError for `axis_index_groups` on CPU devices.
+    Raises: ValueError for shapes that do not fit and outside of `jax.shard_map`, TypeError for offsets and sizes that
+    are no integers, NotImplementedError for `axis_index_groups` on CPU devices.
 
     Source: `jax.lax.ragged_all_to_all` (docs.jax.dev).
 
@@ -74,6 +74,10 @@ def ragged_all_to_all(
         raise InvalidValue(
             f"operand and output must differ in their first dimension alone, got {x.dtype}{x.shape} and "
             f"{into.dtype}{into.shape}"
+        )
+    if unknown := set(axes).difference(jax_tracing.manual_axes()):
+        raise InvalidValue(
+            f"axis_name={min(unknown)!r} names no axis here; call it inside a jax.shard_map over that axis"
         )
     ranks = lax.axis_size(axes)
     if any(jnp.shape(each) != send.shape for each in sizes.values()) or send.ndim != 1 or send.size % ranks:

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxmp._src.ops.moe_mlp import layers
 from jaxmp._src.spec.options import Activation
-from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.spec.refusal import InvalidValue, naming
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -56,8 +56,11 @@ def mixture(
     activation: Activation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Each token of x (..., features) through `top_k` experts, and the loss; the router computes in float32."""
-    tokens = x.reshape(-1, x.shape[-1])
-    logits = jnp.matmul(tokens.astype(jnp.float32), router.astype(jnp.float32))
-    experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {})
+    with naming("MoE"):
+        if x.shape[-1:] != router.shape[:1]:
+            raise InvalidValue(f"x must have shape (..., {router.shape[0]}), got {x.shape}")
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = jnp.matmul(tokens.astype(jnp.float32), router.astype(jnp.float32))
+        experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
+        y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {})
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss

@@ -190,10 +190,8 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
         types = jax_lowering.operand_types(ctx)
         is_symbolic = not all(isinstance(extent, int) for x in types for extent in x.shape)
         if spec.is_batch or is_symbolic:  # XLA's own product of global arrays, which XLA partitions
-            if not spec.is_batch:
-                resolve(
-                    spec, types[0], types[1], jax_lowering.platform(ctx), ""
-                )  # raises where a library was asked for
+            if not spec.is_batch:  # raises where a library was asked for
+                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
             for callback in list(_observers):
                 callback(spec, None)

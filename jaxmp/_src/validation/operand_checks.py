@@ -43,7 +43,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
     """How a user gets `ndim` dimensions, or if None two or more, from another number; as the end of a message."""
     if len(x.shape) == 1:
-        return f"; pass {argument}[:, None]" if ndim else f"; pass {argument}[None]"
+        return f"; pass {argument}[:, None]" if ndim and argument != "{a}" else f"; pass {argument}[None]"
     return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
 
 
