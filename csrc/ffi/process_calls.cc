@@ -43,9 +43,7 @@ StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictiona
   JAXMP_RETURN_IF_ERROR(CheckProcesses(signature.processes));
   signature.is_sequential = is_sequential != 0;
   signature.has_tokens = has_tokens;
-  JAXMP_ASSIGN_OR_RETURN(auto prepared, Prepare(std::move(signature)));
-  ExpectCall(*prepared);
-  return prepared;
+  return Prepare(std::move(signature));
 }
 
 // The device's position in the mesh, the argument of this index.
@@ -62,6 +60,7 @@ StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
 
 StatusOr<std::unique_ptr<ProcessBarrierSite>> MakeBarrierSite(const ffi::Dictionary& attributes) {
   JAXMP_ASSIGN_OR_RETURN(auto signature, ReadSignature(attributes, /*has_tokens=*/false));
+  ExpectCall(*signature);
   return std::make_unique<ProcessBarrierSite>(std::move(signature));
 }
 
@@ -132,51 +131,85 @@ Element ElementOf(ffi::DataType type) {
   }
 }
 
+StatusOr<CollectivePart> PartOf(const std::string& name) {
+  if (name == "all") return CollectivePart::kAll;
+  if (name == "write") return CollectivePart::kWrite;
+  if (name == "read") return CollectivePart::kRead;
+  return InvalidArgument("jaxmp: attribute part of a collective must be all, write or read, got ", name);
+}
+
 StatusOr<std::unique_ptr<ProcessCollectiveSite>> MakeCollectiveSite(const ffi::Dictionary& attributes) {
   SharedCollective call;
   int64_t outer = 0, sums = 0;
+  std::string part_name;
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "part", &part_name));
+  JAXMP_ASSIGN_OR_RETURN(const CollectivePart part, PartOf(part_name));
   JAXMP_ASSIGN_OR_RETURN(call.signature, ReadSignature(attributes, /*has_tokens=*/true));
+  if (part == CollectivePart::kAll) ExpectCall(*call.signature);
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "ranks", &call.ranks));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "outer", &outer));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "sums", &sums));
   call.outer = outer > 0 ? static_cast<size_t>(outer) : 0;
   call.sums = sums != 0;
   JAXMP_RETURN_IF_ERROR(CheckCollective(call));
-  return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)));
+  return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)), part);
 }
 
-Status Decode(const SharedCollective& call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-              int32_t* position, CollectiveArrays* arrays) {
-  if (args.size() != 2 || rets.size() != 1) {
-    return InvalidArgument("jaxmp: a collective takes an array and a position and gives an array");
+StatusOr<CollectiveArrays> Decode(const SharedCollective& call, const ffi::AnyBuffer& operand, ffi::AnyBuffer result) {
+  const Element element = ElementOf(operand.element_type());
+  if (call.sums && !element.add) return InvalidArgument("jaxmp: a collective does not sum elements of this type");
+  return CollectiveArrays{static_cast<const char*>(operand.untyped_data()),
+                          operand.size_bytes(),
+                          static_cast<char*>(result.untyped_data()),
+                          result.size_bytes(),
+                          call.sums ? element.bytes : 1,
+                          element.add};
+}
+
+// The tokens of `nranks` ranks, one each.
+StatusOr<uint64_t*> Tokens(const ffi::AnyBuffer& tokens, size_t nranks) {
+  if (tokens.element_type() == ffi::U64 && tokens.element_count() == nranks) {
+    return static_cast<uint64_t*>(tokens.untyped_data());
   }
-  JAXMP_ASSIGN_OR_RETURN(*position, PositionOf(args, 1));
+  return InvalidArgument("jaxmp: a collective's tokens must be ", nranks, " of uint64");
+}
+
+Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi::RemainingArgs& args,
+             const ffi::RemainingRets& rets, std::function<void(const Status&)> done) {
+  const SharedCollective& call = *site.call;
+  const bool is_read = site.part == CollectivePart::kRead;
+  if (args.size() != (is_read ? 3 : 2) || rets.size() != 1) {
+    return InvalidArgument("jaxmp: a collective takes an array, tokens to read, and a position, and gives an array");
+  }
+  JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, args.size() - 1));
   const auto operand = args.get<ffi::AnyBuffer>(0);
   auto result = rets.get<ffi::AnyBuffer>(0);
   if (operand.has_error()) return InvalidArgument(operand.error().message());
   if (result.has_error()) return InvalidArgument(result.error().message());
-  const Element element = ElementOf(operand->element_type());
-  if (operand->element_type() != (*result)->element_type() || (call.sums && !element.add)) {
-    return InvalidArgument("jaxmp: a collective does not sum elements of this type");
+  JAXMP_ASSIGN_OR_RETURN(const CollectiveArrays arrays, Decode(call, *operand, **result));
+  if (site.part == CollectivePart::kWrite) {
+    JAXMP_ASSIGN_OR_RETURN(uint64_t* token, Tokens(**result, 1));
+    JAXMP_ASSIGN_OR_RETURN(*token, WriteOperand(call, position, arrays));
+  } else if (operand->element_type() != (*result)->element_type()) {
+    return InvalidArgument("jaxmp: a collective's operand and result are of one type");
+  } else if (is_read) {
+    const auto places = args.get<ffi::AnyBuffer>(1);
+    if (places.has_error()) return InvalidArgument(places.error().message());
+    JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
+    JAXMP_ASSIGN_OR_RETURN(const uint64_t* tokens, Tokens(*places, nranks));
+    JAXMP_RETURN_IF_ERROR(ReadOperands(call, position, arrays, tokens));
+  } else {
+    RunCollective(site.call, {&site, run.run_id}, position, arrays, std::move(done));
+    return {};
   }
-  *arrays = {static_cast<const char*>(operand->untyped_data()),
-             operand->size_bytes(),
-             static_cast<char*>((*result)->untyped_data()),
-             (*result)->size_bytes(),
-             call.sums ? element.bytes : 1,
-             element.add};
+  done({});
   return {};
 }
 
 ffi::Future RunCollectiveCall(ProcessCollectiveSite* site, ffi::RunId run, ffi::RemainingArgs args,
                               ffi::RemainingRets rets) {
-  return FutureOf([&](std::function<void(const Status&)> done) -> Status {
-    int32_t position = 0;
-    CollectiveArrays arrays{};
-    JAXMP_RETURN_IF_ERROR(Decode(*site->call, args, rets, &position, &arrays));
-    RunCollective(site->call, {site, run.run_id}, position, arrays, std::move(done));
-    return {};
-  });
+  return FutureOf(
+      [&](std::function<void(const Status&)> done) { return Start(*site, run, args, rets, std::move(done)); });
 }
 
 }  // namespace

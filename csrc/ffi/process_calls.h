@@ -18,19 +18,25 @@ struct ProcessBarrierSite : SiteType<ProcessBarrierSite> {
 
   std::shared_ptr<const CallSignature> signature;
 };
+// A whole collective, which is pending until all have come; or one half, between which XLA brings the tokens round.
+enum class CollectivePart { kAll, kWrite, kRead };
 struct ProcessCollectiveSite : SiteType<ProcessCollectiveSite> {
-  explicit ProcessCollectiveSite(std::shared_ptr<const SharedCollective> call) : call(std::move(call)) {}
+  ProcessCollectiveSite(std::shared_ptr<const SharedCollective> call, CollectivePart part)
+      : call(std::move(call)), part(part) {}
 
   std::shared_ptr<const SharedCollective> call;
+  CollectivePart part;
 };
 
 // Once per call site: decodes the attributes program, index, repeat, call, fields, devices, processes, groups and
-// is_sequential (call_signature.h), and of a collective ranks, outer and sums (collective.h).
+// is_sequential (call_signature.h), and of a collective ranks, outer and sums (collective.h) and part ("all", "write"
+// or "read").
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution. Of a barrier, arguments any arrays, then the device's position in the mesh; results
-// the same arrays, in the same memory where XLA can arrange it. Of a collective, one array each.
+// the same arrays, in the same memory where XLA can arrange it. Of a collective, one array each; of "write", the result
+// is the token of what was written, a uint64; of "read", the tokens of the group by rank follow the array.
 XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame);
 

@@ -18,30 +18,21 @@ void Copy(char* to, const char* from, size_t bytes) {
   if (bytes != 0) std::memcpy(to, from, bytes);
 }
 
-// The devices of a call's group.
-struct Members {
-  const std::vector<int64_t>& positions;
-  size_t own;              // place among `positions`
-  std::vector<size_t> at;  // by rank: place among `positions`
-};
-
-Members MembersOf(const SharedCollective& call, int64_t position) {
-  const CallSignature& signature = *call.signature;
-  Members members{
-      signature.members[static_cast<size_t>(signature.groups[static_cast<size_t>(position)])].positions, 0, {}};
-  members.at.resize(members.positions.size());
-  for (size_t i = 0; i < members.positions.size(); ++i) {
-    if (members.positions[i] == position) members.own = i;
-    members.at[static_cast<size_t>(call.ranks[static_cast<size_t>(members.positions[i])])] = i;
-  }
-  return members;
+size_t RankOf(const SharedCollective& call, int64_t position) {
+  return static_cast<size_t>(call.ranks[static_cast<size_t>(position)]);
 }
 
-Status CheckArrays(const SharedCollective& call, size_t nranks, const CollectiveArrays& arrays) {
+// The devices of the group of one, by their places in the signature.
+const std::vector<int64_t>& PositionsOf(const SharedCollective& call, int64_t position) {
+  const CallSignature& signature = *call.signature;
+  return signature.members[static_cast<size_t>(signature.groups[static_cast<size_t>(position)])].positions;
+}
+
+Status CheckResult(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays) {
+  JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
   const size_t whole = call.sums ? arrays.operand_bytes : arrays.result_bytes;
   const size_t part = call.sums ? arrays.result_bytes : arrays.operand_bytes;
-  const bool is_cut = part % call.outer == 0 && part / call.outer % arrays.element_bytes == 0;
-  if (whole == part * nranks && is_cut) return {};
+  if (whole == part * nranks) return {};
   return InvalidArgument("jaxmp: a collective of ", nranks, " ranks has ", part, " bytes on one side and ", whole,
                          " on the other");
 }
@@ -52,7 +43,7 @@ void Write(const SharedCollective& call, size_t rank, size_t nranks, const Colle
     Copy(block, arrays.operand, arrays.operand_bytes);
     return;
   }
-  const size_t piece = arrays.result_bytes / call.outer, row = piece * nranks;
+  const size_t row = arrays.operand_bytes / call.outer, piece = row / nranks;
   for (size_t i = 0; i < call.outer; ++i) {
     const size_t begin = i * row, own = begin + rank * piece;
     Copy(block + begin, arrays.operand + begin, own - begin);
@@ -105,54 +96,65 @@ Status CheckCollective(const SharedCollective& call) {
   return {};
 }
 
+StatusOr<size_t> RanksOf(const SharedCollective& call, int64_t position) {
+  if (position >= 0 && position < static_cast<int64_t>(call.ranks.size())) return PositionsOf(call, position).size();
+  return InvalidArgument(call.signature->call, ": the mesh has no position ", position);
+}
+
+StatusOr<uint64_t> WriteOperand(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays) {
+  JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
+  const size_t pieces = call.outer * (call.sums ? nranks : 1);
+  if (arrays.operand_bytes % pieces != 0 || arrays.operand_bytes / pieces % arrays.element_bytes != 0) {
+    return InvalidArgument("jaxmp: a collective of ", nranks, " ranks has an operand of ", arrays.operand_bytes,
+                           " bytes, which are to be in ", pieces, " pieces");
+  }
+  JAXMP_ASSIGN_OR_RETURN(const Block block, AllocateBlock(arrays.operand_bytes, static_cast<uint32_t>(nranks - 1)));
+  if (block.token != 0) Write(call, RankOf(call, position), nranks, arrays, block.data);
+  return block.token;
+}
+
+Status ReadOperands(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays,
+                    const uint64_t* tokens) {
+  JAXMP_RETURN_IF_ERROR(CheckResult(call, position, arrays));
+  const size_t nranks = PositionsOf(call, position).size();
+  std::vector<const char*> blocks(nranks);
+  std::vector<int> processes(nranks);
+  for (int64_t other : PositionsOf(call, position)) {
+    const size_t rank = RankOf(call, other);
+    processes[rank] = static_cast<int>(call.signature->processes[static_cast<size_t>(other)]);
+    if (other == position && tokens[rank] != 0) {
+      blocks[rank] = arrays.operand;
+      continue;
+    }
+    JAXMP_ASSIGN_OR_RETURN(blocks[rank], ReadBlock(processes[rank], tokens[rank], arrays.operand_bytes));
+  }
+  const size_t own = RankOf(call, position);
+  call.sums ? Sum(call, own, blocks, arrays) : Gather(call, blocks, arrays);
+  for (size_t rank = 0; rank < nranks; ++rank) {
+    if (rank != own) ReleaseBlock(processes[rank], tokens[rank]);
+  }
+  return {};
+}
+
 void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Origin& origin, int64_t position,
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done) {
-  if (position < 0 || position >= static_cast<int64_t>(call->ranks.size())) {
-    done(InvalidArgument(call->signature->call, ": the mesh has no position ", position));
+  const Status checked = CheckResult(*call, position, arrays);
+  const StatusOr<uint64_t> token = checked.ok() ? WriteOperand(*call, position, arrays) : StatusOr<uint64_t>(checked);
+  if (!token.ok()) {
+    done(token.status());
     return;
   }
-  const size_t rank = static_cast<size_t>(call->ranks[static_cast<size_t>(position)]);
-  const Members members = MembersOf(*call, position);
-  const size_t nranks = members.positions.size();
-  Status checked = CheckArrays(*call, nranks, arrays);
-  StatusOr<Block> block =
-      checked.ok() ? AllocateBlock(arrays.operand_bytes, static_cast<uint32_t>(nranks - 1)) : StatusOr<Block>(checked);
-  if (!block.ok()) {
-    done(block.status());
-    return;
-  }
-  if (block->token != 0) Write(*call, rank, nranks, arrays, block->data);
-  ArriveWithToken(call->signature, origin, position, block->token,
-                  [call, position, rank, arrays, done = std::move(done)](const Status& status,
-                                                                         const std::vector<uint64_t>& tokens) {
-                    if (!status.ok()) {
-                      done(status);
-                      return;
-                    }
-                    const Members members = MembersOf(*call, position);
-                    std::vector<const char*> blocks;
-                    for (size_t at : members.at) {
-                      if (at == members.own && tokens[at] != 0) {
-                        blocks.push_back(arrays.operand);
-                        continue;
-                      }
-                      const auto process = call->signature->processes[static_cast<size_t>(members.positions[at])];
-                      StatusOr<const char*> found =
-                          ReadBlock(static_cast<int>(process), tokens[at], arrays.operand_bytes);
-                      if (!found.ok()) {
-                        done(found.status());
-                        return;
-                      }
-                      blocks.push_back(*found);
-                    }
-                    call->sums ? Sum(*call, rank, blocks, arrays) : Gather(*call, blocks, arrays);
-                    for (size_t at = 0; at < tokens.size(); ++at) {
-                      if (at == members.own) continue;
-                      const auto process = call->signature->processes[static_cast<size_t>(members.positions[at])];
-                      ReleaseBlock(static_cast<int>(process), tokens[at]);
-                    }
-                    done({});
-                  });
+  ArriveWithToken(
+      call->signature, origin, position, *token,
+      [call, position, arrays, done = std::move(done)](Status status, const std::vector<uint64_t>& by_place) {
+        if (status.ok()) {
+          std::vector<uint64_t> tokens(by_place.size());
+          const std::vector<int64_t>& positions = PositionsOf(*call, position);
+          for (size_t i = 0; i < positions.size(); ++i) tokens[RankOf(*call, positions[i])] = by_place[i];
+          status = ReadOperands(*call, position, arrays, tokens.data());
+        }
+        done(status);
+      });
 }
 
 }  // namespace jaxmp

@@ -2,7 +2,7 @@
 //
 // Each device writes what the others need of its operand to a block of its process's arena and comes to a process
 // barrier, with the block as its token. Once all have come, each reads the others' blocks. A rank that does not come is
-// an error of the barrier's, after which nobody reads.
+// an error of the barrier's, after which nobody reads. Or somebody else hands the tokens on, and nothing here waits.
 #pragma once
 
 #include <cstddef>
@@ -31,8 +31,7 @@ struct SharedCollective {
 // Checks that the ranks of each group count from 0.
 Status CheckCollective(const SharedCollective& call);
 
-// The device at `position` has come from `origin`. `add` is of elements of `element_bytes`; `done` is called as
-// Arrive's is.
+// `add` is of elements of `element_bytes`.
 struct CollectiveArrays {
   const char* operand;
   size_t operand_bytes;
@@ -41,7 +40,18 @@ struct CollectiveArrays {
   size_t element_bytes;
   Add add;
 };
+
+// The device at `position` has come from `origin`; `done` is called as ArriveWithToken's is.
 void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Origin& origin, int64_t position,
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done);
+
+// The two halves, between which the caller brings every rank the tokens of all. The first needs the operand alone, and
+// gives 0 where there is no memory; the second takes the tokens by rank, and the operand once more.
+StatusOr<uint64_t> WriteOperand(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays);
+Status ReadOperands(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays,
+                    const uint64_t* tokens);
+
+// The ranks in the group of the device at `position`; an error where there is no such position.
+StatusOr<size_t> RanksOf(const SharedCollective& call, int64_t position);
 
 }  // namespace jaxmp

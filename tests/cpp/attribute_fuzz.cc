@@ -508,6 +508,7 @@ void ProcessCalls(int64_t count, uint32_t seed) {
   good["ranks"] = std::vector<int64_t>{1, 0};
   good["outer"] = int64_t{2};
   good["sums"] = int64_t{0};
+  good["part"] = std::string("all");
   ProcessCall<ProcessCollectiveSite>("a process collective", ProcessCollectiveInstantiate, ProcessCollectiveExecute,
                                      All(good), count, seed);
   StopBarrier();

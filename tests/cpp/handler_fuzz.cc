@@ -135,7 +135,10 @@ TEST(CallsOfProcessesOfAnyKindAreAnsweredWithAnError) {
   signature.has_tokens = true;
   for (const bool sums : {false, true}) {
     SharedCollective call{*Prepare(signature), {1, 0}, 2, sums};
-    FuzzProcessCall(ProcessCollectiveExecute, ProcessCollectiveSite(std::make_shared<const SharedCollective>(call)));
+    for (const auto part : {CollectivePart::kAll, CollectivePart::kWrite, CollectivePart::kRead}) {
+      FuzzProcessCall(ProcessCollectiveExecute,
+                      ProcessCollectiveSite(std::make_shared<const SharedCollective>(call), part));
+    }
   }
 }
 

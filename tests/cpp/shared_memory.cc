@@ -192,22 +192,25 @@ struct Job {
     if (fd >= 0) close(fd);
   }
 
-  // The device at a position, of this process.
-  std::future<std::string> Come(int64_t position, const std::vector<float>& operand, std::vector<float>* result,
-                                const Origin& origin = {}) {
-    auto promise = std::make_shared<std::promise<std::string>>();
+  CollectiveArrays Arrays(const std::vector<float>& operand, std::vector<float>* result) const {
     const auto add = [](void* z, const void* x, const void* y, size_t count) {
       for (size_t i = 0; i < count; ++i) {
         static_cast<float*>(z)[i] = static_cast<const float*>(x)[i] + static_cast<const float*>(y)[i];
       }
     };
-    const CollectiveArrays arrays = {reinterpret_cast<const char*>(operand.data()),
-                                     operand.size() * 4,
-                                     reinterpret_cast<char*>(result->data()),
-                                     result->size() * 4,
-                                     call->sums ? size_t{4} : size_t{1},
-                                     add};
-    RunCollective(call, origin, position, arrays,
+    return {reinterpret_cast<const char*>(operand.data()),
+            operand.size() * 4,
+            reinterpret_cast<char*>(result->data()),
+            result->size() * 4,
+            call->sums ? size_t{4} : size_t{1},
+            add};
+  }
+
+  // The device at a position, of this process.
+  std::future<std::string> Come(int64_t position, const std::vector<float>& operand, std::vector<float>* result,
+                                const Origin& origin = {}) {
+    auto promise = std::make_shared<std::promise<std::string>>();
+    RunCollective(call, origin, position, Arrays(operand, result),
                   [promise](const Status& status) { promise->set_value(status.message()); });
     return promise->get_future();
   }
@@ -275,6 +278,51 @@ TEST(ResultsAreInTheOrderOfTheRanks) {
       }
       if (!sums) CHECK(one == other);
     }
+  }
+}
+
+// All ranks of this process: the halves wait for nobody.
+TEST(TheHalvesGiveTheSame) {
+  for (const bool sums : {false, true}) {
+    Job job(sums);
+    const size_t used = LocalArenaUse().used;
+    SharedCollective call = *job.call;
+    CallSignature signature = *call.signature;
+    signature.members.clear();
+    signature.processes = {0, 0, 0, 0};
+    call.signature = *Prepare(signature);
+    const size_t given = sums ? 4 : 1, wanted = sums ? 1 : 4;
+    uint64_t tokens[4];
+    std::vector<float> result(3 * wanted * 5), none;
+    for (int64_t position = 0; position < 4; ++position) {
+      const std::vector<float> operand = Operand(position, given);
+      tokens[call.ranks[static_cast<size_t>(position)]] = *WriteOperand(call, position, job.Arrays(operand, &none));
+    }
+    for (int64_t position = 0; position < 4; ++position) {
+      const std::vector<float> operand = Operand(position, given);
+      CHECK_EQ(ReadOperands(call, position, job.Arrays(operand, &result), tokens).message(), "");
+      for (size_t i = 0; i < 3; ++i) {
+        for (size_t j = 0; j < 5; ++j) {
+          float total = 0;
+          for (int64_t other = 0; other < 4; ++other) {
+            const auto rank = static_cast<size_t>(call.ranks[static_cast<size_t>(other)]);
+            const auto own = static_cast<size_t>(call.ranks[static_cast<size_t>(position)]);
+            if (sums) {
+              total += Operand(other, 4)[(i * 4 + own) * 5 + j];
+            } else {
+              CHECK_EQ(result[(i * 4 + rank) * 5 + j], Operand(other, 1)[i * 5 + j]);
+            }
+          }
+          if (sums) CHECK_EQ(result[i * 5 + j], total);
+        }
+      }
+    }
+    CHECK_EQ(LocalArenaUse().used, used);
+    const std::vector<float> operand = Operand(0, given);
+    CHECK_CONTAINS(WriteOperand(call, 4, job.Arrays(operand, &none)).status().message(), "no position 4");
+    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operand, &none), tokens).message(), "on the other");
+    tokens[0] = tokens[1] = 0;  // a rank without memory
+    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operand, &result), tokens).message(), "jaxmp.DistributedError");
   }
 }
 

@@ -60,21 +60,16 @@ def main(initialize, process):
 
 def draw(rng: random.Random) -> dict:
     """What a program is made of: for each input the statements that it goes through."""
-    kinds = ("layer", "inner", "remat", "scan", "loop", "cond", "towers", "wide")
+    kinds = ("layer", "inner", "remat", "scan", "loop", "cond", "towers", "wide", "sums", "own")
     ninputs = rng.choice((2, 3, 4))
     # One statement for all inputs half of the time: calls of equal fields that do not depend on each other.
     shared = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2)))]
     inputs = [shared if rng.random() < 0.6 else [rng.choice(kinds)] for _ in range(ninputs)]
-    axes = rng.choice(("explicit", "explicit", "auto"))
-    # XLA's collectives are not safe beside loops and branches with calls through shared memory (docs/faults.md):
-    # on automatic axes its partitioner adds some to gradients.
-    has_body = any(name in ("scan", "loop", "cond") for names in inputs for name in names)
-    is_safe = not has_body or axes == "explicit" or not native.shared_processes()
     return {
         "inputs": inputs,
-        "axes": axes,
+        "axes": rng.choice(("explicit", "explicit", "auto")),
         "mesh": rng.choice(("x", "x", "data and x")),
-        "grad": is_safe and rng.random() < 0.8,
+        "grad": rng.random() < 0.8,
     }
 
 
@@ -102,6 +97,12 @@ def program(drawn: dict, mm):
     def loop(w, x):
         return lax.fori_loop(0, 2, lambda _, h: layer(w, h) + x, x)
 
+    def own(x):  # a sum over ranks by XLA
+        return jnp.clip(x - 2 * x.sum(0, keepdims=True), -2, 2)
+
+    def sums(w, x):
+        return lax.fori_loop(0, 2, lambda _, h: own(layer(w, h) + x), x)
+
     statements = {
         "layer": lambda w, x, flag: layer(w, x),
         "inner": lambda w, x, flag: inner(w, x) + inner(w, 2 * x),
@@ -110,6 +111,8 @@ def program(drawn: dict, mm):
         "loop": lambda w, x, flag: loop(w, x),
         "cond": lambda w, x, flag: lax.cond(flag, lambda x: layer(w, x), lambda x: -layer(w, 2 * x), x),
         "towers": lambda w, x, flag: towers(w, x),
+        "sums": lambda w, x, flag: sums(w, x),
+        "own": lambda w, x, flag: own(x),
         "wide": lambda w, x, flag: jnp.clip(mm(mm(x, w["up"], hidden), w["down"], rows), -2, 2),
     }
 

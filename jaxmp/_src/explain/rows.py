@@ -19,7 +19,7 @@ from jaxmp._src.explain.row import Row
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
@@ -112,8 +112,9 @@ def rows_of(
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
             known = shards.sharded_dims(eqn) or dims
-            for sub in jax_compat.subjaxprs(eqn.params):
-                yield from rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known)
+            with jax_lowering.body_of(eqn.primitive):
+                for sub in jax_compat.subjaxprs(eqn.params):
+                    yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known))
 
 
 def _collective_name(eqn: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -135,6 +137,8 @@ def lower_each_call(key: str) -> None:
     for primitive in list(_mlir._lowerings):
         if primitive.name in _KEEPING:
             _wrap(primitive, _lowering_anew)
+        if primitive.name in _BODIES:
+            _wrap(primitive, _lowering_body)
 
 
 # Primitives with rules that keep what they have lowered in `cached_primitive_lowerings`.
@@ -157,6 +161,36 @@ def _lowering_anew(rule: LoweringRule) -> LoweringRule:
         return lowered
 
     return lower
+
+
+# Primitives of loops and branches.
+_BODIES = ("while", "scan", "cond")
+_is_in_body: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_body", default=False)
+
+
+def is_in_body() -> bool:
+    """Whether what is being lowered is in a loop or branch of the program."""
+    return _is_in_body.get()
+
+
+@contextlib.contextmanager
+def in_body(is_body: bool = True) -> Iterator[None]:
+    """Where `is_body`, what is lowered here is in a loop or branch."""
+    before = is_in_body()
+    _is_in_body.set(before or is_body)
+    try:
+        yield
+    finally:
+        _is_in_body.set(before)
+
+
+def _lowering_body(rule: LoweringRule) -> LoweringRule:
+    return in_body()(rule)
+
+
+def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:
+    """The scope of what an equation of `primitive` holds."""
+    return in_body(primitive.name in _BODIES)
 
 
 def next_index(ctx: LoweringContext, key: str) -> int:

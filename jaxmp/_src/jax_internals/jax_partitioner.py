@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 from jaxlib import xla_client as _xla_client
 
 from jaxmp._src.jax_internals.jax_compat import off_explicit_mesh, under_known_flags
-from jaxmp._src.jax_internals.jax_lowering import LoweringContext
+from jaxmp._src.jax_internals.jax_lowering import LoweringContext, in_body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class OnShards:
     """What XLA's partitioner replaces a call by: `body` of one device's shards.
 
     `operands` and `results` are shardings on `mesh`, None for one that stays as XLA proposes it. `platform` and `x64`
-    are what the program was lowered for. `name` is that of the program which is made of the body.
+    are what the program was lowered for. `name` is that of the program which is made of the body; `is_in_body`: whether
+    the call is in a loop or branch.
     """
 
     body: Callable[..., Sequence[Any]]
@@ -54,6 +55,7 @@ class OnShards:
     platform: str
     x64: bool
     name: str
+    is_in_body: bool
 
 
 # How the names of programs begin that `register_partitioner` makes of one device's part of a call; the call's number in
@@ -136,7 +138,8 @@ def _lowered_on_shards(
 ) -> bytes:
     """One device's part as a program in XLA's input; XLA relies on the types of its results."""
     mesh = call.mesh
-    with off_explicit_mesh(), jax.enable_x64(call.x64), _core.extend_axis_env_nd(mesh.shape.items()):
+    axes = _core.extend_axis_env_nd(mesh.shape.items())
+    with off_explicit_mesh(), jax.enable_x64(call.x64), axes, in_body(call.is_in_body):
         jaxpr = jax.make_jaxpr(call.body)(*shards)
         made, wanted = ([(x.shape, x.dtype.name) for x in types] for types in (jaxpr.out_avals, results))
         if made != wanted:

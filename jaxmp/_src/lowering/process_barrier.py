@@ -93,8 +93,8 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
 def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> str:
     """Why CPU devices of a group over `group_axes` of a mesh with these axes share no call, or "".
 
-    A call that ranks share is pending until all have come. A loop with such a call in it has started for XLA before the
-    collectives in it have, and those over gloo must start in one order on every rank.
+    A call that ranks share is pending until all have come, and a loop or branch with such a call counts for XLA as
+    started before the collectives in it have. Those over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
         return ""
@@ -102,6 +102,8 @@ def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Me
     nprocesses = jax.process_count() if found is None else found.group_processes
     if nprocesses > 1:
         return f"the ranks of a group live in {nprocesses} processes"
+    if jax_lowering.is_in_body():
+        return "the call is in a loop or branch of a program of several processes"
     return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
 
 
@@ -120,6 +122,7 @@ class Site:
     next_index: Callable[[str], int]  # counts the calls of a kind in the program
     axes: MeshAxes
     shares_memory: bool  # whether all processes of the mesh share memory with this one
+    is_in_body: bool  # of a loop or branch
 
     def barrier(self, call: str, fields: dict[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
         """`operands`, ahead of a collective of XLA's, once every process of this device's group has come to an equal
@@ -200,4 +203,4 @@ def site(
     if found.group_processes == 1 and not (is_collective and shares_memory):
         return None
     next_index = functools.partial(jax_lowering.next_index, ctx)
-    return Site(found, jax_lowering.program_name(ctx), next_index, axes, shares_memory)
+    return Site(found, jax_lowering.program_name(ctx), next_index, axes, shares_memory, jax_lowering.is_in_body())

@@ -2,6 +2,10 @@
 
 Each device writes to its process's memory and comes to the barrier of the call; once all have come, each reads the
 others'. XLA's own collectives (gloo) send over sockets what lies in the memory of the same machine.
+
+Such a call is pending until all have come. In a loop or branch that would let collectives of XLA's behind it start
+ahead of those inside, in another order on each rank. There the call is two, of which none waits: the first writes, an
+all-gather of XLA's says where each rank's operand lies, and the second reads.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.lowering.process_barrier import Site
@@ -73,19 +78,26 @@ class SharedMemory:
         if 0 in shape:
             return jnp.zeros(shape, x.dtype)
         native.register()
-        position = self.site.position()
         # Over some axes of the call's group, as in a grid, smaller groups communicate.
         others = [name for name, _ in self.site.axes if name not in axes]
-        groups = {"groups": process_barrier.numbered(self.site.axes, others).reshape(-1)}
-        attributes = self.site.attributes(self.call, self.fields) | groups
+        attributes = {
+            "ranks": process_barrier.numbered(self.site.axes, axes).reshape(-1),
+            "outer": np.int64(math.prod(x.shape[:dimension])),
+            "sums": np.int64(is_sum),
+        }
+        groups = process_barrier.numbered(self.site.axes, others).reshape(-1)
+
+        def run(part: str, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+            signature = self.site.attributes(self.call, self.fields) | {"groups": groups}
+            # What is written once is read once.
+            call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, out, has_side_effect=part != "all")
+            result: jax.Array = call(*operands, self.site.position(), part=part, **signature, **attributes)
+            return result
+
+        result = jax.ShapeDtypeStruct(shape, x.dtype)
         with jax.enable_x64(True):  # attributes are 64-bit
-            run = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, jax.ShapeDtypeStruct(shape, x.dtype))
-            result: jax.Array = run(
-                x,
-                position,
-                **attributes,
-                ranks=process_barrier.numbered(self.site.axes, axes).reshape(-1),
-                outer=np.int64(math.prod(x.shape[:dimension])),
-                sums=np.int64(is_sum),
-            )
-        return result
+            if not self.site.is_in_body:
+                return run("all", result, x)
+            (x,) = self.site.barrier(self.call, self.fields, [x])
+            place = run("write", jax.ShapeDtypeStruct((1,), np.uint64), x)
+            return run("read", result, x, lax.all_gather(place, axes, tiled=True))

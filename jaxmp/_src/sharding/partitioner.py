@@ -222,6 +222,7 @@ def _lower(
     if native.has_barrier():  # processes tell the calls of a program apart
         described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
         described["program"] = jax_lowering.program_name(ctx)
+        described["is_in_body"] = jax_lowering.is_in_body()
     if mesh is not None and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
@@ -237,7 +238,7 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     spec = from_fields(MatmulSpec, call["spec"])
     with naming(spec.function):
         placed = _place(spec, call.get("activation"), mesh, operands, results)
-    return OnShards(*placed, mesh, platform, described["x64"], name)
+    return OnShards(*placed, mesh, platform, described["x64"], name, described.get("is_in_body", False))
 
 
 def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:
