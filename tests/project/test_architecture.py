@@ -205,9 +205,9 @@ def test_a_forbidden_include_is_found():
 
 
 def test_collectives_stand_behind_a_barrier():
-    """One that does not can hang a job, or end its processes. `xla_matmul` has the barrier of the call;
-    `bench` and `calibrate` time XLA's own, in one process."""
+    """One that does not can hang a job, or end its processes. `xla_matmul` and `process_collectives` have
+    that of the call; `bench` and `calibrate` time XLA's own, in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
-    assert users == {"collectives", "xla_matmul", "bench", "calibrate"}
+    assert users == {"collectives", "xla_matmul", "process_collectives", "bench", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")
     assert not raw_collectives("collectives.psum(x, axes)")
