@@ -152,3 +152,73 @@ def test_moves_of_an_operation_at_the_result_are_its_own(rows_of):
 def test_a_lookup_in_a_vector_has_no_other_dimension(rows_of):
     (row,) = rows_of(lambda x, i: x[i], ((64,), "model"), ((8,),), dtypes=("float32", "int32"))
     assert (row.remedy, "zeros for the rest" in row.cause) == ("leave dimension 0 of x whole", True)
+
+
+def first_scan(xs):
+    return jax.lax.scan(lambda carry, x: (carry + x, None), xs[0] * 2, xs)[0]
+
+
+def second_scan(xs):
+    carry = jnp.tanh(xs[1])
+    return jax.lax.scan(lambda carry, x: (carry * x, None), carry, xs)[0]
+
+
+def test_a_scan_has_its_own_line_though_another_was_traced_before(rows_of):
+    for fn, number in ((first_scan, 1), (second_scan, 2)):
+        lines = {row.line for row in rows_of(fn, ((4, 8, 16), "model")) if row.cause_kind == "scan"}
+        assert lines == {line_in(fn, number)}
+
+
+def carried(x, w):
+    def body(carry, _):
+        return jax.lax.with_sharding_constraint(jnp.tanh(carry @ w), P("data", "model")), None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+def inner(x):
+    return jax.jit(jnp.tanh, in_shardings=P("data"))(x * 2)
+
+
+@jax.custom_vjp
+def scaled(x):
+    return x
+
+
+scaled.defvjp(lambda x: (x, x), lambda x, g: (g / jnp.max(x),))
+
+
+def shared(w, x):
+    local = jax.shard_map(lambda w, x: jax.lax.psum(jnp.sin(x @ w), "data"), in_specs=(P(), P("data")), out_specs=P())
+    return local(w, x).sum()
+
+
+# (function, arguments as for `rows_of`, what each cause says)
+WORDS = [
+    (
+        carried,
+        [((8, 16), "data"), ((16, 16),)],
+        r"the loop.s carry \(.*?\) \(from jax.lax.with_sharding_constraint in ",
+    ),
+    (inner, [((8, 16), "data", "model")], "^a sharding of an inner jax.jit asks for a value that is whole over model"),
+    (jax.grad(lambda x: scaled(x).sum()), [((8, 16), "data")], "^a max over dimension 0 of x"),
+    (jax.grad(shared), [((16, 4),), ((8, 16), "data")], "^the gradient of a value .* same over data is jax.lax.psum$"),
+    (
+        lambda x, y: jnp.concatenate([x, y]) * 2,
+        [((8, 16), "model")] * 2,
+        "^concatenate moves .* 0 of [xy], which model",
+    ),
+    (
+        lambda x, y: x @ y.T,
+        [((8, 16), "data")] * 2,
+        "^both operands are sharded over data along dimensions of the result",
+    ),
+    (lambda x: jnp.tanh(x) + x.T, [((16, 16), "data")], "data shards dimension 0 of x, transposed, and data shards"),
+]
+
+
+@pytest.mark.parametrize(("fn", "args", "words"), WORDS, ids=range(len(WORDS)))
+def test_every_row_says_what_asks_for_it(fn, args, words, rows_of):
+    rows = rows_of(fn, *args)
+    assert rows
+    assert all(re.search(words, row.cause) for row in rows), rows

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmp._src.explain import partitioned
 from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
 from jaxmp._src.explain.lies import Edge, Lies, joined
-from jaxmp._src.explain.origins import ASKING, Dim, Origins, summed, value
+from jaxmp._src.explain.origins import ASKING, SLICE_OF_SCAN, Dim, Origins, summed, value
 
 
 class Cause(NamedTuple):
@@ -31,19 +30,21 @@ _ALONG = {
     **dict.fromkeys(("sort", "top_k", "approx_top_k"), ("sort", "runs along")),
     **dict.fromkeys(("argmax", "argmin", "reduce"), ("reduction", "runs along")),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("cumulative", "runs along")),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window", "reduce_window_max"), ("cumulative", "runs along")),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window"), ("cumulative", "runs along")),
     **dict.fromkeys(("fft", "rev", "cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"), ("whole", "runs along")),
     **dict.fromkeys(("slice", "split", "dynamic_slice"), ("slice", "cuts")),
     "dynamic_update_slice": ("slice", "writes along"),
     **dict.fromkeys(("concatenate", "pad", "roll"), ("slice", "moves data along")),
-    "conv_general_dilated": ("window", "has windows that reach over the borders of shards of"),
+    **dict.fromkeys(
+        ("conv_general_dilated", "reduce_window_max"),
+        ("window", "has windows that reach over the borders of shards of"),
+    ),
     "gather": ("lookup", "looks up along"),
     "scatter": ("scatter", "writes along"),
     "scatter-add": ("scatter", "adds along"),
 }
 # Functions of jax.numpy that other operations make up.
 _NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
-_SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
 _RESULT, _CARRY = "result", "carry"
 
 
@@ -51,7 +52,7 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
     """Why a collective of the compiled program runs, for one of its operands."""
     program = origins.program
     if collective.primitive in _WRITTEN:
-        return _written(collective, program.compiled.line(collective))
+        return _written(collective, joined(program.axes(collective)), program.compiled.line(collective))
     module, place, each = program.compiled, computation, collective
     if (found := program.partitioned(computation, collective, operand)) is not None and program.parts is not None:
         module, (place, each), operand = program.parts, found, 0
@@ -78,7 +79,9 @@ class _Search(Lies):
         """Partial sums, or other partial results, of an operation whose operands are sharded."""
         over, source, name = self.over, self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
-        is_gradient, is_scalar = "transpose(" in source.op_name, not self.collective.shapes[0][1]
+        # What a user's own backward function reduces is no sum that a gradient adds.
+        is_gradient = "transpose(" in source.op_name and name not in ("reduce_max", "reduce_min")
+        is_scalar = not self.collective.shapes[0][1]
         if source.opcode == "dot" or name == "dot_general":
             return self._for_sum_of_products(line, is_gradient)
         if name == "gather" or source.opcode == "gather":
@@ -154,7 +157,9 @@ class _Search(Lies):
         lies, is_asked = self._of_result(through) if reader == _RESULT else ([], False)
         # The partitioner's own moves around an operation that it does not split, maybe in a loop.
         if reader in (_RESULT, _CARRY) and self.collective.primitive in _ALONG and not is_asked:
-            return self._along(self.collective.primitive, self._first(self.collective), made)
+            is_own = self.source.primitive == self.collective.primitive
+            edge = self._edge(self.source if is_own else self.collective)
+            return self._along(self.collective.primitive, edge, made)
         if reader == _RESULT:
             return self._result(lies, made)
         if reader == _CARRY:
@@ -174,23 +179,22 @@ class _Search(Lies):
             return self._for_reshape(found, line)
         name = next((name for scope, name in _NAMED.items() if f"({scope})" in reader.op_name), reader.primitive)
         if name in _ALONG:
-            return self._along(name, found, line, is_scan=_SLICE_OF_SCAN.search(reader.op_name) is not None)
-        if found and not self.differs(*found) and self.source.primitive in _ALONG:
-            return self._along(self.source.primitive, self._first(self.source), self.module.line(self.source))
+            is_scan = SLICE_OF_SCAN.search(reader.op_name) is not None
+            line = self.origins.line(found[0], reader) if is_scan and found else line
+            return self._along(name, found, line, is_scan=is_scan)
+        edge = self._edge(self.source) if self.source.primitive in _ALONG else None
+        if found and edge and (self.differs(*edge) or not self.differs(*found)):
+            return self._along(self.source.primitive, edge, made)
         if found and (cause := self._downstream(found)):
             return cause
         text = f"{name or reader.opcode} of values with two shardings over {self.over}: {self._meets(found)}"
         return Cause("elementwise", text, "give both one sharding, where they are made", line)
 
-    def _first(self, part: Instruction) -> Edge | None:
-        """An instruction of whole arrays as the user of its first operand."""
-        return next(((*place, 0) for place in self.program.wholes(part) if place[1].operands), None)
-
-    def _edge(self, reader: Instruction, through: Instruction) -> Edge | None:
+    def _edge(self, reader: Instruction, through: Instruction | None = None) -> Edge | None:
         """Which value of whole arrays the reader, or what leads to it, wants otherwise than it lies."""
         first: Edge | None = None
         for place, user in self.program.wholes(reader):
-            number = reader.operands.index(through.name) if through.name in reader.operands else 0
+            number = reader.operands.index(through.name) if through and through.name in reader.operands else 0
             found = place, user, min(number, len(user.operands) - 1)
             while found[2] >= 0:
                 first = first or found
@@ -289,9 +293,12 @@ class _Search(Lies):
             text = f"{when}this product sums {differ.dims(mine)} over {joined(mine_k)} and {differ.dims(other)} over "
             remedy = f"shard {differ.dims(other)} so too, or {differ.leave_whole(mine)}" if not other_k else ""
             return Cause("contraction", text + joined(other_k), remedy or "give both the same axes there", line)
+        if not self.sharded(*found) and self.axes != (every := (*self.program.mesh,)):  # a further step of a move
+            return dataclasses.replace(self, axes=every)._for_product(found, line, when)
         beside = [each for each in self.sharded(place, dot, 1 - side) if each not in other]
         if beside and mine_k.isdisjoint(self.axes):
-            text = f"{when}both operands are sharded over {self.over} along dimensions of the result: "
+            over = joined([axis for axis in self.axes if axis in self.axes_in(beside)])
+            text = f"{when}both operands are sharded over {over} along dimensions of the result: "
             text += f"{self.dims(self.sharded(*found))}, and {self.dims(beside)}"
             remedy = "the result can keep one of the two: shard the other over another axis, or jaxmp.matmul"
             return Cause("shared axis", text, remedy, line)
@@ -332,7 +339,8 @@ class _Search(Lies):
         every = self._over_others(self.program.mesh)
         others = (every.lies(every.sharded(place, user, i)) for i in range(len(user.operands)) if i != number)
         result = self.lies(self.all(Dim(place, user, "", 0)), "the result") or joined([*filter(None, others)])
-        return self.has(found) + f", and {result}" * bool(result)
+        is_turned = place.operands(user)[number].opcode == "transpose"
+        return self.has(found) + ", transposed" * is_turned + f", and {result}" * bool(result)
 
     def _over_others(self, axes: Iterable[str]) -> Lies:
         return Lies(self.origins, tuple(sorted(axes)))
@@ -354,12 +362,15 @@ def _extents(each: Instruction) -> str:
     return "x".join(map(str, each.shapes[0][1]))
 
 
-def _written(collective: Instruction, line: str) -> Cause:
+def _written(collective: Instruction, over: str, line: str) -> Cause:
     name = f"jax.lax.{collective.primitive.removesuffix('_invariant')}"
     if "jaxmp" in collective.op_name:
         return Cause("jaxmp", f"{name} beside a call of jaxmp, whose row says why", "", line)
     if "transpose(" in collective.op_name:
-        text = f"the transpose of a collective, or of a value that devices share, is {name}"
+        text = f"the gradient of a value that is the same over {over}" + " (or of a sum over it)" * (
+            collective.primitive == "psum"
+        )
+        text = f"{text} is {name}" if name == "jax.lax.psum" else f"the transpose of a collective is {name}"
         return Cause("gradient", text, "", line)
     name += " (or pmean)" * (name == "jax.lax.psum")
     return Cause("written", f"{name} stands in the program", "", line)

@@ -64,7 +64,8 @@ class Instruction:
     @property
     def primitive(self) -> str:
         """The primitive of JAX's equation, or the empty string: arguments have names without a slash."""
-        return self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
+        name = self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
+        return "jit" if self.opcode == "copy" and name.startswith("jit(") else name  # an inner jit asks for a sharding
 
     @property
     def kind(self) -> str:
@@ -300,10 +301,8 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
     ids = _iota(found[3]) if found[2] else np.array(_ints(found[3]))
     place = np.empty(ids.size, int)
     place[ids] = np.arange(ids.size)
-    axes: list[tuple[str, ...]] = []
-    for dim in np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile):
-        varies = [name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()]
-        axes.append(tuple(varies))
+    places = np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile)
+    axes = [tuple(name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()) for dim in places]
     rank = len(tile) - ("last_tile_dim_replicate" in text)
     return tuple(axes[:rank])
 

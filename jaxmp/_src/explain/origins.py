@@ -17,9 +17,11 @@ ASKING = {
     "reshard": "jax.sharding.reshard",
     "shard_map": "a spec of shard_map",
     "call_exported": "a sharding of the exported function",
+    "jit": "a sharding of an inner jax.jit",
 }
 # A program's own changes of shape, which have names of their own.
 OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
+SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
 # Operations with dimensions that do not lie as those of their operands in the same order.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
 
@@ -71,8 +73,12 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """An argument, or what asks for a sharding itself."""
+        """An argument, what asks for a sharding itself, or what the body of a loop gives to its carry."""
         each = at.instruction
+        if each.opcode == "parameter" and at.computation.name in self.program.callers:
+            self._known[at, axis] = ()  # the body leads back to here
+            is_loop = self.program.callers[at.computation.name][1].opcode == "while"
+            return self.ahead(at._replace(instruction=at.computation.root), axis) if is_loop else ()
         if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
             is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
@@ -177,8 +183,14 @@ class Origins:
             (at,) = below
         if each.is_argument and each.opcode == "parameter":
             return each.op_name, at.dim
-        line = self._module.line(each)
+        line = self.line(at.computation, each)
         return f"the result of {primitive or each.opcode}" + f" ({line})" * bool(line), at.dim
+
+    def line(self, place: Computation, each: Instruction) -> str:
+        """The user's line; of a slice that a scan takes the loop's, as JAX traces such slices once for many scans."""
+        if SLICE_OF_SCAN.search(each.op_name) and place.name in self.program.callers:
+            each = self.program.callers[place.name][1]
+        return self._module.line(each)
 
     def _changes(self, at: Dim) -> bool:
         """Whether a loop gives another value of its own to this parameter."""
