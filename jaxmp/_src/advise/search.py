@@ -59,8 +59,7 @@ class PlanStep:
         return self.count * self.time.total
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """How an argument, or a value that is not followed, lies."""
 
     node: int

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp._src.contraction import planner
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.moves import in_call, size_of
-from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
+from jaxmp._src.hardware.call_time import CallTime, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import accumulator
@@ -20,14 +20,14 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 class Way(NamedTuple):
-    """A call, what each device receives in it, its time, how often it runs (once for each index of a batch that a
-    device has), and the bytes of a, b and d that a device holds."""
+    """A call; its time; the bytes of a, b and d that a device holds; those that it receives in the call; and how often
+    it runs: once for each index of a batch that a device has."""
 
     call: Contraction
-    transfers: tuple[Transfer, ...]
     time: CallTime
+    memory: int
+    bytes_moved: int
     runs: int
-    held: tuple[int, int, int]
 
 
 def ways(
@@ -61,4 +61,4 @@ def ways(
             transfers=moved,
             is_fused=True,
         )
-        yield Way(call, transfers, time, runs, held[:3])
+        yield Way(call, time, sum(held[:3]), sum(each.nbytes for each in transfers), runs)

@@ -129,15 +129,8 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
             found = varied.difference(other, bits.pull(one), relation)
             if found is not None:
                 outputs.append(Output(name, varied.name, found))
-    return Audit(
-        vary=vary,
-        reference=reference_name.name,
-        variants=tuple(variants),
-        rows=report.rows,
-        uncompared=report.uncompared,
-        outputs=tuple(outputs),
-        compared=report.compared,
-    )
+    names, rows, others = tuple(variants), report.rows, report.uncompared
+    return Audit(vary, reference_name.name, names, rows, others, tuple(outputs), report.compared)
 
 
 def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
@@ -160,7 +153,8 @@ def _batches(
     yield Variation(f"{nrows} rows"), reference
     for varied in variation.batches(nrows, _devices_along_rows(batched)):
         assert varied.rows is not None
-        taken = [_taken(x, varied.rows) if is_one else x for x, is_one in zip(arrays, is_batched, strict=True)]
+        rows = np.array(varied.rows)
+        taken = [bits.push(bits.pull(x)[rows], x) if i else x for x, i in zip(arrays, is_batched, strict=True)]
         try:
             side = trace(taken, mesh)
         except Exception as error:
@@ -205,7 +199,3 @@ def _devices_along_rows(arrays: Sequence[Any]) -> int:
         if isinstance(getattr(x, "sharding", None), NamedSharding)
     ]
     return int(np.lcm.reduce(shards)) if shards else 1
-
-
-def _taken(x: Any, rows: Sequence[int]) -> Any:
-    return bits.push(bits.pull(x)[np.array(rows)], x)

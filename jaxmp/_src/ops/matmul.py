@@ -140,14 +140,12 @@ def matmul(
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
     """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
-    arrays, indices = (request.a, request.b), []
+    arrays = request.a, request.b
     for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
     flags = check_flags(request)
-    for x, is_transposed, matrix in zip(
-        arrays, (flags["transpose_a"], flags["transpose_b"]), ("mk", "kn"), strict=True
-    ):
-        indices.append("k" if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    matrices = "km" if flags["transpose_a"] else "mk", "nk" if flags["transpose_b"] else "kn"
+    indices = ["k" if x.ndim == 1 else f"...{matrix}" for x, matrix in zip(arrays, matrices, strict=True)]
     for name in _OF_MATRICES:
         value, default = getattr(request, name), Request._field_defaults[name]
         if value is not default and not (isinstance(value, int | float) and value == default):

@@ -187,9 +187,7 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
         found = f"{x.dtype} and {w.dtype}"
         raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
-    implementation = operand_checks.check_choice(
-        "implementation", request.implementation, operand_checks.IMPLEMENTATIONS
-    )
+    implementation = operand_checks.check_implementation(request.implementation)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)

@@ -27,17 +27,8 @@ SCALED = (*FLOAT8, FLOAT4)
 INT8 = "int8"
 # Types that hostmp decodes as it packs them beside an operand of one of the wide types; cuBLASMp takes no such pair.
 NARROW = (
-    INT8,
-    "uint8",
-    "int4",
-    "uint4",
-    *SCALED,
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    *(INT8, "uint8", "int4", "uint4", *SCALED),
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 WIDE = ("bfloat16", "float16", "float32")
 

@@ -301,17 +301,8 @@ def interned(out_dtype: np.dtype, group: Group, **fields: Any) -> MatmulSpec:
 
 
 _UNSETTLED = Group(Pattern.UNSETTLED)
-_BILINEAR = {
-    "beta": 0.0,
-    "has_c": False,
-    "traced": (),
-    "epilog": Epilog.NONE,
-    "asks_all_reduce": False,
-    "scales": ScaleModes(),
-    "c_dtype": None,
-    "bias_dtype": None,
-    "aux_dtype": None,
-}
+_BESIDE = ("beta", "has_c", "traced", "epilog", "asks_all_reduce", "scales", "c_dtype", "bias_dtype", "aux_dtype")
+_BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # as by default
 
 
 @functools.cache
