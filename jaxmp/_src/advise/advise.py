@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmp._src.advise.program import Advised, ProgramAdvice
-from jaxmp._src.advise.ways import Mesh, Way, ways
+from jaxmp._src.advise.search import Mesh, Way, ways
 from jaxmp._src.contraction.contraction import in_no_layout
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware, hardware_of

@@ -113,7 +113,6 @@ class ProgramAdvice:
         return f"ProgramAdvice({self.program}: {self.best.name}, {self.best.seconds * 1e6:.3g} us)"
 
     def _repr_html_(self) -> str:
-        """The tables for notebooks."""
         return as_html(self.tables(), [self.program, *self.notes()])
 
 

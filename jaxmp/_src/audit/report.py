@@ -121,7 +121,6 @@ class Report:
 
     @property
     def uncompared(self) -> tuple[Uncompared, ...]:
-        """What was not compared."""
         return tuple(self._uncompared)
 
     @property

@@ -44,7 +44,6 @@ class Audit:
         return f"Audit({self._counts()}, vary={self.vary!r})"
 
     def _repr_html_(self) -> str:
-        """The table for notebooks."""
         return as_html(self._tables(), [self._total(), *self._notes()])
 
     def _tables(self) -> list[list[list[str]]]:

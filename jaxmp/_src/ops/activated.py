@@ -76,8 +76,6 @@ def compiled(run: Any, activation: str | Function | None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """As `activated_call`."""
-
     def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
         spec, operands = in_type(call.spec, operands, dtype)
         return [jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]]

@@ -128,14 +128,11 @@ def matmul(
         return block_cyclic.matmul(request)
     operands = eager_calls.operands_of(request)
     entry = eager_calls.find(request, operands)
-    result: Any
     if entry:
-        result = entry[0](*operands.values())
-    elif getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
-        result = _contract(request, entry)
-    else:
-        result = product(request, entry)
-    return result  # type: ignore[no-any-return]
+        return entry[0](*operands.values())  # type: ignore[no-any-return]
+    if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
+        return _contract(request, entry)
+    return product(request, entry)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:

@@ -120,7 +120,7 @@ class _Layer:
         self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
     ) -> dict[str, jax.Array]:
         """The results of the whole layer."""
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
@@ -134,14 +134,14 @@ class _Layer:
             spec = self.spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
             return [bind_plan(self.plan, *activated.in_type(spec, layer, dtype))["d"]]
 
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         return activated.activate(activation, activated.preactivations(products, self.spec.out_dtype, layer))
 
     def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         return bind_plan(self.plan, self.spec.replace(epilog=Epilog.NONE), {"a": layer["a"], "b": layer["b"]})["d"]
 
-    def _operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Those of the call, by their names there."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
@@ -222,7 +222,6 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 
 
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
-    """y by planned products."""
     (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
     h = outs["a"]
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
@@ -235,15 +234,12 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
         is_fused = is_fused and not dict(calls[1].frame.entries)["a"].gathers
         # Each device has its rows of the hidden layer.
         is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
-    names = (("w_in", "b_in"), ("w_out", "b_out"))
-    each = [
-        _Layer(s.replace(epilog=Epilog.NONE), plan, *pair)
-        for s, plan, pair in zip(layers.specs, plans, names, strict=True)
-    ]
+    first, second = (each.replace(epilog=Epilog.NONE) for each in layers.specs)
+    both = _Layer(first, plans[0], "w_in", "b_in"), _Layer(second, plans[1], "w_out", "b_out")
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, activation)
-    y: jax.Array = run(_Mlp(each[0], each[1], activation, is_fused, layers.calls), arrays)
+    y: jax.Array = run(_Mlp(*both, activation, is_fused, calls), arrays)
     return y
 
 
@@ -254,21 +250,19 @@ def jaxmp_mlp(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
     if not mlp.calls:
         return body(cast_reduced(operands))
     first, second = mlp.calls
-    names = (("x", "w_in", "b_in"), ("hidden", "w_out", "b_out"))
-    ins, outs = ([name for name in each if name in operands or name == "hidden"] for each in names)
     if not mlp.is_fused:
-        layer = dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
+        layer = mlp.first.operands(operands["x"], operands)
         if isinstance(mlp.activation, str):
             h = sharded_call.jaxmp_call(first, layer)["d"]
         else:
             h = activated.activated_call(first, mlp.activation, layer)
-        rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
-        y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
+        y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
         return y
     entries: dict[str, Entry] = {}
-    for call, given in ((first, ins), (second, outs)):
-        known = dict(zip(("a", "b", "bias"), given, strict=False))
-        entries |= {known[name]: entry for name, entry in call.frame.entries if known[name] != "hidden"}
+    for call, layer_of, x in ((first, mlp.first, "x"), (second, mlp.second, "hidden")):
+        names = {"a": x, "b": layer_of.weight, "bias": layer_of.bias}
+        entries |= {names[name]: entry for name, entry in call.frame.entries}
+    del entries["hidden"]
     frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
     y = on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
     return y

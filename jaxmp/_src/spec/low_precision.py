@@ -127,11 +127,10 @@ def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return ("int32",)
-    wide = ("bfloat16", "float16", "float32")
     if names == {FLOAT4}:
-        return (*wide, FLOAT4)
+        return (*WIDE, FLOAT4)
     if names <= set(FLOAT8) and "float8_e4m3fn" in names:
-        return (*wide, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
+        return (*WIDE, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
     return ()
 
 
