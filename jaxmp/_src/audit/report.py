@@ -73,7 +73,6 @@ class Report:
         self._turn, self._turns = 0, dict[Any, int]()
 
     def ran(self, eqn: Any, line: str) -> None:
-        """Counts one comparison of an operation."""
         key = _key(eqn, line)
         self._runs[key] = self._runs.get(key, 0) + 1
         self._turn += 1

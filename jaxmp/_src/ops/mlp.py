@@ -119,14 +119,12 @@ class _Layer:
     def apply(
         self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
     ) -> dict[str, jax.Array]:
-        """The results of the whole layer."""
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
     def hidden(self, x: jax.Array, operands: dict[str, jax.Array], activation: str | Function) -> jax.Array:
-        """The activated result."""
         if isinstance(activation, str):
             return self.apply(x, operands, activation)["d"]
 

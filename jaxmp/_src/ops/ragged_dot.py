@@ -153,7 +153,6 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """The spec and the operands by name."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)

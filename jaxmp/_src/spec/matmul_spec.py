@@ -247,11 +247,9 @@ class MatmulSpec(Parts):
         return {}
 
     def regroup(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes` of its group."""
         return self.replace(group=dataclasses.replace(self.group, **changes))
 
     def reorder(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes` of its order of summation."""
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
@@ -313,5 +311,4 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 
 
 def aux_dtype(spec: MatmulSpec) -> np.dtype:
-    """Type of gelu_aux."""
     return np.dtype(spec.aux_dtype or spec.out_dtype)
