@@ -116,7 +116,7 @@ def _is_array(leaf: Any) -> bool:
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the reference, which comes first, and each variant."""
     report, outputs = Report(vary), list[Output]()
-    reference_name, reference = next(sides)
+    first, reference = next(sides)
     whole = reference.whole()
     names = _output_names(fn, reference)
     variants = []
@@ -129,8 +129,7 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
             found = varied.difference(other, bits.pull(one), relation)
             if found is not None:
                 outputs.append(Output(name, varied.name, found))
-    names, rows, others = tuple(variants), report.rows, report.uncompared
-    return Audit(vary, reference_name.name, names, rows, others, tuple(outputs), report.compared)
+    return Audit(vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared)
 
 
 def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
