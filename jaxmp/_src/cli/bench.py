@@ -129,14 +129,10 @@ def _contenders(
     def theirs(a: jax.Array, b: jax.Array) -> jax.Array:
         if name == "grid":  # jnp takes no contraction that is sharded over two axes
             a, b = jax.sharding.reshard(a, P("x", None)), jax.sharding.reshard(b, P(None, "y"))
-        product: jax.Array = jnp.matmul(a, b, out_sharding=to)
-        return product
+        return jnp.matmul(a, b, out_sharding=to)
 
     with jax.set_mesh(mesh):
-        calls = {
-            "jaxmp": jax.jit(ours).lower(*operands).compile(),
-            "xla": jax.jit(theirs).lower(*operands).compile(),
-        }
+        calls = {each: jax.jit(f).lower(*operands).compile() for each, f in (("jaxmp", ours), ("xla", theirs))}
     return {each: functools.partial(call, *operands) for each, call in calls.items()}, row.implementation
 
 

@@ -94,8 +94,7 @@ def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> P
     """The products, for `activate`."""
     if accumulator(dtype) == dtype:
         return list(products(dtype, operands)), []
-    both: Preactivations = _rounded_and_wide(products, dtype, operands)
-    return both
+    return _rounded_and_wide(products, dtype, operands)
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
@@ -112,8 +111,7 @@ def activate(f: Function, zs: Preactivations) -> jax.Array:
     d: jax.Array = jax.checkpoint(apply)(*rounded)
     if not wide:
         return d
-    result: jax.Array = _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
-    return result
+    return _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

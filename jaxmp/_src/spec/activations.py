@@ -104,8 +104,7 @@ def find(activation: Any) -> str | Function | None:
         raise InvalidValue(
             f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
         )
-    found: str | Function | None = next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
-    return found
+    return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
 
 
 def is_named(f: Function | None) -> bool:
