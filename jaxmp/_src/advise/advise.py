@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmp._src.advise.program import Advised, ProgramAdvice
-from jaxmp._src.advise.ways import Mesh, Way, ways
+from jaxmp._src.advise.search import Mesh, Way, ways
 from jaxmp._src.contraction.contraction import in_no_layout
-from jaxmp._src.explain.text import aligned
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
+from jaxmp._src.runtime.text import aligned
+from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.validation.public import public
 
 
@@ -189,7 +190,7 @@ def advise(
         )
     advice = Advice(
         f"{m}x{k}x{n} {operand.name} on {devices} devices of {machine.name}",
-        tuple(_ranked(found, machine)),
+        tuple(_ranked(found, machine.memory)),
         operand.itemsize * lower_bound(m, k, n, devices, machine.memory / operand.itemsize),
         machine,
     )
@@ -224,28 +225,15 @@ def _meshes(devices: int) -> Iterator[Mesh]:
             yield tuple((axis, count) for axis, count in axes if count > 1)
 
 
-def _ranked(found: list[tuple[Mesh, Way]], hardware: Hardware) -> Iterator[Choice]:
+def _ranked(found: list[tuple[Mesh, Way]], capacity: float) -> Iterator[Choice]:
     """Those that fit first, then by time, then by memory; in that order one is efficient if it needs less memory than
     all before it."""
     least = float("inf")
-    for mesh, way in sorted(
-        found, key=lambda pair: (sum(pair[1].held) > hardware.memory, pair[1].time.total, sum(pair[1].held))
-    ):
-        memory, call = sum(way.held), way.call
-        yield Choice(
-            call.pattern.value,
-            str(call),
-            mesh,
-            _spec(call.layout.a),
-            _spec(call.layout.b),
-            _spec(call.layout.d),
-            way.time,
-            memory,
-            bytes_moved=sum(transfer.nbytes for transfer in way.transfers),
-            fits=memory <= hardware.memory,
-            is_efficient=memory < least,
-        )
-        least = min(least, memory)
+    for mesh, way in sorted(found, key=lambda x: (x[1].memory > capacity, x[1].time.total, x[1].memory)):
+        call, fits, is_efficient = way.call, way.memory <= capacity, way.memory < least
+        a, b, d = map(partition_spec, call.layout)
+        yield Choice(call.pattern.value, str(call), mesh, a, b, d, *way[1:4], fits, is_efficient)
+        least = min(least, way.memory)
 
 
 def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
@@ -266,10 +254,6 @@ def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
         access = 3 * (m * n * k / devices) ** (2 / 3)
     limited = 2 * m * n * k / (devices * memory**0.5) - memory
     return float(max(access - total / devices, limited, 0.0))
-
-
-def _spec(dims: tuple[tuple[str, ...], ...]) -> PartitionSpec:
-    return PartitionSpec(*(dim[0] if len(dim) == 1 else dim or None for dim in dims))
 
 
 def _cells(choice: Choice) -> list[str]:

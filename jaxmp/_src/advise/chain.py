@@ -7,14 +7,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmp._src.audit.operations import INLINED
-from jaxmp._src.contraction.contraction import LETTERS, LOCAL, Contraction, in_no_layout
+from jaxmp._src.contraction.contraction import LOCAL, Contraction, in_no_layout
 from jaxmp._src.hardware.call_time import kind_of
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.primitive.primitives import PRODUCTS, activated_matmul_p
+from jaxmp._src.validation import dimension_numbers
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "complex", "conj"),
@@ -200,17 +202,11 @@ def _products_in(eqn: Any) -> Iterator[str]:
 
 
 def _indices(eqn: Any) -> Contraction:
-    """The indices of a product."""
     if "spec" in eqn.params:
         batch = "i" if eqn.outvars[0].aval.ndim == 3 else ""
         return in_no_layout(*(batch + indices for indices in eqn.params["spec"].contraction.indices))
-    (of_a, of_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
-    ndim = eqn.invars[0].aval.ndim
-    a, b = LETTERS[:ndim], list(LETTERS[ndim : ndim + eqn.invars[1].aval.ndim])
-    for i, j in zip((*of_a, *batch_a), (*of_b, *batch_b), strict=True):
-        b[j] = a[i]
-    d = [a[i] for i in batch_a] + [x for x in a if x not in b] + [x for x in b if x not in a]
-    return in_no_layout(a, "".join(b), "".join(d))
+    a, b = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+    return dimension_numbers.parse(eqn.params["dimension_numbers"], a, b).product(a.ndim, b.ndim)
 
 
 # Operations that move dimensions ---------------------------------------------------------------------------------

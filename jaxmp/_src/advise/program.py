@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxmp._src.advise.chain import Chain, Node
 from jaxmp._src.advise.search import AXIS, CAP, Chosen, PlanStep, Search, spec_of
 from jaxmp._src.explain.arrays import is_array, split_arrays
-from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime.text import aligned, as_html
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,6 @@ class ProgramAdvice:
         return f"ProgramAdvice({self.program}: {self.best.name}, {self.best.seconds * 1e6:.3g} us)"
 
     def _repr_html_(self) -> str:
-        """The tables for notebooks."""
         return as_html(self.tables(), [self.program, *self.notes()])
 
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxmp._src.advise.chain import Node, View
-from jaxmp._src.advise.ways import ways
-from jaxmp._src.contraction import moves
-from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time
+from jaxmp._src.contraction import moves, planner
+from jaxmp._src.contraction.contraction import Contraction
+from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import accumulator
 
 AXIS = "x"
 # Up to how many beginnings of plans the search is exact; of more it keeps a quarter of that.
@@ -33,6 +36,53 @@ Sharding = int | None
 # By value: the sharding that it has, and those in which it has copies.
 Places = dict[int, tuple[Sharding, ...]]
 Live = frozenset[tuple[int, tuple[Sharding, ...]]]
+# The axes of a mesh and their sizes.
+Mesh = tuple[tuple[str, int], ...]
+
+
+class Way(NamedTuple):
+    """A call; its time; the bytes of a, b and d that a device holds; those that it receives in the call; and how often
+    it runs: once for each index of a batch that a device has."""
+
+    call: Contraction
+    time: CallTime
+    memory: int
+    bytes_moved: int
+    runs: int
+
+
+def ways(
+    product: Contraction,
+    extents: Mapping[str, int],
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    mesh: Mesh,
+    hardware: Hardware,
+) -> Iterator[Way]:
+    """The ways to run a product of operands and a result of these types, each axis in a role of its own."""
+    dtype, sizes, batch = dtypes[0], dict(mesh), product.batch
+    itemsizes = (dtypes[0].itemsize, dtypes[1].itemsize, dtypes[2].itemsize, accumulator(dtype).itemsize)
+    is_plain = not batch and product.is_stored_in_order
+    gathers_k = is_plain and not low_precision.is_low_precision(dtype)
+    terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
+    flops = 2 * math.prod(extents.values()) * (4 if np.issubdtype(dtype, np.complexfloating) else 1)
+    devices = moves.size_of(sizes, tuple(sizes))
+    for call in planner.layouts(product, terms):
+        runs = math.prod(extents[i] // moves.size_of(sizes, call.sharded("d", i)) for i in batch)
+        held = planner.local_bytes(call, terms)
+        a, b, d, sums = (nbytes // (runs or 1) for nbytes in held)
+        transfers = moves.in_call(call, sizes, a, b, sums)
+        moved = () if hardware.is_shared else transfers  # read in place, as `explain` counts them
+        time = call_time(
+            hardware,
+            # Devices with one role for all of d, and those with other indices of a batch, compute a product each.
+            flops=flops // (runs or 1) * (devices // moves.size_of(sizes, tuple(call.roles))),
+            kind=kind_of(dtype.name),
+            ndevices=devices,
+            nbytes=a + b + d + sum(each.nbytes for each in moved),
+            transfers=moved,
+            is_fused=True,
+        )
+        yield Way(call, time, sum(held[:3]), sum(each.nbytes for each in transfers), runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +109,7 @@ class PlanStep:
         return self.count * self.time.total
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """How an argument, or a value that is not followed, lies."""
 
     node: int
@@ -209,7 +258,6 @@ def spec_of(ndim: int, dim: Sharding) -> PartitionSpec:
 
 
 def _read(node: Node) -> set[int]:
-    """The nodes that a step reads."""
     return {*(view.node for view in node.operands), *([node.loop] if node.kind == "close" else [])}
 
 

@@ -116,7 +116,7 @@ def _is_array(leaf: Any) -> bool:
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the reference, which comes first, and each variant."""
     report, outputs = Report(vary), list[Output]()
-    reference_name, reference = next(sides)
+    first, reference = next(sides)
     whole = reference.whole()
     names = _output_names(fn, reference)
     variants = []
@@ -129,15 +129,7 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
             found = varied.difference(other, bits.pull(one), relation)
             if found is not None:
                 outputs.append(Output(name, varied.name, found))
-    return Audit(
-        vary=vary,
-        reference=reference_name.name,
-        variants=tuple(variants),
-        rows=report.rows,
-        uncompared=report.uncompared,
-        outputs=tuple(outputs),
-        compared=report.compared,
-    )
+    return Audit(vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared)
 
 
 def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
@@ -160,7 +152,8 @@ def _batches(
     yield Variation(f"{nrows} rows"), reference
     for varied in variation.batches(nrows, _devices_along_rows(batched)):
         assert varied.rows is not None
-        taken = [_taken(x, varied.rows) if is_one else x for x, is_one in zip(arrays, is_batched, strict=True)]
+        rows = np.array(varied.rows)
+        taken = [bits.push(bits.pull(x)[rows], x) if i else x for x, i in zip(arrays, is_batched, strict=True)]
         try:
             side = trace(taken, mesh)
         except Exception as error:
@@ -205,7 +198,3 @@ def _devices_along_rows(arrays: Sequence[Any]) -> int:
         if isinstance(getattr(x, "sharding", None), NamedSharding)
     ]
     return int(np.lcm.reduce(shards)) if shards else 1
-
-
-def _taken(x: Any, rows: Sequence[int]) -> Any:
-    return bits.push(bits.pull(x)[np.array(rows)], x)

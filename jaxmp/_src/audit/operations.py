@@ -18,16 +18,8 @@ _OURS = {primitive.name for primitive in (*PRODUCTS, grouped_p)}
 _GROUPED = (grouped_p.name, "ragged_dot_general")  # a level that they always have: "batch"
 # Equations whose jaxprs run once, as if they were written out.
 INLINED = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
 _KINDS = {
     "product": {"dot_general", "ragged_dot", "ragged_dot_general"},
@@ -141,10 +133,10 @@ def our_equation(eqn: Any) -> Any:
         return None
     if eqn.primitive.name != "shard_map" and not is_our_call(eqn):
         return None
-    found = [inner for inner in _all_equations(eqn) if inner.primitive.name in _OURS]
-    others = [one for one in _all_equations(eqn) if _KIND_OF.get(one.primitive.name) in ("product", "sum")]
-    is_call = is_our_call(eqn) or not others
-    return found[0] if found and is_call else None
+    inside = list(_all_equations(eqn))
+    if not is_our_call(eqn) and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
+        return None
+    return next((one for one in inside if one.primitive.name in _OURS), None)
 
 
 def is_packed(eqn: Any, dtype: np.dtype) -> bool:

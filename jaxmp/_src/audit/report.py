@@ -73,7 +73,6 @@ class Report:
         self._turn, self._turns = 0, dict[Any, int]()
 
     def ran(self, eqn: Any, line: str) -> None:
-        """Counts one comparison of an operation."""
         key = _key(eqn, line)
         self._runs[key] = self._runs.get(key, 0) + 1
         self._turn += 1
@@ -121,7 +120,6 @@ class Report:
 
     @property
     def uncompared(self) -> tuple[Uncompared, ...]:
-        """What was not compared."""
         return tuple(self._uncompared)
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxmp._src.audit.bits import Difference
 from jaxmp._src.audit.report import Output, Row, Uncompared
+from jaxmp._src.runtime.text import aligned, as_html
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,25 +37,19 @@ class Audit:
     compared: int
 
     def __str__(self) -> str:
-        lines = []
-        if self.rows:
-            table = _table(self.rows)
-            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-            lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+        lines = [line for table in self._tables() for line in aligned(table)]
         return "\n".join([*lines, self._total(), "", *self._notes()])
 
     def __repr__(self) -> str:
         return f"Audit({self._counts()}, vary={self.vary!r})"
 
     def _repr_html_(self) -> str:
-        """The table for notebooks."""
-        rows = []
-        if self.rows:
-            head, *body = ([html.escape(cell) for cell in cells] for cells in _table(self.rows))
-            rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
-            rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
-        notes = "<br>".join(map(html.escape, [self._total(), *self._notes()]))
-        return f"<table>{''.join(rows)}</table><p>{notes}</p>" if rows else f"<p>{notes}</p>"
+        return as_html(self._tables(), [self._total(), *self._notes()])
+
+    def _tables(self) -> list[list[list[str]]]:
+        """The one table, or none."""
+        cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
+        return [[list(_COLUMNS), *cells]] if self.rows else []
 
     def _counts(self) -> str:
         return f"{len(self.rows)} of {self.compared} operations differ"
@@ -66,10 +60,8 @@ class Audit:
     def _notes(self) -> list[str]:
         """What to do, once for all rows that are alike; what was not compared; and the whole program."""
         notes = []
-        settled = [row for row in self.rows if row.settled_by]
-        if settled:
-            lines = _places(settled)
-            notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {lines}")
+        if settled := [row for row in self.rows if row.settled_by]:
+            notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {_places(settled)}")
         advice: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             if not row.settled_by:
@@ -86,11 +78,9 @@ class Audit:
             return "whole program: no output that can be compared differs"
         worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
         names = dict.fromkeys(output.name or "the output" for output in self.outputs)
-        shown = ", ".join([*list(names)[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
-        text = f"whole program: {shown} differ{'s' * (len(names) == 1)}, by up to {_apart(worst)}"
-        if not self.rows:
-            text += _FUSED
-        return text
+        ulps = f"{worst.ulps} ulp{'s' * (worst.ulps != 1)} ({worst.absolute:.2g})"
+        text = f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}"
+        return text if self.rows else text + _FUSED
 
 
 _FUSED = (
@@ -103,14 +93,12 @@ _SHOWN = 8
 
 
 def _places(found: Sequence[Row | Uncompared]) -> str:
-    """The operations with their lines, the first few of them."""
-    names = list(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
-    return ", ".join([*names[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+    """The operations with their lines."""
+    return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
 
 
-def _apart(difference: Difference) -> str:
-    ulps = f"{difference.ulps} ulp{'s' * (difference.ulps != 1)}"
-    return f"{ulps} ({difference.absolute:.2g})"
+def _first(names: Collection[str]) -> str:
+    return ", ".join([*list(names)[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
 
 
 def _shapes(row: Row) -> str:
@@ -118,28 +106,16 @@ def _shapes(row: Row) -> str:
     return f"{', '.join(inputs)} -> {output}"
 
 
-def _dtype(row: Row) -> str:
-    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, row.dtypes[-1])
-
-
-def _remedy(row: Row) -> str:
-    return f"fuse({row.settled_by})" if row.settled_by else f"{row.kind}, see below"
-
-
 _SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "line": lambda row: row.line,
     "operation": lambda row: row.operation,
     "shapes": _shapes,
-    "type": _dtype,
+    "type": lambda row: functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, row.dtypes[-1]),
     "differs in": lambda row: ", ".join(row.variants),
     "times": lambda row: f"{row.count}/{row.runs}",
     "elements": lambda row: f"{row.difference.differing}/{row.difference.elements}",
     "ulps": lambda row: str(row.difference.ulps),
     "absolute": lambda row: f"{row.difference.absolute:.2g}",
-    "remedy": _remedy,
+    "remedy": lambda row: f"fuse({row.settled_by})" if row.settled_by else f"{row.kind}, see below",
 }
-
-
-def _table(rows: Sequence[Row]) -> list[list[str]]:
-    return [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]

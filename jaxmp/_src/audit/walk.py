@@ -81,8 +81,6 @@ class Walk:
 
     def _join(self, one: Value, other: Value) -> Pair:
         """These two values, of which the variant's has the reference's bits from here on."""
-        if other.twin is one:
-            return one, other, other.relation
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin

@@ -10,12 +10,11 @@ import jax
 
 from jaxmp._src.advise import advise as advise_lib
 from jaxmp._src.advise.program import Plan
-from jaxmp._src.cli.explain import argument_of, check_count, load, mesh_of
+from jaxmp._src.cli.explain import mesh_of, program
 from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, print_lines, print_table, rich
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Read by `run`."""
     parser.add_argument(
         "what",
         metavar="M K N | FILE.py:FUNCTION TYPE...",
@@ -64,8 +63,7 @@ def _run_program(options: argparse.Namespace) -> int:
     place, *types = options.what
     machine, mesh = named_hardware(options.hardware), mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        function, arguments = load(place), [argument_of(text, None) for text in types]
-        check_count(place, function, arguments)
+        function, arguments = program(place, types, None)
         try:
             found = advise_lib.advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
         except Exception as error:

@@ -34,7 +34,6 @@ _EQUAL = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Read by `run`."""
     for name, text in (("m", "rows of a"), ("k", "columns of a, rows of b"), ("n", "columns of b")):
         parser.add_argument(name, type=int, help=text)
     parser.add_argument("--mesh", type=int, default=4, help="how many devices share the product (4)")
@@ -64,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     flops = 2 * options.m * options.k * options.n * (4 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
     if options.json:
         print_json({"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong})
-        return int(bool(wrong))
-    _print(options, dtype, flops, results)
-    for each in wrong:
-        print(f"WRONG {each}")
+    else:
+        _print(options, dtype, flops, results)
+        for each in wrong:
+            print(f"WRONG {each}")
     return int(bool(wrong))
 
 
@@ -130,14 +129,10 @@ def _contenders(
     def theirs(a: jax.Array, b: jax.Array) -> jax.Array:
         if name == "grid":  # jnp takes no contraction that is sharded over two axes
             a, b = jax.sharding.reshard(a, P("x", None)), jax.sharding.reshard(b, P(None, "y"))
-        product: jax.Array = jnp.matmul(a, b, out_sharding=to)
-        return product
+        return jnp.matmul(a, b, out_sharding=to)
 
     with jax.set_mesh(mesh):
-        calls = {
-            "jaxmp": jax.jit(ours).lower(*operands).compile(),
-            "xla": jax.jit(theirs).lower(*operands).compile(),
-        }
+        calls = {each: jax.jit(f).lower(*operands).compile() for each, f in (("jaxmp", ours), ("xla", theirs))}
     return {each: functools.partial(call, *operands) for each, call in calls.items()}, row.implementation
 
 
@@ -168,13 +163,9 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
     for result in results:
         ours, theirs = result["seconds"]["jaxmp"], result["seconds"]["xla"]
         ratios.append(theirs / ours)
-        numbers = (
-            f"{ours * 1e3:.3f}",
-            f"{theirs * 1e3:.3f}",
-            f"{flops / ours / 1e9:.0f}",
-            f"{flops / theirs / 1e9:.0f}",
-        )
-        rows.append((result["pattern"], result["implementation"], *numbers, f"{theirs / ours:.2f}"))
+        times = [f"{each * 1e3:.3f}" for each in (ours, theirs)]
+        rates = [f"{flops / each / 1e9:.0f}" for each in (ours, theirs)]
+        rows.append((result["pattern"], result["implementation"], *times, *rates, f"{theirs / ours:.2f}"))
     columns = ("pattern", "by", "ms", "XLA ms", "Gflop/s", "XLA's", "XLA / jaxmp")
     print_table(f"{options.m}x{options.k}x{options.n} {dtype} on {options.mesh} devices", columns, rows, numbers=5)
     if ratios:

@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from jaxmp._src.explain.table import Explanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Read by `run`."""
     parser.add_argument("function", metavar="FILE.py:FUNCTION", help="the function, by file and name")
     parser.add_argument("arguments", metavar="TYPE", nargs="*", help="types of its arguments: f32[512@x,1024]")
     parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
@@ -44,9 +43,7 @@ def run(options: argparse.Namespace) -> int:
     hardware = named_hardware(options.hardware) if options.hardware else None
     mesh = mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        function = load(options.function)
-        arguments = [argument_of(text, mesh) for text in options.arguments]
-        check_count(options.function, function, arguments)
+        function, arguments = program(options.function, options.arguments, mesh)
         compiled: bool = options.compiled
         explanation = explain_lib.explain(function, quiet=True, hardware=hardware, compiled=compiled)(*arguments)
     if options.json:
@@ -65,8 +62,22 @@ def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
     return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
 
 
-def load(place: str) -> Callable[..., Any]:
-    """The function at "FILE.py:NAME"; the file runs as a module, with its folder on the import path."""
+def program(
+    place: str, types: Sequence[str], mesh: Mesh | None
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """The function at "FILE.py:NAME" and arguments of these types, of which it has to take so many."""
+    function, arguments = _load(place), [argument_of(text, mesh) for text in types]
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise CommandError(f"{place}: {error}; pass one type for each of its arguments, as f32[512,1024]") from None
+    except ValueError:  # a function without a signature
+        pass
+    return function, arguments
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """The file runs as a module, with its folder on the import path."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
@@ -117,13 +128,3 @@ def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
         raise CommandError(f"{text} names the axis {unknown[0]}, which --mesh does not have")
     sharding = None if mesh is None else NamedSharding(mesh, P(*axes))
     return jax.ShapeDtypeStruct(tuple(int(n) for n, _ in dims), jnp.dtype(dtype_of(found[1])), sharding=sharding)
-
-
-def check_count(place: str, function: Callable[..., Any], arguments: list[Any]) -> None:
-    """Raise CommandError where the function does not take so many arguments."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        raise CommandError(f"{place}: {error}; pass one type for each of its arguments, as f32[512,1024]") from None
-    except ValueError:  # a function without a signature
-        return

@@ -30,11 +30,9 @@ _PACKAGES = (
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
 # CPU devices whose links are measured.
 _CALIBRATED = 4
-_IMPLEMENTATIONS = ("host", "cublasmp", "xla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Read by `run`."""
     parser.add_argument("--calibrate", action="store_true", help='measure this machine\'s rates for hardware="this"')
     parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
 
@@ -57,14 +55,16 @@ def run(options: argparse.Namespace) -> int:
 
 def facts() -> dict[str, dict[str, Any]]:
     """Everything that `info` prints, by section; plain values for JSON."""
+    choices = {name: _choice(name) for name in _TYPES}
+    available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
     return {
         "versions": _versions(),
         "processor": dataclasses.asdict(processor()),
         "host implementation": _host(),
         "devices": _devices(),
         "libraries": _libraries(),
-        "implementation of a product": _choices(),
-        "available implementations": _available(),
+        "implementation of a product": {name: f"{who or 'none'}: {why}" for name, (who, why) in choices.items()},
+        "available implementations": {name: "yes" if who else f"no: {why}" for name, (who, why) in available.items()},
         "calibration": _calibration(),
         "environment": config.environment(),
     }
@@ -127,35 +127,17 @@ def _calibration() -> dict[str, Any]:
     return rates | beside | {"source": found["source"], "file": str(calibration.path())}
 
 
-def _choices() -> dict[str, str]:
-    """By type, who computes a product that several devices of one process share, and why."""
-    found = {}
-    for name in _TYPES:
-        try:
-            choice = _chosen(name, None)
-            found[name] = f"{choice.implementation}: {choice.why}"
-        except (ImportError, NotImplementedError, RuntimeError) as error:
-            found[name] = f"none: {error}"
-    return found
-
-
-def _available() -> dict[str, str]:
-    found = {}
-    for implementation in _IMPLEMENTATIONS:
-        try:
-            _chosen("float32", implementation)
-            found[implementation] = "yes"
-        except (ImportError, NotImplementedError, RuntimeError) as error:
-            found[implementation] = f"no: {error}"
-    return found
-
-
-def _chosen(dtype: str, implementation: str | None) -> backend.Choice:
+def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
+    """Who computes a product that several devices of one process share, and why; "" where nobody does."""
     operand = jnp.dtype(dtype)
     out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
     group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))
     spec = MatmulSpec(jnp.dtype(out), group, implementation=implementation)
-    return backend.choose_implementation(spec, jax_compat.default_platform(), "", (operand, operand))
+    try:
+        found = backend.choose_implementation(spec, jax_compat.default_platform(), "", (operand, operand))
+    except (ImportError, NotImplementedError, RuntimeError) as error:
+        return "", str(error)
+    return found.implementation, found.why
 
 
 def _text(value: Any) -> str:

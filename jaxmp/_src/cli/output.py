@@ -76,7 +76,6 @@ def _drawn(widths: Sequence[int]) -> int:
 
 
 def print_json(value: Any) -> None:
-    """`value` as JSON."""
     print(json.dumps(value, indent=1))
 
 

@@ -15,15 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from jaxmp import testing
-from jaxmp._src.cli.output import (
-    CommandError,
-    make_cpu_devices,
-    print_json,
-    print_table,
-    progress,
-    require_devices,
-    rich,
-)
+from jaxmp._src.cli import output
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp.testing import Check, Layout
@@ -36,7 +28,6 @@ _DEVICES = (1, 2, 4, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Read by `run`."""
     parser.add_argument("--quick", action="store_true", help="fewer shapes: a minute or two")
     parser.add_argument("--devices", type=int, help="how many devices share a product (8, or as many as there are)")
     parser.add_argument(
@@ -50,26 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """1 where a check fails."""
     if not options.json:
-        rich("progress")  # ahead of the work, for its error
-    make_cpu_devices(options.devices or _DEVICES[-1])
+        output.rich("progress")  # ahead of the work, for its error
+    output.make_cpu_devices(options.devices or _DEVICES[-1])
     if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
-        raise CommandError(f"--implementation cublasmp needs a CUDA device, JAX's backend is {jax.default_backend()}")
+        platform = jax.default_backend()
+        raise output.CommandError(f"--implementation cublasmp needs a CUDA device, JAX's backend is {platform}")
     count = options.devices or max(count for count in _DEVICES if count <= jax.device_count())
-    require_devices(count)
+    output.require_devices(count)
     results = []
     started = time.perf_counter()
     with jax.enable_x64(True):
         found = list(checks(count, options.implementation, options.quick))
-        with progress("selftest", len(found), is_quiet=options.json) as step:
+        with output.progress("selftest", len(found), is_quiet=options.json) as step:
             for check in found:
                 results.append(_result(check))
                 step(f"{check.promise} {check.subject}")
-    failed = [result for result in results if result["error"]]
+    seconds, has_failed = time.perf_counter() - started, any(result["error"] for result in results)
     if options.json:
-        print_json({"passed": not failed, "seconds": time.perf_counter() - started, "checks": results})
-        return int(bool(failed))
-    _print(results, time.perf_counter() - started)
-    return int(bool(failed))
+        output.print_json({"passed": not has_failed, "seconds": seconds, "checks": results})
+    else:
+        _print(results, seconds)
+    return int(has_failed)
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
@@ -116,11 +108,12 @@ def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str |
 
 
 def _result(check: Check) -> dict[str, str]:
+    text = ""
     try:
         check.run()
     except Exception as error:  # a check that cannot run is a result as well
-        return {"check": check.promise, "of": check.subject, "error": f"{type(error).__name__}: {error}"}
-    return {"check": check.promise, "of": check.subject, "error": ""}
+        text = f"{type(error).__name__}: {error}"
+    return {"check": check.promise, "of": check.subject, "error": text}
 
 
 def _print(results: Sequence[dict[str, str]], seconds: float) -> None:
@@ -129,7 +122,7 @@ def _print(results: Sequence[dict[str, str]], seconds: float) -> None:
     for kind in kinds:
         errors = [result["error"] for result in results if result["check"] == kind]
         rows.append((kind, len(errors), sum(map(bool, errors))))
-    print_table("", ("check", "run", "failed"), rows, numbers=2)
+    output.print_table("", ("check", "run", "failed"), rows, numbers=2)
     for result in results:
         if result["error"]:
             print(f"FAILED {result['check']} of {result['of']}: {result['error']}")

@@ -21,9 +21,9 @@ from jaxmp._src.explain.memory import Memory, memory_notes, memory_of, shape_of,
 from jaxmp._src.explain.origins import Origins
 from jaxmp._src.explain.partitioned import Program
 from jaxmp._src.explain.table import Explanation
-from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compiled
+from jaxmp._src.runtime.text import aligned, as_html
 
 
 @dataclasses.dataclass(frozen=True)

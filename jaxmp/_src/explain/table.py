@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxmp._src.explain.estimate import estimate
 from jaxmp._src.explain.row import Row
-from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.runtime.text import aligned, as_html
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

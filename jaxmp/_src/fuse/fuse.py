@@ -15,7 +15,7 @@ from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.spec import levels
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Implementation
-from jaxmp._src.validation.operand_checks import IMPLEMENTATIONS, check_choice, check_flag
+from jaxmp._src.validation.operand_checks import check_flag, check_implementation
 from jaxmp._src.validation.public import public
 
 Args = ParamSpec("Args")
@@ -61,7 +61,7 @@ def fuse(
     if not callable(fn):
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
     level = levels.find(determinism)
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_implementation(implementation)
     options = Options(level, implementation, check_flag("epilogs", epilogs))
 
     @functools.wraps(fn)

@@ -17,7 +17,6 @@ _FORMAT = 3
 
 
 def path() -> Path:
-    """The file with this machine's rates."""
     return config.cache_folder() / "hardware.json"
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
-from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
+from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
 from jaxmp._src.spec.matmul_spec import MatmulSpec, aux_dtype, extents
 
 # The scope of products that XLA partitions by itself, for `explain`.
@@ -231,7 +231,7 @@ def apply_epilog(
     if row.derivative:
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:
-        d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
+        d = FUNCTIONS[row.activation](z) if row.activation else z
     outputs = (
         {"d": d.astype(spec.out_dtype)} if not low_precision.is_scaled(spec.out_dtype) else _encode(d, operands, spec)
     )

@@ -76,8 +76,6 @@ def compiled(run: Any, activation: str | Function | None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """As `activated_call`."""
-
     def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
         spec, operands = in_type(call.spec, operands, dtype)
         return [jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]]
@@ -96,8 +94,7 @@ def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> P
     """The products, for `activate`."""
     if accumulator(dtype) == dtype:
         return list(products(dtype, operands)), []
-    both: Preactivations = _rounded_and_wide(products, dtype, operands)
-    return both
+    return _rounded_and_wide(products, dtype, operands)
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
@@ -114,8 +111,7 @@ def activate(f: Function, zs: Preactivations) -> jax.Array:
     d: jax.Array = jax.checkpoint(apply)(*rounded)
     if not wide:
         return d
-    result: jax.Array = _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
-    return result
+    return _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -295,7 +295,7 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
-        added = jnp.zeros(_data_shape(d), spec.out_dtype)
+        added = empty(d.shape, d.layout, spec.out_dtype)
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
 
     def multiply(a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
@@ -306,15 +306,8 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
     return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
 
 
-def _data_shape(matrix: Distributed) -> tuple[int, int]:
-    (rows, cols), (p, q) = matrix.local_shape, matrix.layout.grid
-    return rows * p, cols * q
-
-
 def _check_operands(a: Any, b: Any, c: Any) -> None:
-    for argument, x in (("a", a), ("b", b), ("c", c)):
-        if x is None and argument == "c":
-            continue
+    for argument, x in ({"a": a, "b": b} | ({} if c is None else {"c": c})).items():
         if not isinstance(x, BlockCyclicArray):
             raise InvalidType(
                 f"{argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "

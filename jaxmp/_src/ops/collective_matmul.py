@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, Unpack, cast, overload
+from typing import Any, Protocol, Required, Unpack, cast, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -17,45 +17,38 @@ from jaxmp._src.spec.options import AxisName
 from jaxmp._src.spec.request import AuxEpilog, PlainEpilog, Request, ShardOptions, WithResults
 from jaxmp._src.validation.public import public
 
+_Pair = tuple[AxisName, AxisName]
+
+
+class _OfPlain(ShardOptions, total=False):
+    epilog: PlainEpilog
+    scaling: None
+
+
+class _OfAux(ShardOptions, total=False):
+    epilog: Required[AuxEpilog]
+    scaling: Scaling | None
+
+
+class _OfAny(ShardOptions, total=False):
+    epilog: Epilog | int
+    scaling: Scaling | None
+
 
 class OnAxis(Protocol):
     """A product over one axis, as a type checker sees it."""
 
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        w: ArrayLike,
-        axis_name: AxisName,
-        c: ArrayLike | None = None,
-        *,
-        epilog: PlainEpilog = ...,
-        scaling: None = None,
-        **options: Unpack[ShardOptions],
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfPlain]
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        w: ArrayLike,
-        axis_name: AxisName,
-        c: ArrayLike | None = None,
-        *,
-        epilog: AuxEpilog,
-        scaling: Scaling | None = None,
-        **options: Unpack[ShardOptions],
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfAux]
     ) -> WithResults: ...
     @overload
     def __call__(
-        self,
-        x: ArrayLike,
-        w: ArrayLike,
-        axis_name: AxisName,
-        c: ArrayLike | None = None,
-        *,
-        epilog: Epilog | int = ...,
-        scaling: Scaling | None = None,
-        **options: Unpack[ShardOptions],
+        self, x: ArrayLike, w: ArrayLike, axis_name: AxisName, c: ArrayLike | None = None, **options: Unpack[_OfAny]
     ) -> Any: ...
 
 
@@ -64,39 +57,15 @@ class OnGrid(Protocol):
 
     @overload
     def __call__(
-        self,
-        a: ArrayLike,
-        b: ArrayLike,
-        axis_names: tuple[AxisName, AxisName],
-        c: ArrayLike | None = None,
-        *,
-        epilog: PlainEpilog = ...,
-        scaling: None = None,
-        **options: Unpack[ShardOptions],
+        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfPlain]
     ) -> jax.Array: ...
     @overload
     def __call__(
-        self,
-        a: ArrayLike,
-        b: ArrayLike,
-        axis_names: tuple[AxisName, AxisName],
-        c: ArrayLike | None = None,
-        *,
-        epilog: AuxEpilog,
-        scaling: Scaling | None = None,
-        **options: Unpack[ShardOptions],
+        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfAux]
     ) -> WithResults: ...
     @overload
     def __call__(
-        self,
-        a: ArrayLike,
-        b: ArrayLike,
-        axis_names: tuple[AxisName, AxisName],
-        c: ArrayLike | None = None,
-        *,
-        epilog: Epilog | int = ...,
-        scaling: Scaling | None = None,
-        **options: Unpack[ShardOptions],
+        self, a: ArrayLike, b: ArrayLike, axis_names: _Pair, c: ArrayLike | None = None, **options: Unpack[_OfAny]
     ) -> Any: ...
 
 

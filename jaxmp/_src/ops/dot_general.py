@@ -129,7 +129,6 @@ def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
 
 
 def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_types.Conversion, _Product]:
-    """The conversions around a product, and its plan."""
     lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
     if request.level.global_order:
@@ -189,7 +188,6 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
 
 
 def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The product of global arrays that XLA partitions."""
     dtype, _ = product.dtypes(lhs, rhs)
     matrix = jax.ShapeDtypeStruct((1, 1), dtype)
     spec, *_ = validated(product.request._replace(a=matrix, b=matrix))
@@ -243,7 +241,6 @@ def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: ja
 def _multiply_shards(
     placement: meshes.Placement, plan: Contraction, request: Request, a: jax.Array, b: jax.Array
 ) -> jax.Array:
-    """One device's part of the planned product."""
     group = Group.of(plan, placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
     spec, operands, _ = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())

@@ -201,10 +201,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
 
 
 def _products(
-    spec: MatmulSpec,
-    product: Callable[[MatmulSpec, Operands], jax.Array],
-    dtype: np.dtype,
-    operands: Operands,
+    spec: MatmulSpec, product: Callable[[MatmulSpec, Operands], jax.Array], dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
     """Both products, each by `product` of its spec and operands."""
     products = []
@@ -222,8 +219,7 @@ _NAMES = ("gate", "up")
 def _product(call: sharded_call.Call | None, plan: Contraction, spec: MatmulSpec, layer: Operands) -> jax.Array:
     """One of the products, by the gate's call."""
     if call is None:
-        d: jax.Array = bind_plan(plan, spec, layer)["d"]
-        return d
+        return bind_plan(plan, spec, layer)["d"]
     if isinstance(call, sharded_call.ShardedCall):
         entries = dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((plan.layout.d[-1],)))}
         frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))

@@ -128,26 +128,21 @@ def matmul(
         return block_cyclic.matmul(request)
     operands = eager_calls.operands_of(request)
     entry = eager_calls.find(request, operands)
-    result: Any
     if entry:
-        result = entry[0](*operands.values())
-    elif getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
-        result = _contract(request, entry)
-    else:
-        result = product(request, entry)
-    return result  # type: ignore[no-any-return]
+        return entry[0](*operands.values())  # type: ignore[no-any-return]
+    if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
+        return _contract(request, entry)
+    return product(request, entry)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
     """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
-    arrays, indices = (request.a, request.b), []
+    arrays = request.a, request.b
     for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
     flags = check_flags(request)
-    for x, is_transposed, matrix in zip(
-        arrays, (flags["transpose_a"], flags["transpose_b"]), ("mk", "kn"), strict=True
-    ):
-        indices.append("k" if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    matrices = "km" if flags["transpose_a"] else "mk", "nk" if flags["transpose_b"] else "kn"
+    indices = ["k" if x.ndim == 1 else f"...{matrix}" for x, matrix in zip(arrays, matrices, strict=True)]
     for name in _OF_MATRICES:
         value, default = getattr(request, name), Request._field_defaults[name]
         if value is not default and not (isinstance(value, int | float) and value == default):

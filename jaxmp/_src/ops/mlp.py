@@ -119,14 +119,12 @@ class _Layer:
     def apply(
         self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
     ) -> dict[str, jax.Array]:
-        """The results of the whole layer."""
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
     def hidden(self, x: jax.Array, operands: dict[str, jax.Array], activation: str | Function) -> jax.Array:
-        """The activated result."""
         if isinstance(activation, str):
             return self.apply(x, operands, activation)["d"]
 
@@ -134,14 +132,14 @@ class _Layer:
             spec = self.spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
             return [bind_plan(self.plan, *activated.in_type(spec, layer, dtype))["d"]]
 
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         return activated.activate(activation, activated.preactivations(products, self.spec.out_dtype, layer))
 
     def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
-        layer = self._operands(x, operands)
+        layer = self.operands(x, operands)
         return bind_plan(self.plan, self.spec.replace(epilog=Epilog.NONE), {"a": layer["a"], "b": layer["b"]})["d"]
 
-    def _operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Those of the call, by their names there."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
@@ -150,9 +148,13 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
+    """Both layers, hashable; on global arrays with their calls, else on the shards of the enclosing shard_map."""
+
     first: _Layer
     second: _Layer
     activation: str | Function
+    is_fused: bool
+    calls: tuple[sharded_call.ShardedCall, ...]
 
 
 def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
@@ -217,64 +219,48 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 # Where it runs ---------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Both layers, hashable; on global arrays with their calls, else on the shards of the enclosing shard_map."""
-
-    mlp: _Mlp
-    is_fused: bool
-    calls: tuple[sharded_call.ShardedCall, ...] = ()
-
-
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
-    """y by planned products."""
     (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
     h = outs["a"]
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
-    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes
-    is_fused &= isinstance(activation, str)
-    is_fused &= not spec.global_order  # a hidden bias has its sums over data-parallel ranks from calls
-    if calls:
-        is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
+    # A hidden bias has its sums over data-parallel ranks from calls.
+    is_fused = is_fused and not spec.global_order and all(map(completes_sums, layers.specs))
+    if is_fused and calls:
+        is_fused = calls[0].frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
         is_fused = is_fused and not dict(calls[1].frame.entries)["a"].gathers
         # Each device has its rows of the hidden layer.
         is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
-    is_fused &= all(map(completes_sums, layers.specs))
-    names = (("w_in", "b_in"), ("w_out", "b_out"))
-    each = [
-        _Layer(s.replace(epilog=Epilog.NONE), plan, *pair)
-        for s, plan, pair in zip(layers.specs, plans, names, strict=True)
-    ]
+    first, second = (each.replace(epilog=Epilog.NONE) for each in layers.specs)
+    both = _Layer(first, plans[0], "w_in", "b_in"), _Layer(second, plans[1], "w_out", "b_out")
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, activation)
-    y: jax.Array = run(_Run(_Mlp(each[0], each[1], activation), is_fused, layers.calls), arrays)
+    y: jax.Array = run(_Mlp(*both, activation, is_fused, calls), arrays)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
+def jaxmp_mlp(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
-    body = functools.partial(_fused_layers if run.is_fused else _layers, run.mlp)
-    if not run.calls:
+    body = functools.partial(_fused_layers if mlp.is_fused else _layers, mlp)
+    if not mlp.calls:
         return body(cast_reduced(operands))
-    first, second = run.calls
-    names = (("x", "w_in", "b_in"), ("hidden", "w_out", "b_out"))
-    ins, outs = ([name for name in each if name in operands or name == "hidden"] for each in names)
-    if not run.is_fused:
-        layer = dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
-        if isinstance(run.mlp.activation, str):
+    first, second = mlp.calls
+    if not mlp.is_fused:
+        layer = mlp.first.operands(operands["x"], operands)
+        if isinstance(mlp.activation, str):
             h = sharded_call.jaxmp_call(first, layer)["d"]
         else:
-            h = activated.activated_call(first, run.mlp.activation, layer)
-        rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
-        y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
+            h = activated.activated_call(first, mlp.activation, layer)
+        y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
         return y
     entries: dict[str, Entry] = {}
-    for call, given in ((first, ins), (second, outs)):
-        known = dict(zip(("a", "b", "bias"), given, strict=False))
-        entries |= {known[name]: entry for name, entry in call.frame.entries if known[name] != "hidden"}
+    for call, layer_of, x in ((first, mlp.first, "x"), (second, mlp.second, "hidden")):
+        names = {"a": x, "b": layer_of.weight, "bias": layer_of.bias}
+        entries |= {names[name]: entry for name, entry in call.frame.entries}
+    del entries["hidden"]
     frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
     y = on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
     return y

@@ -156,7 +156,6 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, Any]:
-    """The products, and the constraint on their result."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")

@@ -153,7 +153,6 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """The spec and the operands by name."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)
@@ -187,9 +186,7 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
         found = f"{x.dtype} and {w.dtype}"
         raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
-    implementation = operand_checks.check_choice(
-        "implementation", request.implementation, operand_checks.IMPLEMENTATIONS
-    )
+    implementation = operand_checks.check_implementation(request.implementation)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)

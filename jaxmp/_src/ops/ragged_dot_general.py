@@ -102,7 +102,6 @@ class _Numbers:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """The free dimensions of rhs."""
         return tuple(i for i in self.dot.rhs_free if i != self.group)
 
     def among(self, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,7 +113,6 @@ class _Numbers:
         return pick(self.dot.rhs_contract, tuple(map(self.dot.lhs_contract.index, dims)))
 
     def result(self, lhs: Shape, rhs: Shape, groups: int) -> Shape:
-        """The shape of the result."""
         ahead = (groups,) if self.group is None else ()
         return (*ahead, *pick(lhs, self.dot.lhs_batch), *pick(lhs, self.dot.lhs_free), *pick(rhs, self.columns))
 

@@ -21,27 +21,23 @@ _SCALE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
+@jax.custom_jvp
 def gelu(z: jax.Array) -> jax.Array:
     """GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415; cuBLASLt's CUBLASLT_EPILOGUE_GELU).
 
     0.5 z (1 + tanh(u)) = z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3): the right side does not cancel at z << 0.
     """
-    return _gelu(z)
-
-
-@jax.custom_jvp
-def _gelu(z: jax.Array) -> jax.Array:
     scale, cubic = _constants(z)
     return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
 
 
-@_gelu.defjvp
+@gelu.defjvp
 @jax_compat.under_known_flags
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
     (z,), (t,) = primals, tangents
     slope = gelu_derivative(z)
-    return _gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
+    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,8 +104,7 @@ def find(activation: Any) -> str | Function | None:
         raise InvalidValue(
             f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
         )
-    found: str | Function | None = next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
-    return found
+    return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
 
 
 def is_named(f: Function | None) -> bool:

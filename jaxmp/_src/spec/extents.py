@@ -70,9 +70,7 @@ class Extents:
 
 def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
     """The extents that follow from the local shapes of the stored A and B."""
-    if spec.distributions:
-        return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
-    return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape))
+    return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,7 +79,7 @@ def _extents(
     group: Group,
     a_shape: Shape,
     b_shape: Shape,
-    distributions: tuple[Distributed, Distributed, Distributed] | None = None,
+    distributions: tuple[Distributed, Distributed, Distributed] | None,
 ) -> Extents:
     held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
     local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]

@@ -27,17 +27,8 @@ SCALED = (*FLOAT8, FLOAT4)
 INT8 = "int8"
 # Types that hostmp decodes as it packs them beside an operand of one of the wide types; cuBLASMp takes no such pair.
 NARROW = (
-    INT8,
-    "uint8",
-    "int4",
-    "uint4",
-    *SCALED,
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
+    *(INT8, "uint8", "int4", "uint4", *SCALED),
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 WIDE = ("bfloat16", "float16", "float32")
 
@@ -136,11 +127,10 @@ def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return ("int32",)
-    wide = ("bfloat16", "float16", "float32")
     if names == {FLOAT4}:
-        return (*wide, FLOAT4)
+        return (*WIDE, FLOAT4)
     if names <= set(FLOAT8) and "float8_e4m3fn" in names:
-        return (*wide, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
+        return (*WIDE, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
     return ()
 
 

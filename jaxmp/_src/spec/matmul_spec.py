@@ -247,11 +247,9 @@ class MatmulSpec(Parts):
         return {}
 
     def regroup(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes` of its group."""
         return self.replace(group=dataclasses.replace(self.group, **changes))
 
     def reorder(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes` of its order of summation."""
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
@@ -301,17 +299,8 @@ def interned(out_dtype: np.dtype, group: Group, **fields: Any) -> MatmulSpec:
 
 
 _UNSETTLED = Group(Pattern.UNSETTLED)
-_BILINEAR = {
-    "beta": 0.0,
-    "has_c": False,
-    "traced": (),
-    "epilog": Epilog.NONE,
-    "asks_all_reduce": False,
-    "scales": ScaleModes(),
-    "c_dtype": None,
-    "bias_dtype": None,
-    "aux_dtype": None,
-}
+_BESIDE = ("beta", "has_c", "traced", "epilog", "asks_all_reduce", "scales", "c_dtype", "bias_dtype", "aux_dtype")
+_BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # as by default
 
 
 @functools.cache
@@ -322,5 +311,4 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 
 
 def aux_dtype(spec: MatmulSpec) -> np.dtype:
-    """Type of gelu_aux."""
     return np.dtype(spec.aux_dtype or spec.out_dtype)

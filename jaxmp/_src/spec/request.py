@@ -76,7 +76,6 @@ class Request(NamedTuple):
 
     @property
     def level(self) -> levels.Level:
-        """The level that is asked for."""
         return levels.find(self.determinism)
 
 

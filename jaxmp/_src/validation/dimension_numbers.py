@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import jax
-
 from jaxmp._src.contraction.contraction import LETTERS, Contraction, in_no_layout
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.validation import operand_checks
 
@@ -46,7 +45,7 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
     return tuple(values[i] for i in indices)
 
 
-def parse(dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> DimensionNumbers:
+def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
     """Dimension numbers without negative ones, checked against the operands."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
@@ -80,15 +79,16 @@ def parse(dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> DimensionNu
     # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
     pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
     lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
-    lhs_free = tuple(i for i in range(lhs.ndim) if i not in lhs_contract + lhs_batch)
-    rhs_free = tuple(j for j in range(rhs.ndim) if j not in rhs_contract + rhs_batch)
+    lhs_free = tuple(i for i in range(len(lhs.shape)) if i not in lhs_contract + lhs_batch)
+    rhs_free = tuple(j for j in range(len(rhs.shape)) if j not in rhs_contract + rhs_batch)
     return DimensionNumbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
 
 
-def _within(argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
+def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
+    ndim = len(x.shape)
     for i in dimensions:
-        if not -x.ndim <= i < x.ndim:
+        if not -ndim <= i < ndim:
             raise InvalidValue(
-                f"dimension_numbers name dimension {i} of {argument}, which has {x.ndim} (shape {tuple(x.shape)})"
+                f"dimension_numbers name dimension {i} of {argument}, which has {ndim} (shape {tuple(x.shape)})"
             )
-    return tuple(i % x.ndim for i in dimensions)
+    return tuple(i % ndim for i in dimensions)

@@ -16,7 +16,7 @@ from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 from jaxmp._src.spec.request import Request
 
-IMPLEMENTATIONS = (None, *get_args(Implementation))
+_IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
@@ -123,7 +123,7 @@ def check_flags(request: Request) -> dict[str, Any]:
         "transpose_b": check_flag("transpose_b", request.transpose_b),
         "conjugate_a": check_conjugate("conjugate_a", request.conjugate_a, request.a),
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
-        "implementation": check_choice("implementation", request.implementation, IMPLEMENTATIONS),
+        "implementation": check_implementation(request.implementation),
         "b_leads": request.b_leads,
     } | request.level.option
 
@@ -140,9 +140,9 @@ def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
         )
 
 
-def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if value not in choices:
-        raise InvalidValue(f"{argument} must be one of {choices}, got {value!r}")
+def check_implementation(value: Any) -> Any:
+    if value not in _IMPLEMENTATIONS:
+        raise InvalidValue(f"implementation must be one of {_IMPLEMENTATIONS}, got {value!r}")
     return value
 
 

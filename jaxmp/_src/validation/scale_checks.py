@@ -8,21 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.spec.low_precision import (
-    BLK128,
-    FLOAT4,
-    FLOAT8,
-    INT8,
-    NONE,
-    SCALAR,
-    VEC16,
-    VEC32,
-    VEC128,
-    Scaling,
-    find_mode,
-    is_low_precision,
-    is_scaled,
-)
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.low_precision import BLK128, FLOAT4, FLOAT8, INT8, NONE, SCALAR, VEC16, VEC32, VEC128, Scaling
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.validation.operand_checks import check_dtype, check_flag
@@ -33,7 +20,7 @@ _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def check_transpositions(dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
-    if is_scaled(dtype) and (transpose_a or not transpose_b):
+    if low_precision.is_scaled(dtype) and (transpose_a or not transpose_b):
         raise InvalidValue(
             f"{np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
             f"and b stored (n, k): pass transpose_a=False and transpose_b=True, got transpose_a={transpose_a} and "
@@ -44,7 +31,7 @@ def check_transpositions(dtype: np.dtype, transpose_a: bool, transpose_b: bool) 
 def side_dtypes(out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
     """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
     out = np.dtype(out)
-    if not is_scaled(out):
+    if not low_precision.is_scaled(out):
         return out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     if c is None:
         return np.dtype(np.float16), np.dtype(np.float16)
@@ -65,7 +52,7 @@ def check_bias(bias: Any, dtype: np.dtype, out: np.dtype) -> None:
 def check_epilog(epilog_name: str, dtype: np.dtype, out: np.dtype) -> None:
     """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
     allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
-    if is_scaled(dtype) and np.dtype(out).name != FLOAT4:
+    if low_precision.is_scaled(dtype) and np.dtype(out).name != FLOAT4:
         allowed = (*allowed, *_GELU_AUX)
     if epilog_name not in allowed:
         raise NotAvailable(
@@ -82,7 +69,7 @@ def resolve_scales(
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
         )
-    if not is_scaled(a.dtype):
+    if not low_precision.is_scaled(a.dtype):
         if scaling is not None:
             raise InvalidType(
                 f"only float8 and float4 operands take scaling, but {{a}} has dtype {a.dtype}; drop scaling"
@@ -92,8 +79,8 @@ def resolve_scales(
     scaling = Scaling() if scaling is None else scaling
     amax, aux_amax = (check_flag(f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
     modes = {
-        "a": find_mode("scaling.a", scaling.a, tuple(a.shape), a.dtype),
-        "b": find_mode("scaling.b", scaling.b, tuple(b.shape), b.dtype),
+        "a": low_precision.find_mode("scaling.a", scaling.a, tuple(a.shape), a.dtype),
+        "b": low_precision.find_mode("scaling.b", scaling.b, tuple(b.shape), b.dtype),
         "c": _check_scalar("c", scaling.c),
         "d": _check_scalar("d", scaling.d),
         "aux": _check_scalar("aux", scaling.aux),
@@ -107,7 +94,7 @@ def resolve_scales(
             f"scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
             f"{out.name} and scaling.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
         )
-    out_scale = modes["a"] if is_blocked and is_low_precision(out) else NONE
+    out_scale = modes["a"] if is_blocked and low_precision.is_low_precision(out) else NONE
     given = {f"scale_{key}": getattr(scaling, key) for key, mode in modes.items() if mode != NONE}
     fields = ScaleModes(**modes, d_out=out_scale, amax_d=amax, amax_aux=aux_amax)
     return {"scales": fields, "aux_dtype": aux}, given
@@ -132,7 +119,7 @@ def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
             f"scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
-    is_low_precision_out = is_low_precision(out)
+    is_low_precision_out = low_precision.is_low_precision(out)
     if is_low_precision_out and not tensorwide and a not in (VEC16, VEC32):
         raise NotAvailable(
             f"with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"

@@ -1,4 +1,4 @@
-"""Tables of `explain` and `advise` as text and as HTML."""
+"""Tables of reports as text and as HTML."""
 
 from __future__ import annotations
 
