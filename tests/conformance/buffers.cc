@@ -118,14 +118,10 @@ Buffer Buffers::scatter(const Matrix& whole, const test::Layout& layout, cudaDat
   const auto [rows, cols] = layout.local_shape(number_);
   const int64_t ld = lld(layout);
   Buffer buffer(rank_, rows > 0 && cols > 0 ? bytes_of(type, cols * ld) : 0);
-  for (int64_t j = 0; j < layout.cols; ++j) {
-    for (int64_t i = 0; i < layout.rows; ++i) {
-      if (layout.owner(i, j) != number_) continue;
-      // An all-reduce's C is the same on every rank, side by side.
-      test::encode_at(type, whole.at(i, j % whole.cols), buffer.before(),
-                      layout.local_col(j) * ld + layout.local_row(i));
-    }
-  }
+  layout.each_of(number_, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+    // An all-reduce's C is the same on every rank, side by side.
+    test::encode_at(type, whole.at(i, j % whole.cols), buffer.before(), col * ld + row);
+  });
   return buffer;
 }
 
@@ -135,15 +131,11 @@ Buffer Buffers::scatter_scales(const test::Layout& layout, int mode, unsigned se
   const int64_t inners = (inner_extent + inner_block(mode) - 1) / inner_block(mode);
   const int64_t count = scale_count(mode, inners, outers);
   Buffer buffer(rank_, static_cast<size_t>(is_tiled(mode) ? count : 4 * count));
-  for (int64_t j = 0; j < layout.cols; ++j) {
-    for (int64_t i = 0; i < layout.rows; ++i) {
-      if (layout.owner(i, j) != number_) continue;
-      const int64_t row = layout.local_row(i), col = layout.local_col(j);
-      const int64_t inner = (is_inner_row ? row : col) / inner_block(mode), outer = is_inner_row ? col : row;
-      put_scale(mode, scale_of(mode, is_inner_row ? i : j, is_inner_row ? j : i, seed), buffer.before(),
-                scale_index(mode, inner, outer, inners, outers));
-    }
-  }
+  layout.each_of(number_, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+    const int64_t inner = (is_inner_row ? row : col) / inner_block(mode), outer = is_inner_row ? col : row;
+    put_scale(mode, scale_of(mode, is_inner_row ? i : j, is_inner_row ? j : i, seed), buffer.before(),
+              scale_index(mode, inner, outer, inners, outers));
+  });
   return buffer;
 }
 
@@ -182,18 +174,15 @@ void Buffers::make_epilog(const Operands& operands) {
 }
 
 void Buffers::put_aux(const Matrix& whole) {
-  for (int64_t j = 0; j < layouts.d.cols; ++j) {
-    for (int64_t i = 0; i < c_.m; ++i) {
-      if (layouts.d.owner(i, j) != number_) continue;
-      const Number value = whole.at(i, j % c_.n);
-      const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
-      if (!test::is_relu(c_.epilog)) {
-        test::encode_at(c_.aux_type, value, aux.before(), at);
-      } else if (value.real() > 0) {
-        aux.before()[at / 8] = static_cast<char>(aux.before()[at / 8] | 1 << (row % 8));
-      }
+  layouts.d.each_of(number_, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+    const Number value = whole.at(i, j % c_.n);
+    const int64_t at = col * aux_ld + row;
+    if (!test::is_relu(c_.epilog)) {
+      test::encode_at(c_.aux_type, value, aux.before(), at);
+    } else if (value.real() > 0) {
+      aux.before()[at / 8] = static_cast<char>(aux.before()[at / 8] | 1 << (row % 8));
     }
-  }
+  });
 }
 
 std::array<Buffer*, 15> Buffers::all() {
@@ -239,15 +228,12 @@ Verdict Buffers::judge_d(const Expected& expected) const {
   Verdict verdict;
   const double scale = c_.has_scale_d ? kScaleD : 1;
   const int64_t ld = lld(layouts.d);
-  for (int64_t j = 0; j < layouts.d.cols; ++j) {
-    for (int64_t i = 0; i < c_.m; ++i) {
-      if (layouts.d.owner(i, j) != number_) continue;
-      const int64_t at = layouts.d.local_col(j) * ld + layouts.d.local_row(i);
-      const Number want = expected.d.at(i, j % c_.n) * scale;
-      const double slack = expected.slack.at(i, j % c_.n).real() + expected.magnitude.at(i, j % c_.n).real();
-      verdict.add(get_element(c_.out, d.after(), at), stored(c_.out, want), allowance(c_, c_.out, slack, want));
-    }
-  }
+  layouts.d.each_of(number_, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+    const Number want = expected.d.at(i, j % c_.n) * scale;
+    const double slack = expected.slack.at(i, j % c_.n).real() + expected.magnitude.at(i, j % c_.n).real();
+    verdict.add(get_element(c_.out, d.after(), col * ld + row), stored(c_.out, want),
+                allowance(c_, c_.out, slack, want));
+  });
   return verdict;
 }
 
@@ -285,23 +271,19 @@ Verdict Buffers::judge_aux(const Expected& expected) const {
     if (at % aux_ld < rows) continue;
     verdict.add(test::is_relu(c_.epilog) ? at_bit(at) : get_element(c_.aux_type, aux.after(), at), 0, 1e-37);
   }
-  for (int64_t j = 0; j < layouts.d.cols; ++j) {
-    for (int64_t i = 0; i < c_.m; ++i) {
-      if (layouts.d.owner(i, j) != number_) continue;
-      const Number z = expected.z.at(i, j % c_.n);
-      const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
-      if (test::is_relu(c_.epilog)) {
-        const double unsure = c_.is_random ? 8 * test::unit_roundoff(c_.accumulator()) : 0;
-        const bool is_unsure = std::abs(z) < unsure * expected.magnitude.at(i, j % c_.n).real();
-        verdict.add(at_bit(at), z.real() > 0 ? 1 : 0, is_unsure ? 1 : 1e-37);
-      } else {
-        const double magnitude = expected.magnitude.at(i, j % c_.n).real();
-        const Number want = z * (c_.has_scale_aux ? kScaleAux : 1);
-        verdict.add(get_element(c_.aux_type, aux.after(), at), stored(c_.aux_type, want),
-                    allowance(c_, c_.aux_type, magnitude, want));
-      }
+  layouts.d.each_of(number_, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+    const Number z = expected.z.at(i, j % c_.n);
+    const double magnitude = expected.magnitude.at(i, j % c_.n).real();
+    const int64_t at = col * aux_ld + row;
+    if (test::is_relu(c_.epilog)) {
+      const double unsure = c_.is_random ? 8 * test::unit_roundoff(c_.accumulator()) : 0;
+      verdict.add(at_bit(at), z.real() > 0 ? 1 : 0, std::abs(z) < unsure * magnitude ? 1 : 1e-37);
+    } else {
+      const Number want = z * (c_.has_scale_aux ? kScaleAux : 1);
+      verdict.add(get_element(c_.aux_type, aux.after(), at), stored(c_.aux_type, want),
+                  allowance(c_, c_.aux_type, magnitude, want));
     }
-  }
+  });
   return verdict;
 }
 
@@ -322,11 +304,8 @@ Verdict Buffers::judge_gradient(const Expected& expected) const {
 // Of this rank's part, ahead of its scaling: cuBLASMp takes no maximum over ranks.
 Verdict Buffers::judge_amax(const Matrix& whole, const Buffer& buffer) const {
   double most = 0;
-  for (int64_t j = 0; j < layouts.d.cols; ++j) {
-    for (int64_t i = 0; i < c_.m; ++i) {
-      if (layouts.d.owner(i, j) == number_) most = std::max(most, std::abs(whole.at(i, j % c_.n)));
-    }
-  }
+  layouts.d.each_of(
+      number_, [&](int64_t i, int64_t j, int64_t, int64_t) { most = std::max(most, std::abs(whole.at(i, j % c_.n))); });
   Verdict verdict;
   verdict.add(test::decode(CUDA_R_32F, buffer.after()), stored(CUDA_R_32F, most),
               allowance(c_, CUDA_R_32F, most, most));

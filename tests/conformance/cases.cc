@@ -264,7 +264,13 @@ void add_options(int nranks, const Add& add) {
     add(c);
     c = make_case("option", pattern, nranks);
     c.trans_a = CUBLAS_OP_T;
-    for (int compute : {69, 74, 75, 77, 78}) {
+    for (int compute : {69, 74, 75, 77, 78}) {  // some let operands be rounded
+      c.compute = static_cast<cublasComputeType_t>(compute);
+      add(c);
+    }
+    c = make_case("option", pattern, nranks, CUDA_C_32F, CUDA_C_32F);
+    set_transposition(&c, CUBLAS_OP_C, CUBLAS_OP_N);
+    for (int compute : {74, 75, 77, 78}) {
       c.compute = static_cast<cublasComputeType_t>(compute);
       add(c);
     }

@@ -1,7 +1,5 @@
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 
 #include "csrc/hostmp/handles/runtime.h"
 #include "tests/conformance/backend.h"
@@ -18,26 +16,19 @@ class HostRank final : public Rank {
   abi::ncclComm_t comm() const override { return group_->comm(rank_); }
 
   abi::cudaStream_t stream(int64_t number) override {
-    const auto done = [](void* context, const Status& status) {
-      auto* const self = static_cast<HostRank*>(context);
-      std::lock_guard<std::mutex> lock(self->mutex_);
-      self->status_ = status;
-      self->is_done_ = true;
-      self->wake_.notify_all();
-    };
-    is_done_ = false;
-    stream_ = {rendezvous_, number, 0, pool_, done, this};
-    return hostmp::AsStream(&stream_);
+    streams_ = std::make_unique<test::Streams>(1);
+    stream_ = streams_->start(0, rendezvous_, pool_, number);
+    return hostmp::AsStream(stream_);
   }
 
   void give_up(const std::string& why) override {
-    hostmp::Fail(stream_, rank_, group_->nranks(), InvalidArgument(why));
+    hostmp::Fail(*stream_, rank_, group_->nranks(), InvalidArgument(why));
   }
 
   Status synchronize() override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return is_done_; });
-    return status_;
+    streams_->wait();
+    const std::string& error = streams_->errors[0];
+    return error.empty() ? Status() : Internal(error);
   }
 
   void* allocate(size_t bytes) override { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
@@ -55,11 +46,8 @@ class HostRank final : public Rank {
   hostmp::Rendezvous* rendezvous_;
   hostmp::Pool* pool_;
   int rank_;
-  hostmp::Stream stream_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool is_done_ = false;
-  Status status_;
+  std::unique_ptr<test::Streams> streams_;  // of the last call
+  hostmp::Stream* stream_ = nullptr;
 };
 
 class HostBackend final : public Backend {

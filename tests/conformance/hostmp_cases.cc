@@ -73,21 +73,6 @@ void add_scalars(int nranks, const Add& add) {
   }
 }
 
-// Compute types that let operands be rounded.
-void add_compute_types(int nranks, const Add& add) {
-  for (int compute : {74, 75, 77, 78}) {
-    for (cudaDataType_t type : {CUDA_R_32F, CUDA_C_32F}) {
-      for (Case c : layouts_on("compute", nranks, type, type)) {
-        set_extents(&c, 21, 35, 613);
-        c.compute = static_cast<cublasComputeType_t>(compute);
-        const bool is_conjugate = type == CUDA_C_32F && c.pattern != Pattern::kCyclic;
-        if (is_conjugate) set_transposition(&c, CUBLAS_OP_C, CUBLAS_OP_C);
-        add(c);
-      }
-    }
-  }
-}
-
 // ---- a wide operand beside each narrow one, decoded block by block, wherever its numbers begin in a byte
 
 constexpr cudaDataType_t kWide[] = {CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
@@ -235,8 +220,8 @@ std::vector<Case> hostmp_cases(int nranks) {
   if (nranks > 1) add_masks(nranks, add);
   if (nranks == 6) add_odd(nranks, add);
   if (nranks > 4) return cases;
-  for (auto part : {add_odd, add_shapes, add_large, add_scalars, add_compute_types, add_every_mixed, add_random_epilogs,
-                    add_refusals_of_hostmp}) {
+  for (auto part :
+       {add_odd, add_shapes, add_large, add_scalars, add_every_mixed, add_random_epilogs, add_refusals_of_hostmp}) {
     part(nranks, add);
   }
   if (nranks == 4) add_rounding(add);

@@ -51,11 +51,6 @@ bool is_expected(const Case& c, const Expected& expected, const Outcome& outcome
 
 std::string line_of(const Case& c, const Expected& expected, int nranks, int rank, const char* library,
                     const std::string& words, bool is_symmetric, const Outcome& outcome) {
-  std::string side;
-  if (outcome.c_is_ahead) {
-    side = std::string(", \"c\": {\"ahead\": ") + (*outcome.c_is_ahead ? "true" : "false") +
-           ", \"behind\": " + (*outcome.c_is_behind ? "true" : "false") + "}";
-  }
   std::string results;
   for (const auto& [name, verdict] : outcome.results) {
     char text[96];
@@ -68,7 +63,7 @@ std::string line_of(const Case& c, const Expected& expected, int nranks, int ran
          ", \"capability\": " + quoted(c.capability) + ", \"stage\": " + quoted(outcome.stage) +
          ", \"status\": " + std::to_string(outcome.status) + ", \"error\": " + quoted(outcome.error) +
          ", \"workspace\": " + std::to_string(outcome.workspace) + ", \"words\": " + quoted(words) +
-         ", \"symmetric\": " + (is_symmetric ? "true" : "false") + side +
+         ", \"symmetric\": " + (is_symmetric ? "true" : "false") +
          ", \"intact\": " + (outcome.is_memory_intact ? "true" : "false") +
          ", \"expected\": " + (is_expected(c, expected, outcome) ? "true" : "false") + ", \"results\": {" + results +
          "}}";
@@ -194,7 +189,7 @@ int run_cases(const Options& options, Backend* backend, int nranks) {
     std::printf("{\"begins\": %s, \"ranks\": %d}\n", quoted(c.name()).c_str(), nranks);
     std::fflush(stdout);
     const Operands operands(c);
-    const Expected expected(with_c_ahead(c), operands);
+    const Expected expected(c, operands);
     std::atomic<bool> is_symmetric{true};
     const auto work = [&, number = number, &c = c](Runner* runner, size_t i) {
       ranks.outcomes[i] = runner->run(c, operands, expected, number);

@@ -41,12 +41,6 @@ struct Expected {
   bool is_exact;                       // whether d has one right answer to the bit
 };
 
-// An all-reduce of C: hostmp adds each rank's beta C to its partial product, ahead of the reduction; no source says
-// that cuBLASMp does not add it behind, to what has been reduced. The same case, with the beta that D then has on a
-// rank.
-Case with_c_ahead(const Case& c);
-Case with_c_behind(const Case& c, int rank);
-
 // The number that `value` becomes when it is stored.
 Number stored(cudaDataType_t type, Number value);
 

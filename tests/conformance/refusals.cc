@@ -113,16 +113,21 @@ void add_attributes(int nranks, const Refusals& refuse) {
              {ATTRIBUTE(COMMUNICATION_TYPE), CUDA_R_16F});
   refuse.set(0, "epilog 8", kUnsupported, {"epilog 8 is not among"}, {ATTRIBUTE(EPILOGUE), 8});
   refuse.set(kBias, "no bias", kInvalid, {"BIAS_POINTER is not set"}, {ATTRIBUTE(BIAS_POINTER), 0});
-  refuse.set(kBias, "a stride of biases", kInvalid, {"BIAS_BATCH_STRIDE"}, {ATTRIBUTE(BIAS_BATCH_STRIDE), 4});
-  refuse.set(kBias, "bias of f64", kUnsupported, {"the bias is f64", "D is f32"},
-             {ATTRIBUTE(BIAS_DATA_TYPE), CUDA_R_64F});
   refuse.set(kReluAux, "no aux", kInvalid, {"EPILOGUE_AUX_POINTER is not set"}, {ATTRIBUTE(EPILOGUE_AUX_POINTER), 0});
-  refuse.set(kReluAux, "a mask of 64", kInvalid, {"multiple of 128", "got 64"}, {ATTRIBUTE(EPILOGUE_AUX_LD), 64});
-  refuse.set(kReluAux, "a mask of f32", kInvalid, {"bit mask"}, {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_32F});
-  refuse.set(kGeluAux, "an aux of no columns", kInvalid, {"multiple of 8", "12 local rows", "got 0"},
-             {ATTRIBUTE(EPILOGUE_AUX_LD), 0});
-  refuse.set(kGeluAux, "an aux of f16", kUnsupported, {"the aux is f16"},
-             {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_16F});
+  for (const int mask : {kReluAux, kDReluBgrad}) {  // written and read
+    refuse.set(mask, "a mask of 64", kInvalid, {"multiple of 128", "got 64"}, {ATTRIBUTE(EPILOGUE_AUX_LD), 64});
+    refuse.set(mask, "a mask of f32", kInvalid, {"bit mask"}, {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_32F});
+  }
+  for (const int aux : {kGeluAux, kDGelu}) {
+    refuse.set(aux, "an aux of no columns", kInvalid, {"multiple of 8", "12 local rows", "got 0"},
+               {ATTRIBUTE(EPILOGUE_AUX_LD), 0});
+    refuse.set(aux, "an aux of f16", kUnsupported, {"the aux is f16"}, {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_16F});
+  }
+  for (const int bias : {kBias, kDReluBgrad}) {  // read and written
+    refuse.set(bias, "a stride of biases", kInvalid, {"BIAS_BATCH_STRIDE"}, {ATTRIBUTE(BIAS_BATCH_STRIDE), 4});
+    refuse.set(bias, "a bias of f64", kUnsupported, {"the bias is f64", "D is f32"},
+               {ATTRIBUTE(BIAS_DATA_TYPE), CUDA_R_64F});
+  }
   refuse.set(0, "a scale of f32", kUnsupported, {"attribute 16"}, {ATTRIBUTE(A_SCALE_POINTER), 64});
   refuse.set(0, "the largest value of an f32 D", kUnsupported, {"attribute 24"}, {ATTRIBUTE(AMAX_D_POINTER), 64});
 }
@@ -248,16 +253,8 @@ void add_attributes_of_hostmp(const Refusals& refuse) {
              {ATTRIBUTE(EPILOGUE_AUX_BATCH_STRIDE), 1});
   refuse.set(kDGelu, "no aux", kInvalid, {"aux input", "EPILOGUE_AUX_POINTER is not set"},
              {ATTRIBUTE(EPILOGUE_AUX_POINTER), 0});
-  refuse.set(kDGelu, "aux of no columns", kInvalid, {"multiple of 8", "12 local rows", "got 0"},
-             {ATTRIBUTE(EPILOGUE_AUX_LD), 0});
-  refuse.set(kDGelu, "aux of f16", kUnsupported, {"the aux is f16"}, {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_16F});
-  refuse.set(kDReluBgrad, "mask of 64", kInvalid, {"multiple of 128", "got 64"}, {ATTRIBUTE(EPILOGUE_AUX_LD), 64});
-  refuse.set(kDReluBgrad, "mask of f32", kInvalid, {"bit mask"}, {ATTRIBUTE(EPILOGUE_AUX_DATA_TYPE), CUDA_R_32F});
   refuse.set(kDReluBgrad, "no gradient", kInvalid, {"bias gradient", "BIAS_POINTER is not set"},
              {ATTRIBUTE(BIAS_POINTER), 0});
-  refuse.set(kDReluBgrad, "a stride of gradients", kInvalid, {"BIAS_BATCH_STRIDE"}, {ATTRIBUTE(BIAS_BATCH_STRIDE), 4});
-  refuse.set(kDReluBgrad, "gradient of f64", kUnsupported, {"the bias is f64", "D is f32"},
-             {ATTRIBUTE(BIAS_DATA_TYPE), CUDA_R_64F});
   refuse.set(kDReluBgrad, "a partial gradient", kUnsupported, {"BIAS_RESULT_SCHEME is 1", "RESULT_SCHEME_FULL"},
              {ATTRIBUTE(BIAS_RESULT_SCHEME), CUBLASMP_RESULT_SCHEME_PARTIAL});
   refuse.set(kDReluBgrad, "a gradient by default", kUnsupported, {"BIAS_RESULT_SCHEME is 0"},

@@ -5,7 +5,6 @@
 #include <array>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -22,8 +21,6 @@ struct Outcome {
   size_t workspace = 0;
   std::map<std::string, Verdict> results;
   bool is_memory_intact = true;  // operands, and what lies around every buffer
-  // Where an all-reduce adds C: whether D is right on this rank if that is ahead of the reduction, and if it is behind.
-  std::optional<bool> c_is_ahead, c_is_behind;
 };
 
 // One rank through all cases. The library's handle, its grids and its workspace are made once, as a plan makes them.

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 #include <cmath>
 #include <csignal>
@@ -16,13 +15,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
 #include <random>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -32,7 +31,6 @@
 #include "csrc/ffi/process_calls.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
-#include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"
@@ -48,6 +46,7 @@ using fake_xla::AnyAttribute;
 using fake_xla::AnyAttributes;
 using fake_xla::Buffer;
 using Random = std::mt19937;
+using tests::With;
 
 size_t Below(Random& random, size_t bound) { return random() % bound; }
 
@@ -78,11 +77,6 @@ struct Kind {
   const char* name;
   Attributes attributes;
 };
-
-Attributes With(Attributes attributes, const Attributes& changes) {
-  for (const auto& [name, value] : changes) attributes[name] = value;
-  return attributes;
-}
 
 Attributes Typed(Attributes attributes, const std::string& in, const std::string& out, const std::string& compute) {
   return With(std::move(attributes), {{"dtype_a", in}, {"dtype_b", in}, {"dtype_d", out}, {"compute", compute}});
@@ -153,47 +147,6 @@ std::vector<std::string> Words() {
 }
 const std::vector<std::string> kWords = Words();
 
-// How many values stand at a place of an attribute, and what stands there in the i-th variant.
-size_t VariantsOf(const AnyAttribute& attribute) {
-  if (std::holds_alternative<std::string>(attribute)) return kWords.size();
-  if (const auto* many = std::get_if<std::vector<int64_t>>(&attribute)) {
-    return (many->size() + 1) * kIntegers.size() + 4;
-  }
-  if (const auto* many = std::get_if<std::vector<double>>(&attribute)) return (many->size() + 1) * kNumbers.size() + 4;
-  return kIntegers.size();
-}
-
-template <typename T>
-void ChangeMany(const std::vector<T>& values, size_t variant, std::vector<T>* many) {
-  const size_t place = variant / values.size();
-  const T value = values[variant % values.size()];
-  if (place < many->size()) {
-    (*many)[place] = value;
-  } else if (place == many->size()) {
-    std::fill(many->begin(), many->end(), value);
-  } else if (variant % 4 == 0) {
-    many->clear();
-  } else if (variant % 4 == 1) {
-    many->push_back(value);
-  } else if (variant % 4 == 2 && !many->empty()) {
-    many->pop_back();
-  } else {
-    many->assign(1000, value);
-  }
-}
-
-void Change(size_t variant, AnyAttribute* attribute) {
-  if (auto* word = std::get_if<std::string>(attribute)) {
-    *word = kWords[variant];
-  } else if (auto* integers = std::get_if<std::vector<int64_t>>(attribute)) {
-    ChangeMany(kIntegers, variant, integers);
-  } else if (auto* numbers = std::get_if<std::vector<double>>(attribute)) {
-    ChangeMany(kNumbers, variant, numbers);
-  } else {
-    *attribute = kIntegers[variant];
-  }
-}
-
 const AnyAttribute kTypes[] = {int64_t{1},
                                std::string("x"),
                                std::vector<int64_t>{},
@@ -205,28 +158,52 @@ const AnyAttribute kTypes[] = {int64_t{1},
                                1.0,
                                true};
 
-// Every mutation of one attribute, by number: values first, then other types, none and two.
-size_t MutationsOf(const AnyAttribute& attribute) { return VariantsOf(attribute) + std::size(kTypes) + 3; }
-
-void Mutate(size_t index, size_t mutation, AnyAttributes* attributes) {
-  AnyAttribute& attribute = (*attributes)[index].second;
-  const size_t values = VariantsOf(attribute);
-  if (mutation < values) return Change(mutation, &attribute);
-  mutation -= values;
-  if (mutation < std::size(kTypes)) {
-    attribute = kTypes[mutation];
-    return;
+// Every value at each place and at all of them, and other lengths.
+template <typename T>
+void AddMany(const std::vector<T>& many, const std::vector<T>& values, std::vector<AnyAttribute>* to) {
+  std::vector<T> changed;
+  for (const T& value : values) {
+    for (size_t place = 0; place < many.size(); ++place) {
+      changed = many;
+      changed[place] = value;
+      to->emplace_back(changed);
+    }
+    to->emplace_back(std::vector<T>(many.size(), value));
   }
+  changed = many;
+  changed.push_back(values[1]);
+  to->emplace_back(changed);
+  changed.resize(many.empty() ? 0 : many.size() - 1);
+  to->emplace_back(changed);
+  to->emplace_back(std::vector<T>(1000, values[2]));
+}
+
+// What an attribute is set to: values of its type, then of others.
+std::vector<AnyAttribute> VariantsOf(const AnyAttribute& attribute) {
+  std::vector<AnyAttribute> all;
+  if (std::holds_alternative<std::string>(attribute)) {
+    all.assign(kWords.begin(), kWords.end());
+  } else if (const auto* integers = std::get_if<std::vector<int64_t>>(&attribute)) {
+    AddMany(*integers, kIntegers, &all);
+  } else if (const auto* numbers = std::get_if<std::vector<double>>(&attribute)) {
+    AddMany(*numbers, kNumbers, &all);
+  } else {
+    all.assign(kIntegers.begin(), kIntegers.end());
+  }
+  all.insert(all.end(), std::begin(kTypes), std::end(kTypes));
+  return all;
+}
+
+// Every mutation of one attribute, by number: its variants, then none and two of it.
+constexpr size_t kCounts = 3;
+void Mutate(size_t index, const std::vector<AnyAttribute>& variants, size_t mutation, AnyAttributes* attributes) {
   const std::pair<std::string, AnyAttribute> copy = (*attributes)[index];
-  switch (mutation - std::size(kTypes)) {
-    case 0:
-      attributes->erase(attributes->begin() + static_cast<int64_t>(index));
-      return;
-    case 1:
-      attributes->push_back(copy);
-      return;
-    default:
-      attributes->emplace_back(copy.first, AnyAttribute(int64_t{1} << 62));
+  if (mutation < variants.size()) {
+    (*attributes)[index].second = variants[mutation];
+  } else if (mutation == variants.size()) {
+    attributes->erase(attributes->begin() + static_cast<int64_t>(index));
+  } else {
+    attributes->emplace_back(copy.first, mutation == variants.size() + 1 ? copy.second : int64_t{1} << 62);
   }
 }
 
@@ -234,66 +211,36 @@ void Mutate(size_t index, size_t mutation, AnyAttributes* attributes) {
 void MutateSome(Random& random, AnyAttributes* attributes) {
   for (size_t left = 1 + Below(random, 3); left > 0; --left) {
     const size_t index = Below(random, attributes->size());
-    Mutate(index, Below(random, MutationsOf((*attributes)[index].second)), attributes);
+    const std::vector<AnyAttribute> variants = VariantsOf((*attributes)[index].second);
+    Mutate(index, variants, Below(random, variants.size() + kCounts), attributes);
   }
 }
 
-// One number for the blocks of all matrices along their rows (1), their columns (2) or both (3): blocks have to fit
-// each other, so that one alone would be refused for that.
-void MutateBlocks(size_t along, int64_t block, AnyAttributes* attributes) {
+// One number for the blocks of all matrices along some of m, n and k: blocks have to fit each other, so that one alone
+// would be refused for that.
+const std::string kLetters[] = {"m", "n", "k", "mnk"};
+void MutateBlocks(const std::string& letters, int64_t block, AnyAttributes* attributes) {
+  const auto is_plain = [attributes](const std::string& op) {
+    return std::count(attributes->begin(), attributes->end(), std::pair(op, AnyAttribute(std::string("N")))) > 0;
+  };
+  const std::map<std::string, std::string> axes = {{"layout_a", is_plain("trans_a") ? "mk" : "km"},
+                                                   {"layout_b", is_plain("trans_b") ? "kn" : "nk"},
+                                                   {"layout_d", "mn"}};
   for (auto& [name, value] : *attributes) {
     auto* const layout = std::get_if<std::vector<int64_t>>(&value);
-    if (name.rfind("layout_", 0) != 0 || !layout || layout->size() < 2) continue;
-    if (along & 1) (*layout)[0] = block;
-    if (along & 2) (*layout)[1] = block;
+    for (size_t i = 0; axes.count(name) && layout && layout->size() > 1 && i < 2; ++i) {
+      if (letters.find(axes.at(name)[i]) != std::string::npos) (*layout)[i] = block;
+    }
   }
-}
-
-// And the same of one of m, n and k in all of them.
-void MutateBlocksOf(char letter, int64_t block, AnyAttributes* attributes) {
-  std::map<std::string, AnyAttribute*> by_name;
-  for (auto& [name, value] : *attributes) by_name[name] = &value;
-  const auto set = [&](const char* layout, size_t place) {
-    auto* const at = std::get_if<std::vector<int64_t>>(by_name[layout]);
-    if (at && place < at->size()) (*at)[place] = block;
-  };
-  const auto is_plain = [&](const char* op) { return *by_name[op] == AnyAttribute(std::string("N")); };
-  const size_t row_a = is_plain("trans_a") ? 0 : 1, row_b = is_plain("trans_b") ? 0 : 1;
-  if (letter == 'm') set("layout_a", row_a), set("layout_d", 0);
-  if (letter == 'n') set("layout_b", 1 - row_b), set("layout_d", 1);
-  if (letter == 'k') set("layout_a", 1 - row_a), set("layout_b", row_b);
-}
-
-AnyAttributes All(const Attributes& attributes) {
-  AnyAttributes all;
-  for (const auto& [name, value] : attributes) {
-    std::visit([&all, &name = name](const auto& typed) { all.emplace_back(name, typed); }, value);
-  }
-  return all;
 }
 
 // ---- execution, with the buffers of the call as it was
 
-const std::map<DType, XLA_FFI_DataType> kFfiTypes = {{DType::kF64, XLA_FFI_DataType_F64},
-                                                     {DType::kBF16, XLA_FFI_DataType_BF16},
-                                                     {DType::kF16, XLA_FFI_DataType_F16},
-                                                     {DType::kC64, XLA_FFI_DataType_C64},
-                                                     {DType::kC128, XLA_FFI_DataType_C128},
-                                                     {DType::kU8, XLA_FFI_DataType_U8},
-                                                     {DType::kE2M1, XLA_FFI_DataType_U8},
-                                                     {DType::kE4M3, XLA_FFI_DataType_F8E4M3FN},
-                                                     {DType::kE5M2, XLA_FFI_DataType_F8E5M2},
-                                                     {DType::kS8, XLA_FFI_DataType_S8},
-                                                     {DType::kS32, XLA_FFI_DataType_S32},
-                                                     {DType::kS4, XLA_FFI_DataType_S4},
-                                                     {DType::kU4, XLA_FFI_DataType_U4},
-                                                     {DType::kE3M4, XLA_FFI_DataType_F8E3M4},
-                                                     {DType::kE4M3Ieee, XLA_FFI_DataType_F8E4M3},
-                                                     {DType::kE4M3B11Fnuz, XLA_FFI_DataType_F8E4M3B11FNUZ},
-                                                     {DType::kE4M3Fnuz, XLA_FFI_DataType_F8E4M3FNUZ},
-                                                     {DType::kE5M2Fnuz, XLA_FFI_DataType_F8E5M2FNUZ},
-                                                     {DType::kE8M0, XLA_FFI_DataType_F8E8M0FNU},
-                                                     {DType::kF32, XLA_FFI_DataType_F32}};
+const std::map<DType, XLA_FFI_DataType> kFfiTypes = {
+    {DType::kF32, XLA_FFI_DataType_F32}, {DType::kF64, XLA_FFI_DataType_F64}, {DType::kBF16, XLA_FFI_DataType_BF16},
+    {DType::kC64, XLA_FFI_DataType_C64}, {DType::kU8, XLA_FFI_DataType_U8},   {DType::kE4M3, XLA_FFI_DataType_F8E4M3FN},
+    {DType::kS8, XLA_FFI_DataType_S8},   {DType::kS32, XLA_FFI_DataType_S32}, {DType::kE2M1, XLA_FFI_DataType_U8},
+    {DType::kS4, XLA_FFI_DataType_S4}};
 
 // The buffers of one device, each in memory of its own, which ends where the buffer does.
 class Operands {
@@ -332,186 +279,120 @@ class Operands {
   std::vector<std::unique_ptr<char[]>> memory_;
 };
 
-class Call {
- public:
-  explicit Call(const Kind& kind) : all(All(kind.attributes)) {
-    const Problem problem = *MakeProblem(kind.attributes);
-    const Distribution layout = *MakeDistribution(problem);
-    for (int32_t position = 0; position < problem.nranks(); ++position) {
-      operands_.push_back(std::make_unique<Operands>(problem, layout, position));
-    }
-  }
+// A call site to be made of attributes, and what came of the attempts.
+struct Target {
+  std::string name;
+  AnyAttributes all;
+  std::function<bool(const AnyAttributes&)> attempt;  // whether the site was made; it has then been executed
+  int64_t accepted = 0;
 
-  // Whether the site was made; then every device has executed it, or heard of an error.
-  bool Try(const AnyAttributes& attributes) {
+  void Try(const std::string& mutation, const AnyAttributes& attributes) {
+    std::snprintf(trial, sizeof(trial), "%s, %s", name.c_str(), mutation.c_str());
+    accepted += attempt(attributes);
+    ++sets;
+  }
+  static inline int64_t sets = 0, succeeded = 0, failed = 0;  // attempts, and executions of matmul
+};
+
+// Every device executes the site, or hears of an error.
+Target MatmulTarget(const Kind& kind) {
+  const Problem problem = *MakeProblem(kind.attributes);
+  const Distribution layout = *MakeDistribution(problem);
+  auto operands = std::make_shared<std::vector<Operands>>();
+  for (int32_t position = 0; position < problem.nranks(); ++position) operands->emplace_back(problem, layout, position);
+  const auto attempt = [operands, run = int64_t{0}](const AnyAttributes& attributes) mutable {
+    // The platform of the real library answers ahead of any device too.
+    (void)fake_xla::InstantiateWith<CudaSite>(CudaMatmulInstantiate, attributes);
     fake_xla::Instance instance = fake_xla::Instantiate(attributes);
     CHECK(instance.error.empty() == (instance.site != nullptr));
     if (!instance.site) return false;
     std::vector<std::unique_ptr<fake_xla::Execution>> executions;
-    for (const auto& of : operands_) {
-      executions.push_back(std::make_unique<fake_xla::Execution>(*instance.site, ++run_ / 64, of->args, of->rets));
+    for (const Operands& of : *operands) {
+      executions.push_back(std::make_unique<fake_xla::Execution>(*instance.site, ++run / 64, of.args, of.rets));
     }
     instance.site.reset();  // ranks that wait for ranks which do not exist
-    for (const auto& execution : executions) {
-      const std::string error = execution->Wait();
-      ++(error.empty() ? succeeded : failed);
-    }
+    for (const auto& execution : executions) ++(execution->Wait().empty() ? Target::succeeded : Target::failed);
     return true;
-  }
-
-  const AnyAttributes all;
-  int succeeded = 0, failed = 0;
-
- private:
-  std::vector<std::unique_ptr<Operands>> operands_;
-  int64_t run_ = 0;
-};
-
-template <typename T>
-constexpr bool kIsOurs = std::is_same_v<T, int64_t> || std::is_same_v<T, std::string> ||
-                         std::is_same_v<T, std::vector<int64_t>> || std::is_same_v<T, std::vector<double>>;
-
-// What the platform of the real library makes of it ahead of any device.
-void TryLayout(const AnyAttributes& all) {
-  Attributes attributes;
-  for (const auto& [name, value] : all) {
-    std::visit(
-        [&attributes, &name = name](const auto& typed) {
-          if constexpr (kIsOurs<std::decay_t<decltype(typed)>>) attributes[name] = typed;
-        },
-        value);
-  }
-  const StatusOr<Problem> problem = MakeProblem(attributes);
-  if (problem.ok()) (void)MakeDistribution(*problem).ok();
-}
-
-struct Tally {
-  int64_t sets = 0, accepted = 0, succeeded = 0, failed = 0;
-};
-
-std::vector<std::unique_ptr<Call>> MakeCalls() {
-  std::vector<std::unique_ptr<Call>> calls;
-  for (const Kind& kind : Kinds()) {
-    calls.push_back(std::make_unique<Call>(kind));
-    CHECK(calls.back()->Try(calls.back()->all));
-    check::report(calls.back()->failed == 0, __FILE__, __LINE__, std::string(kind.name) + " fails as it is");
-  }
-  return calls;
-}
-
-void EveryAttributeWithEveryMutation(std::vector<std::unique_ptr<Call>>& calls, Tally* tally) {
-  for (size_t kind = 0; kind < calls.size(); ++kind) {
-    const AnyAttributes& all = calls[kind]->all;
-    for (size_t index = 0; index < all.size(); ++index) {
-      for (size_t mutation = 0; mutation < MutationsOf(all[index].second); ++mutation) {
-        std::snprintf(trial, sizeof(trial), "%s, %s, mutation %zu", Kinds()[kind].name, all[index].first.c_str(),
-                      mutation);
-        AnyAttributes attributes = all;
-        Mutate(index, mutation, &attributes);
-        TryLayout(attributes);
-        tally->accepted += calls[kind]->Try(attributes);
-        ++tally->sets;
-      }
-    }
-  }
-}
-
-void EveryBlockOfAllMatrices(std::vector<std::unique_ptr<Call>>& calls, Tally* tally) {
-  for (size_t kind = 0; kind < calls.size(); ++kind) {
-    if (std::string(Kinds()[kind].name).rfind("cyclic", 0) != 0) continue;
-    for (int64_t block : kIntegers) {
-      for (size_t change = 1; change <= 6; ++change) {
-        std::snprintf(trial, sizeof(trial), "%s, change %zu of blocks to %lld", Kinds()[kind].name, change,
-                      static_cast<long long>(block));
-        AnyAttributes attributes = calls[kind]->all;
-        change <= 3 ? MutateBlocks(change, block, &attributes) : MutateBlocksOf("mnk"[change - 4], block, &attributes);
-        tally->accepted += calls[kind]->Try(attributes);
-        ++tally->sets;
-      }
-    }
-  }
-}
-
-void SomeAttributesAtRandom(std::vector<std::unique_ptr<Call>>& calls, int64_t count, uint32_t seed, Tally* tally) {
-  for (int64_t i = 0; i < count; ++i, ++seed) {
-    std::snprintf(trial, sizeof(trial), "JAXMP_FUZZ_SEED=%u", seed);
-    Random random(seed);
-    Call& call = *calls[Below(random, calls.size())];
-    AnyAttributes attributes = call.all;
-    if (Below(random, 4) == 0)
-      MutateBlocks(1 + Below(random, 3), kIntegers[Below(random, kIntegers.size())], &attributes);
-    MutateSome(random, &attributes);
-    TryLayout(attributes);
-    tally->accepted += call.Try(attributes);
-    ++tally->sets;
-  }
-}
-
-// The same of a custom call in which processes meet.
-template <typename SiteType>
-void ProcessCall(const char* name, XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*),
-                 XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), const AnyAttributes& all, int64_t count,
-                 uint32_t seed) {
-  int accepted = 0;
-  const auto run = [&](const AnyAttributes& attributes) {
-    const auto made = fake_xla::InstantiateWith<SiteType>(instantiate, attributes);
-    CHECK(made.error.empty() == (made.site != nullptr));
-    if (!made.site) return;
-    ++accepted;
-    fake_xla::Context context;
-    context.state = made.site.get();
-    fake_xla::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
-    int32_t position = 0;
-    float in = 0, out[4];
-    std::vector<Buffer> args = {{XLA_FFI_DataType_F32, {1}, &in}, {XLA_FFI_DataType_S32, {}, &position}};
-    frame.SetBuffers(args, {{XLA_FFI_DataType_F32, {4}, out}});
-    (void)fake_xla::Take(execute(frame.get()));
-    const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
-    if (future) future->Wait();
   };
-  for (size_t index = 0; index < all.size(); ++index) {
-    for (size_t mutation = 0; mutation < MutationsOf(all[index].second); ++mutation) {
-      std::snprintf(trial, sizeof(trial), "%s, %s, mutation %zu", name, all[index].first.c_str(), mutation);
-      AnyAttributes attributes = all;
-      Mutate(index, mutation, &attributes);
-      run(attributes);
-    }
-  }
-  for (int64_t i = 0; i < count; ++i, ++seed) {
-    std::snprintf(trial, sizeof(trial), "%s, JAXMP_FUZZ_SEED=%u", name, seed);
-    Random random(seed);
-    AnyAttributes attributes = all;
-    MutateSome(random, &attributes);
-    run(attributes);
-  }
-  CHECK(accepted > 10);
+  return {kind.name, fake_xla::All(kind.attributes), attempt};
 }
 
 // The other process has ended, so nobody waits for long.
-void ProcessCalls(int64_t count, uint32_t seed) {
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-  close(ends[1]);
-  StartBarrier({0, 2, 0.1, -1});
-  ConnectPeer(1, ends[0]);
-  Attributes good = {{"program", std::string("jit_step")},
-                     {"index", int64_t{0}},
-                     {"repeat", int64_t{0}},
-                     {"call", std::string("matmul at train.py:41")},
-                     {"fields", std::string("m=1\nn=2")},
-                     {"devices", std::vector<int64_t>{0, 1}},
-                     {"processes", std::vector<int64_t>{0, 1}},
-                     {"groups", std::vector<int64_t>{0, 0}},
-                     {"is_sequential", int64_t{1}}};
-  ProcessCall<ProcessBarrierSite>("a process barrier", ProcessBarrierInstantiate, ProcessBarrierExecute, All(good),
-                                  count, seed);
-  good["ranks"] = std::vector<int64_t>{1, 0};
-  good["outer"] = int64_t{2};
-  good["sums"] = int64_t{0};
-  good["part"] = std::string("all");
-  ProcessCall<ProcessCollectiveSite>("a process collective", ProcessCollectiveInstantiate, ProcessCollectiveExecute,
-                                     All(good), count, seed);
-  StopBarrier();
+template <typename SiteType>
+Target ProcessTarget(const char* name, XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*),
+                     XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), const Attributes& attributes) {
+  const auto attempt = [=](const AnyAttributes& attributes) {
+    const auto made = fake_xla::InstantiateWith<SiteType>(instantiate, attributes);
+    CHECK(made.error.empty() == (made.site != nullptr));
+    if (!made.site) return false;
+    int32_t position = 0;
+    float in = 0, out[4];
+    (void)fake_xla::Execute(execute, made.site.get(),
+                            {{XLA_FFI_DataType_F32, {1}, &in}, {XLA_FFI_DataType_S32, {}, &position}},
+                            {{XLA_FFI_DataType_F32, {4}, out}});
+    return true;
+  };
+  return {name, fake_xla::All(attributes), attempt};
+}
+
+std::vector<Target> Targets() {
+  std::vector<Target> targets;
+  for (const Kind& kind : Kinds()) {
+    targets.push_back(MatmulTarget(kind));
+    CHECK(targets.back().attempt(targets.back().all));
+    check::report(Target::failed == 0, __FILE__, __LINE__, std::string(kind.name) + " fails as it is");
+  }
+  Attributes process = {{"program", std::string("jit_step")},
+                        {"index", int64_t{0}},
+                        {"repeat", int64_t{0}},
+                        {"call", std::string("matmul at train.py:41")},
+                        {"fields", std::string("m=1\nn=2")},
+                        {"devices", std::vector<int64_t>{0, 1}},
+                        {"processes", std::vector<int64_t>{0, 1}},
+                        {"groups", std::vector<int64_t>{0, 0}},
+                        {"is_sequential", int64_t{1}}};
+  targets.push_back(ProcessTarget<ProcessBarrierSite>("a process barrier", ProcessBarrierInstantiate,
+                                                      ProcessBarrierExecute, process));
+  process = With(process, {{"ranks", std::vector<int64_t>{1, 0}},
+                           {"outer", int64_t{2}},
+                           {"sums", int64_t{0}},
+                           {"part", std::string("all")}});
+  targets.push_back(ProcessTarget<ProcessCollectiveSite>("a process collective", ProcessCollectiveInstantiate,
+                                                         ProcessCollectiveExecute, process));
+  return targets;
+}
+
+void TryEveryMutation(Target& target) {
+  for (size_t index = 0; index < target.all.size(); ++index) {
+    const std::vector<AnyAttribute> variants = VariantsOf(target.all[index].second);
+    for (size_t mutation = 0; mutation < variants.size() + kCounts; ++mutation) {
+      AnyAttributes attributes = target.all;
+      Mutate(index, variants, mutation, &attributes);
+      target.Try(target.all[index].first + ", mutation " + std::to_string(mutation), attributes);
+    }
+  }
+  if (target.name.rfind("cyclic", 0) != 0) return;
+  for (int64_t block : kIntegers) {
+    for (const std::string& letters : kLetters) {
+      AnyAttributes attributes = target.all;
+      MutateBlocks(letters, block, &attributes);
+      target.Try("blocks of " + std::to_string(block) + " along " + letters, attributes);
+    }
+  }
+}
+
+void TrySomeAtRandom(std::vector<Target>& targets, int64_t count, uint32_t seed) {
+  for (int64_t i = 0; i < count; ++i, ++seed) {
+    Random random(seed);
+    Target& target = targets[Below(random, targets.size())];
+    AnyAttributes attributes = target.all;
+    if (Below(random, 4) == 0) {
+      MutateBlocks(kLetters[Below(random, std::size(kLetters))], kIntegers[Below(random, kIntegers.size())],
+                   &attributes);
+    }
+    MutateSome(random, &attributes);
+    target.Try("JAXMP_FUZZ_SEED=" + std::to_string(seed), attributes);
+  }
 }
 
 TEST(NoAttributeCrashes) {
@@ -521,21 +402,25 @@ TEST(NoAttributeCrashes) {
   const auto seed = static_cast<uint32_t>(std::getenv("JAXMP_FUZZ_SEED") ? std::atoll(std::getenv("JAXMP_FUZZ_SEED"))
                                           : asked > 0                    ? std::random_device()()
                                                                          : 1);
-  const auto begun = std::chrono::steady_clock::now();
-  auto calls = MakeCalls();
-  Tally tally;
-  EveryBlockOfAllMatrices(calls, &tally);
-  EveryAttributeWithEveryMutation(calls, &tally);
-  SomeAttributesAtRandom(calls, count, seed, &tally);
-  ProcessCalls(count / 20, seed);
-  for (const auto& call : calls) tally.succeeded += call->succeeded, tally.failed += call->failed;
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-  std::printf(
-      "%lld attribute sets from seed %u in %.0f s: %lld accepted, %lld executions, %lld of them with an error\n",
-      static_cast<long long>(tally.sets), seed, seconds, static_cast<long long>(tally.accepted),
-      static_cast<long long>(tally.succeeded + tally.failed), static_cast<long long>(tally.failed));
-  CHECK(tally.accepted > tally.sets / 50);
-  CHECK(tally.succeeded > 100 && tally.failed > 100);
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  close(ends[1]);
+  StartBarrier({0, 2, 0.1, -1});
+  ConnectPeer(1, ends[0]);
+  std::vector<Target> targets = Targets();
+  for (Target& target : targets) TryEveryMutation(target);
+  TrySomeAtRandom(targets, count, seed);
+  StopBarrier();
+  std::printf("%lld attribute sets from seed %u, %lld executions, %lld of them with an error\n",
+              static_cast<long long>(Target::sets), seed, static_cast<long long>(Target::succeeded + Target::failed),
+              static_cast<long long>(Target::failed));
+  int64_t accepted = 0;
+  for (const Target& target : targets) {
+    check::report(target.accepted > 10, __FILE__, __LINE__, target.name + " is hardly ever accepted");
+    accepted += target.accepted;
+  }
+  CHECK(accepted > Target::sets / 50);
+  CHECK(Target::succeeded > 100 && Target::failed > 100);
 }
 
 }  // namespace

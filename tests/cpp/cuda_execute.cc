@@ -21,7 +21,7 @@ using fake_xla::InstanceOf;
 
 TEST(TheMachineStarts) { StartMachine(); }
 
-Attributes TransposedA(Attributes attributes) { return With(std::move(attributes), "trans_a", std::string("T")); }
+Attributes TransposedA(Attributes attributes) { return With(std::move(attributes), {{"trans_a", std::string("T")}}); }
 
 TEST(EveryPatternIsRight) {
   for (int64_t nranks : {1, 2, 4}) {
@@ -33,19 +33,12 @@ TEST(EveryPatternIsRight) {
       for (int run = 0; run < 3; ++run) RunRight(*instance.site, FirstGpus(group), run);
     }
   }
-  for (const Attributes& attributes : {Grid(2, 2, 4, 8, 6), Cyclic(1, 2, 13, 11, 17)}) {
+  const Attributes with_c =  // in D's memory
+      With(ReduceScatter(2, 4, 6, 8), {{"dtype_c", std::string("f32")}, {"beta", std::vector<double>{2, 0}}});
+  for (const Attributes& attributes : {Grid(2, 2, 4, 8, 6), Cyclic(1, 2, 13, 11, 17), with_c}) {
     const InstanceOf<CudaSite> instance = Make(attributes);
     RunRight(*instance.site, FirstGpus(instance.site->plan->nranks()));
   }
-}
-
-// C is D's memory.
-TEST(CIsAdded) {
-  Attributes attributes = ReduceScatter(2, 4, 6, 8);
-  attributes["dtype_c"] = std::string("f32");
-  attributes["beta"] = std::vector<double>{2, 0};
-  const InstanceOf<CudaSite> instance = Make(attributes);
-  RunRight(*instance.site, FirstGpus(2));
 }
 
 // The first execution makes everything, in one order on every rank; a later one only runs.
@@ -134,10 +127,8 @@ TEST(DevicesAreKnownByTheirIds) {
 }
 
 TEST(PointersAreAttributes) {
-  Attributes attributes = OnDevices(AllGather(2, 4, 6, 8), {4, 5});
-  attributes["epilog"] = int64_t{4};
-  attributes["dtype_bias"] = std::string("f32");
-  const InstanceOf<CudaSite> instance = Make(attributes);
+  const InstanceOf<CudaSite> instance = Make(
+      With(OnDevices(AllGather(2, 4, 6, 8), {4, 5}), {{"epilog", int64_t{4}}, {"dtype_bias", std::string("f32")}}));
   for (int run = 0; run < 2; ++run) {
     World world(instance.site->plan->problem(), run);
     std::vector<std::vector<float>> bias(2, std::vector<float>{static_cast<float>(run), 10});
@@ -196,10 +187,8 @@ TEST(LocalProductsNeedNoPeer) {
 
 // In a mesh of 2 x 2 the second axis spans two groups, which multiply at the same time.
 TEST(GroupsDoNotMix) {
-  Attributes attributes = ReduceScatter(2, 4, 6, 8);
-  attributes["mesh_shape"] = std::vector<int64_t>{2, 2};
-  attributes["axes_row"] = std::vector<int64_t>{1};
-  const InstanceOf<CudaSite> instance = Make(attributes);
+  const InstanceOf<CudaSite> instance = Make(With(
+      ReduceScatter(2, 4, 6, 8), {{"mesh_shape", std::vector<int64_t>{2, 2}}, {"axes_row", std::vector<int64_t>{1}}}));
   World worlds[] = {World(instance.site->plan->problem(), 0), World(instance.site->plan->problem(), 1)};
   for (int run = 0; run < 5; ++run) {
     OnEach(4, [&](int position) {
@@ -220,7 +209,7 @@ TEST(MeshesOverOtherDevicesDoNotMix) {
   // Where the devices are not known, the first that come are the mesh.
   const InstanceOf<CudaSite> unknown = Make(AllGather(2, 4, 6, 8));
   RunRight(*unknown.site, Gpus({0, 1}));
-  const InstanceOf<CudaSite> elsewhere = Make(With(AllGather(2, 4, 6, 8), "alpha", std::vector<double>{2, 0}));
+  const InstanceOf<CudaSite> elsewhere = Make(With(AllGather(2, 4, 6, 8), {{"alpha", std::vector<double>{2, 0}}}));
   World world(elsewhere.site->plan->problem());
   for (const std::string& error : RunAll(*elsewhere.site, world, Gpus({2, 3}))) {
     CHECK_CONTAINS(error, "has its communicator on that device, but this call runs on device ");
@@ -302,10 +291,8 @@ TEST(APlanMadeAgainWaitsForNobody) {
 
 // 3 rows of a mask have 16 bytes a column; what the library does not write is 0 all the same.
 TEST(AuxIsWrittenCompletely) {
-  Attributes attributes = Local(3, 2, 4);
-  attributes["epilog"] = int64_t{130};
-  attributes["dtype_aux"] = std::string("u8");
-  const InstanceOf<CudaSite> instance = Make(attributes);
+  const InstanceOf<CudaSite> instance =
+      Make(With(Local(3, 2, 4), {{"epilog", int64_t{130}}, {"dtype_aux", std::string("u8")}}));
   World world(instance.site->plan->problem());
   std::vector<unsigned char> aux(32, 0xff);
   const fake_xla::Buffer mask = {XLA_FFI_DataType_U8, {32}, aux.data()};
@@ -339,7 +326,7 @@ TEST(AWorkspaceNeedsNoSymmetricMemory) {
   RunRight(*large.site, FirstGpus(2));
   CHECK_EQ(allocations(), before);  // the larger one took the smaller one's place
   const InstanceOf<CudaSite> asked =
-      Make(OnDevices(With(AllGather(2, 4, 6, 8), "algorithm", std::string("split_p2p")), devices));
+      Make(OnDevices(With(AllGather(2, 4, 6, 8), {{"algorithm", std::string("split_p2p")}}), devices));
   World world(asked.site->plan->problem());
   for (const std::string& error : RunAll(*asked.site, world, FirstGpus(2))) {
     CHECK_CONTAINS(error, "jaxmp: cublasmp Matmul: [cublasMpMatmul] this algorithm needs a registered workspace; rank");
@@ -374,10 +361,12 @@ TEST(OneRankGetsNoHints) {
     return found;
   };
   const Attributes plain = TransposedA(AllReduce(1, 4, 6, 10));
-  const Attributes hinted = With(With(plain, "algorithm", std::string("fused")), "comm_sm_count", int64_t{8});
+  const Attributes hinted = With(plain, {{"algorithm", std::string("fused")},
+                                         {"comm_sm_count", int64_t{8}},
+                                         {"communication_dtype", std::string("f32")}});
   const int expected = count(plain);
   CHECK(expected > 0);
-  CHECK_EQ(count(With(hinted, "communication_dtype", std::string("f32"))), expected);
+  CHECK_EQ(count(hinted), expected);
 }
 
 TEST(TheMachineEnds) { machine().clear(); }

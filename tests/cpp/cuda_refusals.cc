@@ -143,7 +143,7 @@ TEST(ALateRankIsNamed) {
 
 TEST(AttributesAreRefused) {
   const auto refusal = [](const Attributes& attributes) { return fake_xla::InstantiateOnCuda(attributes).error; };
-  CHECK_CONTAINS(refusal(With(Local(4, 4, 4), "determinism", std::string("batch"))),
+  CHECK_CONTAINS(refusal(With(Local(4, 4, 4), {{"determinism", std::string("batch")}})),
                  "jaxmp: cublasmp cannot keep the order of sums");
   CHECK_CONTAINS(refusal(OnDevices(AllGather(2, 4, 4, 4), {0})),
                  "attribute devices must be empty or name the 2 devices of mesh_shape; got 1");

@@ -35,9 +35,7 @@ Function* FakeFunction(const char* library, const char* name) {
   return reinterpret_cast<Function*>(dlsym(dlopen(Fake(library).c_str(), RTLD_NOW | RTLD_LOCAL), name));
 }
 
-inline fake_xla::Buffer F32(std::vector<float>& data) {
-  return {XLA_FFI_DataType_F32, {int64_t(data.size())}, data.data()};
-}
+using fake_xla::F32;
 
 struct Gpu {
   explicit Gpu(int ordinal) : ordinal(ordinal) {
@@ -141,13 +139,8 @@ inline std::string CallsOn(int device) {
   return log(device);
 }
 
-inline Attributes With(Attributes attributes, const char* name, const Attribute& value) {
-  attributes[name] = value;
-  return attributes;
-}
-
 inline Attributes OnDevices(Attributes attributes, const std::vector<int64_t>& devices) {
-  return With(std::move(attributes), "devices", devices);
+  return With(std::move(attributes), {{"devices", devices}});
 }
 
 inline fake_xla::InstanceOf<CudaSite> Make(const Attributes& attributes) {

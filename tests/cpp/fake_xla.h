@@ -147,11 +147,21 @@ using AnyAttribute =
     std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>, int32_t, float, double, bool>;
 using AnyAttributes = std::vector<std::pair<std::string, AnyAttribute>>;  // of which one name may come twice
 
+inline AnyAttributes All(const jaxmp::Attributes& attributes) {
+  AnyAttributes all;
+  for (const auto& [name, value] : attributes) {
+    std::visit([&all, &name = name](const auto& typed) { all.emplace_back(name, typed); }, value);
+  }
+  return all;
+}
+
 struct Buffer {
   XLA_FFI_DataType dtype;
   std::vector<int64_t> shape;
   void* data;
 };
+
+inline Buffer F32(std::vector<float>& data) { return {XLA_FFI_DataType_F32, {int64_t(data.size())}, data.data()}; }
 
 // Owns what a call frame points to.
 class Frame {
@@ -176,13 +186,7 @@ class Frame {
     frame_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(rets_.size()), ret_types_.data(), ret_pointers_.data()};
   }
 
-  void SetAttributes(const jaxmp::Attributes& attributes) {
-    AnyAttributes all;
-    for (const auto& [name, value] : attributes) {
-      std::visit([&all, &name = name](const auto& typed) { all.emplace_back(name, typed); }, value);
-    }
-    SetAttributes(std::move(all));
-  }
+  void SetAttributes(const jaxmp::Attributes& attributes) { SetAttributes(All(attributes)); }
 
   void SetAttributes(AnyAttributes attributes) {
     attributes_ = std::move(attributes);
@@ -287,6 +291,18 @@ inline std::string ExecuteOnCuda(jaxmp::CudaSite& site, int32_t ordinal, void* s
   Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
   frame.SetBuffers(std::move(args), std::move(rets));
   return Take(jaxmp::CudaMatmulExecute(frame.get()));
+}
+
+// The error of a call on host memory without helpers, or "".
+inline std::string Execute(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), void* site, std::vector<Buffer> args,
+                           std::vector<Buffer> rets) {
+  Context context;
+  context.state = site;
+  Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
+  frame.SetBuffers(std::move(args), std::move(rets));
+  const std::string error = Take(handler(frame.get()));
+  const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
+  return future ? future->Wait() : error;
 }
 
 // One device's execution of a call site: begun by the constructor, over after Wait().

@@ -20,8 +20,9 @@ TEST(LoadsTheBlas) { check::load_blas(); }
 
 using fake_xla::Buffer;
 using fake_xla::Execution;
+using fake_xla::F32;
+using tests::With;
 
-Buffer F32(std::vector<float>& data) { return {XLA_FFI_DataType_F32, {int64_t(data.size())}, data.data()}; }
 Buffer Position(int32_t& position) { return {XLA_FFI_DataType_S32, {}, &position}; }
 
 // Of a rank in the mesh.
@@ -67,11 +68,6 @@ std::string Run(const Attributes& attributes) {
   return "";
 }
 
-Attributes With(Attributes attributes, const char* name, const Attribute& value) {
-  attributes[name] = value;
-  return attributes;
-}
-
 TEST(RunsEveryPattern) {
   CHECK_EQ(Run(tests::Local(300, 200, 100)), "");
   for (int64_t nranks : {1, 2, 3}) {
@@ -81,10 +77,10 @@ TEST(RunsEveryPattern) {
           tests::Grid(4, 1, 8, 4, 12)}) {
       for (const char* trans_a : {"N", "T"}) {
         for (const char* trans_b : {"N", "T"}) {
-          const Attributes call = With(With(base, "trans_a", std::string(trans_a)), "trans_b", std::string(trans_b));
+          const Attributes call = With(base, {{"trans_a", std::string(trans_a)}, {"trans_b", std::string(trans_b)}});
           CHECK_EQ(Run(call), "");
           for (double beta : {-3.0, 0.0}) {  // C lies in D's memory
-            CHECK_EQ(Run(With(With(call, "dtype_c", std::string("f32")), "beta", std::vector<double>{beta, 0})), "");
+            CHECK_EQ(Run(With(call, {{"dtype_c", std::string("f32")}, {"beta", std::vector<double>{beta, 0}}})), "");
           }
         }
       }
@@ -106,7 +102,7 @@ TEST(RunsEveryCyclicLayout) {
 // them.
 TEST(CommunicationOptionsReachTheLibrary) {
   const auto run = [](const Attributes& attributes, const char* name, const char* value) {
-    return Run(With(attributes, name, std::string(value)));
+    return Run(With(attributes, {{name, std::string(value)}}));
   };
   const Attributes gather = tests::AllGather(2, 4, 6, 8), scatter = tests::ReduceScatter(2, 4, 6, 8);
   for (const char* algorithm : {"split_p2p", "no_overlap", "default"}) {
@@ -120,7 +116,7 @@ TEST(CommunicationOptionsReachTheLibrary) {
   CHECK_EQ(run(scatter, "communication_dtype", "f32"), "");
   CHECK_CONTAINS(run(gather, "communication_dtype", "f32"), "COMMUNICATION_TYPE f32 is of partial");
   CHECK_CONTAINS(run(scatter, "communication_dtype", "bf16"), "COMMUNICATION_TYPE bf16 must be no");
-  CHECK_EQ(Run(With(scatter, "comm_sm_count", int64_t{16})), "");
+  CHECK_EQ(Run(With(scatter, {{"comm_sm_count", int64_t{16}}})), "");
   for (const char* compute : {"32F", "32F_PEDANTIC", "32F_FAST_TF32", "32F_FAST_16BF", "32F_FAST_16F",
                               "32F_EMULATED_16BFX9"}) {  // small integers are exact in all of them
     CHECK_EQ(run(scatter, "compute", compute), "");

@@ -1,6 +1,5 @@
 // Ranks that pass different things would leave the real library hanging, or answer wrongly: hostmp tells all of them
 // which argument differs, and what each has.
-#include <atomic>
 #include <functional>
 
 #include "tests/cpp/hostmp_world.h"
@@ -45,11 +44,9 @@ TEST(test_agreement) {
 }
 
 TEST(test_fail) {
-  std::string error;
-  const auto done = [](void* to, const Status& status) { *static_cast<std::string*>(to) = status.message(); };
-  hostmp::Stream stream = {nullptr, 0, 0, nullptr, done, &error};
-  hostmp::Fail(stream, 0, 1, InvalidArgument("why"));
-  CHECK_EQ(error, std::string("why"));
+  Streams streams(1);
+  hostmp::Fail(*streams.start(0, nullptr), 0, 1, InvalidArgument("why"));
+  CHECK_EQ(streams.errors[0], std::string("why"));
 }
 
 }  // namespace

@@ -1,21 +1,16 @@
 // Products of groups of rows, whose ranks have rows of all groups: rows that go to the matrix of another rank, sums
 // that miss a rank, and bits that tell the ranks apart would be silently wrong.
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <cstring>
 #include <limits>
-#include <memory>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "csrc/hostmp/handles/grouped.h"
-#include "csrc/hostmp/numeric/convert.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/placement.h"
 #include "tests/cpp/threads.h"
 
 namespace jaxmp::hostmp {
@@ -35,29 +30,24 @@ struct Shape {
 // Numbers as an array of f32 or bf16 holds them.
 class Array {
  public:
-  Array(abi::cudaDataType_t type, const std::vector<float>& values) : type_(type), bits_(values.size()) {
-    if (values.empty()) return;
-    if (type == abi::CUDA_R_32F) {
-      std::memcpy(bits_.data(), values.data(), sizeof(float) * values.size());
-    } else {
-      Downconvert(values.data(), static_cast<BFloat16*>(data()), static_cast<int64_t>(values.size()));
+  Array(abi::cudaDataType_t type, const std::vector<float>& values)
+      : type_(type), bytes_(values.size() * static_cast<size_t>(Facts(type).bytes)) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      test::encode_at(type, values[i], bytes_.data(), static_cast<int64_t>(i));
     }
   }
-  void* data() { return bits_.data(); }
+  void* data() { return bytes_.data(); }
   std::vector<float> values() const {
-    std::vector<float> values(bits_.size());
-    if (values.empty()) return values;
-    if (type_ == abi::CUDA_R_32F) {
-      std::memcpy(values.data(), bits_.data(), sizeof(float) * values.size());
-    } else {
-      Widen(reinterpret_cast<const BFloat16*>(bits_.data()), values.data(), static_cast<int64_t>(values.size()));
+    std::vector<float> values;
+    for (size_t at = 0; at < bytes_.size(); at += static_cast<size_t>(Facts(type_).bytes)) {
+      values.push_back(static_cast<float>(test::decode(type_, &bytes_[at]).real()));
     }
     return values;
   }
 
  private:
   abi::cudaDataType_t type_;
-  std::vector<uint32_t> bits_;
+  std::vector<char> bytes_;
 };
 
 // Bounds of all groups, in the rows of a rank.
@@ -81,7 +71,6 @@ struct World {
       d.emplace_back(shape.out, std::vector<float>(static_cast<size_t>(shape.batch * of_d),
                                                    std::numeric_limits<float>::quiet_NaN()));
     }
-    errors.resize(bounds.size());
   }
 
   int64_t groups() const { return shape.matrices * static_cast<int64_t>(bounds.size()); }
@@ -99,32 +88,19 @@ struct World {
 
   // Each rank's call on this thread, in an order of its own, or each on a thread of its own.
   void Run(Pool* pool, bool on_threads = false) {
-    struct Context {
-      World* world;
-      std::string* error;
-    };
-    std::vector<Context> contexts(bounds.size());
-    std::vector<Stream> streams(bounds.size());
-    left_ = bounds.size();
-    const auto done = [](void* context, const Status& status) {
-      auto* const self = static_cast<Context*>(context);
-      std::lock_guard<std::mutex> lock(self->world->mutex_);
-      *self->error = status.message();
-      if (--self->world->left_ == 0) self->world->wake_.notify_all();
-    };
+    test::Streams streams(bounds.size());
     const auto start = [&](size_t rank) {
-      contexts[rank] = {this, &errors[rank]};
-      streams[rank] = {&rendezvous, 1, 7, pool, done, &contexts[rank]};
+      Stream* const stream = streams.start(rank, &rendezvous, pool);
       const int number = static_cast<int>(rank), nranks = static_cast<int>(bounds.size());
-      if (const Status status = MultiplyGroups(Of(rank), streams[rank], number, nranks); !status.ok()) {
-        Fail(streams[rank], number, nranks, status);
+      if (const Status status = MultiplyGroups(Of(rank), *stream, number, nranks); !status.ok()) {
+        Fail(*stream, number, nranks, status);
       }
     };
     std::vector<std::thread> threads;
     for (size_t i = bounds.size(); i-- > 0;) on_threads ? threads.emplace_back(start, i), void() : start(i);
     for (std::thread& thread : threads) thread.join();
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return left_ == 0; });
+    streams.wait();
+    errors = streams.errors;
   }
 
   // The group of a row of a rank; -1 if it has none.
@@ -180,11 +156,6 @@ struct World {
   std::vector<Array> x, w, d;  // by rank
   std::vector<std::string> errors;
   Rendezvous rendezvous;
-
- private:
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  size_t left_ = 0;
 };
 
 // Groups of rows that are adjacent over all ranks: those of a global array.
@@ -341,26 +312,15 @@ TEST(EveryRankHearsOfAnError) {
   World world(Shape{}, Global(2, 24, {10, 3, 20, 6}));
   std::vector<GroupedProduct> products = {world.Of(0), world.Of(1)};
   products[1].k = 4;
-  struct Done {
-    std::string error;
-    std::atomic<bool> is_set{false};
-  };
-  Done ends[2];
-  Stream streams[2];
-  const auto done = [](void* context, const Status& status) {
-    static_cast<Done*>(context)->error = status.message();
-    static_cast<Done*>(context)->is_set = true;
-  };
+  test::Streams streams(2);
   for (const int rank : {0, 1}) {
-    streams[rank] = {&world.rendezvous, 1, 7, nullptr, done, &ends[rank]};
-    CHECK(MultiplyGroups(products[static_cast<size_t>(rank)], streams[rank], rank, 2).ok());
+    const auto r = static_cast<size_t>(rank);
+    CHECK(MultiplyGroups(products[r], *streams.start(r, &world.rendezvous), rank, 2).ok());
   }
-  for (const Done& end : ends) {
-    while (!end.is_set) std::this_thread::yield();
-    CHECK_CONTAINS(end.error, "disagree");
-  }
+  streams.wait();
+  for (const std::string& error : streams.errors) CHECK_CONTAINS(error, "disagree");
   products[0].out = abi::CUDA_R_64F;
-  CHECK_CONTAINS(MultiplyGroups(products[0], streams[0], 0, 2).message(), "no result of");
+  CHECK_CONTAINS(MultiplyGroups(products[0], *streams.start(0, &world.rendezvous), 0, 2).message(), "no result of");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Without these, arrivals of different calls could be mixed, or a rank could wait for ever: many call sites at once,
 // runs that overlap, loops, failing ranks, streams destroyed at once.
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -38,19 +39,8 @@ TEST(test_many_sites) {
   CHECK_EQ(wrong.load(), 0);
 }
 
-struct Done {
-  std::atomic<int> count{0};
-  std::atomic<int> failed{0};
-};
-
-void count_done(void* context, const Status& status) {
-  auto* const done = static_cast<Done*>(context);
-  if (!status.ok()) ++done->failed;
-  ++done->count;
-}
-
-void wait_for(const Done& done, int count) {
-  while (done.count.load() < count) std::this_thread::yield();
+int64_t failed(const Streams& streams) {
+  return std::count_if(streams.errors.begin(), streams.errors.end(), [](const auto& error) { return !error.empty(); });
 }
 
 // One rank may run ahead through a loop, and through another run of the same program, before its peer arrives at all.
@@ -60,51 +50,45 @@ TEST(test_a_rank_runs_ahead) {
   std::vector<std::unique_ptr<World>> turns;
   for (int i = 0; i < 2 * kTurns; ++i) turns.push_back(std::make_unique<World>(c));
   hostmp::Rendezvous site;
-  std::vector<hostmp::Stream> streams(4 * kTurns);
-  Done done;
+  Streams streams(4 * kTurns);
   for (int rank = 0; rank < 2; ++rank) {
     for (int i = 0; i < 2 * kTurns; ++i) {
       // A turn's ranks must be of one communicator to agree; so each turn has a world, and the site is shared.
-      hostmp::Stream& stream = streams[static_cast<size_t>(2 * i + rank)];
-      stream = {&site, /*run_id=*/i % 2, 0, nullptr, count_done, &done};
-      check_ok(turns[static_cast<size_t>(i)]->matmul(rank, &stream));
-      CHECK(rank == 1 || done.count == 0);
+      hostmp::Stream* const stream = streams.start(static_cast<size_t>(2 * i + rank), &site, nullptr, /*run_id=*/i % 2);
+      check_ok(turns[static_cast<size_t>(i)]->matmul(rank, stream));
+      CHECK(rank == 1 || streams.count() == 0);
     }
   }
-  wait_for(done, 4 * kTurns);
-  CHECK_EQ(done.failed.load(), 0);
+  streams.wait();
+  CHECK_EQ(failed(streams), 0);
 }
 
 TEST(test_failing_rank_frees_its_peers) {
   World world(product(Pattern::kReduceScatter, 4, 8, 8, 8));
   for (int failing = 0; failing < 4; ++failing) {
-    Done done;
-    std::vector<hostmp::Stream> streams(4);
+    Streams streams(4);
     for (int rank = 0; rank < 4; ++rank) {
-      hostmp::Stream& stream = streams[static_cast<size_t>(rank)];
-      stream = {&world.rendezvous, 1, 0, nullptr, count_done, &done};
+      hostmp::Stream* const stream = streams.start(static_cast<size_t>(rank), &world.rendezvous);
       if (rank == failing) {
-        hostmp::Fail(stream, rank, 4, InvalidArgument("no memory"));
+        hostmp::Fail(*stream, rank, 4, InvalidArgument("no memory"));
       } else {
-        check_ok(world.matmul(rank, &stream));
+        check_ok(world.matmul(rank, stream));
       }
     }
-    wait_for(done, 4);
-    CHECK_EQ(done.failed.load(), 4);
+    streams.wait();
+    CHECK_EQ(failed(streams), 4);
   }
 }
 
 TEST(test_destroyed_site_frees_who_waits) {
   World world(product(Pattern::kAllGather, 2, 8, 8, 8));
-  Done done;
-  hostmp::Stream stream;
+  Streams streams(1);
   {
     hostmp::Rendezvous site;
-    stream = {&site, 1, 0, nullptr, count_done, &done};
-    check_ok(world.matmul(0, &stream));
+    check_ok(world.matmul(0, streams.start(0, &site)));
   }
-  wait_for(done, 1);
-  CHECK_EQ(done.failed.load(), 1);
+  streams.wait();
+  CHECK_EQ(failed(streams), 1);
 }
 
 // A peer's continuation may block for long: the others' completions must not queue up behind it.
@@ -125,20 +109,18 @@ TEST(test_blocking_continuations) {
     gate->open.notify_all();
   };
   std::vector<std::unique_ptr<World>> worlds;
-  std::vector<hostmp::Stream> streams(2 * kCalls);
-  Done done;
+  std::vector<hostmp::Stream> first(kCalls);
+  Streams second(kCalls);
   for (size_t i = 0; i < kCalls; ++i) {
     worlds.push_back(std::make_unique<World>(product(Pattern::kAllGather, 2, 8, 8, 8)));
-    hostmp::Stream &first = streams[2 * i], &second = streams[2 * i + 1];
-    first = {&worlds[i]->rendezvous, 1, 0, nullptr, meet, &gate};
-    second = {&worlds[i]->rendezvous, 1, 0, nullptr, count_done, &done};
-    check_ok(worlds[i]->matmul(0, &first));
-    check_ok(worlds[i]->matmul(1, &second));
+    first[i] = {&worlds[i]->rendezvous, 1, 7, nullptr, meet, &gate};
+    check_ok(worlds[i]->matmul(0, &first[i]));
+    check_ok(worlds[i]->matmul(1, second.start(i, &worlds[i]->rendezvous)));
   }
   std::unique_lock<std::mutex> lock(gate.mutex);
   gate.open.wait(lock, [&gate] { return gate.gone == kCalls; });
   lock.unlock();
-  wait_for(done, kCalls);
+  second.wait();
 }
 
 }  // namespace

@@ -2,9 +2,7 @@
 #ifndef JAXMP_TESTS_HOSTMP_WORLD_H_
 #define JAXMP_TESTS_HOSTMP_WORLD_H_
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,7 +47,6 @@ class World {
       CHECK(member.run->prepare());
       calls.push_back(member.run->ready());
     }
-    errors.resize(members_.size());
   }
 
   cublasMpStatus_t matmul(int rank, hostmp::Stream* stream) {
@@ -58,33 +55,19 @@ class World {
 
   // Each rank's call, in order, on this thread, or each on a thread of its own; returns when all are done.
   void run(hostmp::Pool* pool, bool on_threads = false, int64_t run_id = 1) {
-    struct Context {
-      World* world;
-      std::string* error;
-    };
-    std::vector<Context> contexts(calls.size());
-    std::vector<hostmp::Stream> streams(calls.size());
-    left_ = calls.size();
-    const auto done = [](void* context, const Status& status) {
-      auto* const self = static_cast<Context*>(context);
-      std::lock_guard<std::mutex> lock(self->world->mutex_);
-      *self->error = status.message();
-      if (--self->world->left_ == 0) self->world->wake_.notify_all();
-    };
+    Streams streams(calls.size());
     const auto start = [&](int rank) {
-      const auto i = static_cast<size_t>(rank);
-      contexts[i] = {this, &errors[i]};
-      streams[i] = {&rendezvous, run_id, 7, pool, done, &contexts[i]};
-      if (matmul(rank, &streams[i]) == CUBLASMP_STATUS_SUCCESS) return;
-      hostmp::Fail(streams[i], rank, c.nranks(), InvalidArgument(api.last_error()));
+      hostmp::Stream* const stream = streams.start(static_cast<size_t>(rank), &rendezvous, pool, run_id);
+      if (matmul(rank, stream) == CUBLASMP_STATUS_SUCCESS) return;
+      hostmp::Fail(*stream, rank, c.nranks(), InvalidArgument(api.last_error()));
     };
     std::vector<std::thread> threads;
     for (int rank = 0; rank < c.nranks(); ++rank) {
       on_threads ? threads.emplace_back(start, rank), void() : start(rank);
     }
     for (std::thread& thread : threads) thread.join();
-    std::unique_lock<std::mutex> lock(mutex_);
-    wake_.wait(lock, [this] { return left_ == 0; });
+    streams.wait();
+    errors = streams.errors;
   }
 
   // D, of which every rank of an all-reduce has a copy.
@@ -94,14 +77,10 @@ class World {
       Buffers& x = buffers(rank);
       CHECK(x.read().ok());
       CHECK(x.is_memory_intact() && at(rank).run->workspace_is_intact());
-      const int64_t ld = x.lld(x.layouts.d);
-      for (int64_t j = 0; j < c.n; ++j) {
-        for (int64_t i = 0; i < c.m; ++i) {
-          if (x.layouts.d.owner(i, j) != rank) continue;
-          const int64_t place = x.layouts.d.local_col(j) * ld + x.layouts.d.local_row(i);
-          whole.at(i, j) = conformance::get_element(c.out, x.d.after(), place);
-        }
-      }
+      x.layouts.d.each_of(rank, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
+        const Number value = conformance::get_element(c.out, x.d.after(), col * x.lld(x.layouts.d) + row);
+        if (j < c.n) whole.at(i, j) = value;
+      });
     }
     return whole;
   }
@@ -125,9 +104,6 @@ class World {
 
   const std::unique_ptr<conformance::Backend> backend_;
   std::vector<Member> members_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  size_t left_ = 0;
 };
 
 }  // namespace jaxmp::test

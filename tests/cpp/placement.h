@@ -137,6 +137,15 @@ struct Layout {
   }
   int64_t local_row(int64_t i) const { return i / mb / grid.nprow * mb + i % mb; }
   int64_t local_col(int64_t j) const { return j / nb / grid.npcol * nb + j % nb; }
+  // work(row, column, local row, local column) for each element of a rank.
+  template <typename Work>
+  void each_of(int64_t rank, const Work& work) const {
+    for (int64_t j = 0; j < cols; ++j) {
+      for (int64_t i = 0; i < rows; ++i) {
+        if (owner(i, j) == rank) work(i, j, local_row(i), local_col(j));
+      }
+    }
+  }
   std::pair<int64_t, int64_t> local_shape(int64_t rank) const {
     const bool by_col = grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR;
     const int64_t p = by_col ? rank % grid.nprow : rank / grid.npcol;

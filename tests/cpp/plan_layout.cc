@@ -1,5 +1,6 @@
 // The distribution of every pattern: local sizes as the Python side allocates them, blocks as cuBLASMp demands them.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/plan/distribution.h"
@@ -10,9 +11,8 @@ namespace jaxmp {
 namespace {
 
 Problem Transposed(Attributes attributes, const char* trans_a, const char* trans_b) {
-  attributes["trans_a"] = std::string(trans_a);
-  attributes["trans_b"] = std::string(trans_b);
-  return *MakeProblem(attributes);
+  return *MakeProblem(
+      tests::With(std::move(attributes), {{"trans_a", std::string(trans_a)}, {"trans_b", std::string(trans_b)}}));
 }
 
 std::string Refusal(const Attributes& attributes) {
@@ -78,65 +78,53 @@ TEST(GridsKeepTheContractWhereTheyCan) {
 }
 
 TEST(LocalPartsAreThoseOfTheBoundary) {
-  Distribution layout = *MakeDistribution(Transposed(tests::AllGather(4, 8, 12, 20), "N", "T"));
-  CheckLocal(layout.a, 2, 20);
-  CheckLocal(layout.b, 3, 20);
-  CheckLocal(layout.d, 2, 12);
-  layout = *MakeDistribution(Transposed(tests::ReduceScatter(4, 8, 12, 20), "T", "N"));
-  CheckLocal(layout.a, 5, 8);
-  CheckLocal(layout.b, 5, 12);
-  CheckLocal(layout.d, 8, 3);
-  layout = *MakeDistribution(Transposed(tests::AllReduce(4, 7, 5, 20), "N", "N"));
-  CheckLocal(layout.a, 7, 5);
-  CheckLocal(layout.b, 5, 5);
-  CheckLocal(layout.d, 7, 5);
-  layout = *MakeDistribution(Transposed(tests::Grid(2, 3, 6, 12, 18), "T", "N"));
-  CheckLocal(layout.a, 9, 2);
-  CheckLocal(layout.b, 9, 4);
-  CheckLocal(layout.d, 3, 4);
-  layout = *MakeDistribution(*MakeProblem(tests::Local(3, 5, 7)));
-  CheckLocal(layout.a, 3, 7);
-  CheckLocal(layout.b, 7, 5);
-  CheckLocal(layout.d, 3, 5);
+  const struct {
+    Problem problem;
+    int64_t a[2], b[2], d[2];  // rows and columns
+  } cases[] = {{Transposed(tests::AllGather(4, 8, 12, 20), "N", "T"), {2, 20}, {3, 20}, {2, 12}},
+               {Transposed(tests::ReduceScatter(4, 8, 12, 20), "T", "N"), {5, 8}, {5, 12}, {8, 3}},
+               {Transposed(tests::AllReduce(4, 7, 5, 20), "N", "N"), {7, 5}, {5, 5}, {7, 5}},
+               {Transposed(tests::Grid(2, 3, 6, 12, 18), "T", "N"), {9, 2}, {9, 4}, {3, 4}},
+               {Transposed(tests::Local(3, 5, 7), "N", "N"), {3, 7}, {7, 5}, {3, 5}}};
+  for (const auto& [problem, a, b, d] : cases) {
+    const Distribution layout = *MakeDistribution(problem);
+    CheckLocal(layout.a, a[0], a[1]);
+    CheckLocal(layout.b, b[0], b[1]);
+    CheckLocal(layout.d, d[0], d[1]);
+  }
 }
 
+// A rank has 17 rows of D. A bias gradient has a number for each of them, or with BGRADB for each of the 6 columns.
 TEST(EpilogsSizeTheirBuffers) {
-  Attributes attributes = tests::AllGather(2, 34, 6, 4);
-  attributes["epilog"] = int64_t{134};  // RELU_AUX_BIAS
-  attributes["dtype_bias"] = std::string("f32");
-  attributes["dtype_aux"] = std::string("u8");
-  Distribution layout = *MakeDistribution(*MakeProblem(attributes));
-  CHECK_EQ(layout.bias_size, 17);
-  CHECK_EQ(layout.aux.attribute_ld, 128);
-  CHECK_EQ(layout.aux.local_size, 16 * 6);
-  attributes["epilog"] = int64_t{164};  // GELU_AUX_BIAS
-  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs an aux, got dtype_aux u8");
-  attributes["dtype_aux"] = std::string("f32");
-  layout = *MakeDistribution(*MakeProblem(attributes));
-  CHECK_EQ(layout.aux.attribute_ld, 24);
-  CHECK_EQ(layout.aux.local_size, 24 * 6);
-  attributes["dtype_bias"] = std::string("none");
-  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs bias, but dtype_bias is none");
-  attributes["epilog"] = int64_t{1};
-  CHECK_CONTAINS(Refusal(attributes), "ALLREDUCE bit");
-}
-
-TEST(BiasGradientsAreSizedByWhatIsSummed) {
-  Attributes attributes = tests::AllGather(2, 34, 6, 4);
-  attributes["epilog"] = int64_t{256};  // BGRADA: the local rows of D
-  CHECK_CONTAINS(Refusal(attributes), "epilog 256 needs bias, but dtype_bias is none");
-  attributes["dtype_bias"] = std::string("f32");
-  CHECK_EQ(MakeDistribution(*MakeProblem(attributes))->bias_size, 17);
-  attributes["epilog"] = int64_t{512};  // BGRADB: all of n, on every rank
-  CHECK_EQ(MakeDistribution(*MakeProblem(attributes))->bias_size, 6);
-  attributes["epilog"] = int64_t{152};  // DRELU_BGRAD
-  CHECK_CONTAINS(Refusal(attributes), "epilog 152 needs dtype_aux u8, got dtype_aux none");
-  attributes["dtype_aux"] = std::string("u8");
-  const Distribution layout = *MakeDistribution(*MakeProblem(attributes));
-  CHECK_EQ(layout.bias_size, 17);
-  CHECK_EQ(layout.aux.local_size, 16 * 6);
-  attributes["m"] = int64_t{0};
-  CHECK_CONTAINS(Refusal(attributes), "epilog 152 sums to a bias gradient, but D has no elements");
+  const struct {
+    int64_t epilog;
+    const char *bias, *aux, *refusal;
+    int64_t bias_size = 0, aux_ld = 0, aux_size = 0;
+  } cases[] = {{134, "f32", "u8", "", 17, 128, 16 * 6},
+               {164, "f32", "f32", "", 17, 24, 24 * 6},
+               {256, "f32", "none", "", 17},
+               {512, "f32", "none", "", 6},
+               {152, "f32", "u8", "", 17, 128, 16 * 6},
+               {164, "f32", "u8", "epilog 164 needs an aux, got dtype_aux u8"},
+               {164, "none", "f32", "epilog 164 needs bias, but dtype_bias is none"},
+               {256, "none", "none", "epilog 256 needs bias, but dtype_bias is none"},
+               {152, "f32", "none", "epilog 152 needs dtype_aux u8, got dtype_aux none"},
+               {1, "none", "f32", "ALLREDUCE bit"}};
+  for (const auto& x : cases) {
+    const Attributes attributes =
+        tests::With(tests::AllGather(2, 34, 6, 4),
+                    {{"epilog", x.epilog}, {"dtype_bias", std::string(x.bias)}, {"dtype_aux", std::string(x.aux)}});
+    CHECK_CONTAINS(Refusal(attributes), x.refusal);
+    if (*x.refusal) continue;
+    const Distribution layout = *MakeDistribution(*MakeProblem(attributes));
+    CHECK_EQ(layout.bias_size, x.bias_size);
+    CHECK_EQ(layout.aux.attribute_ld, x.aux_ld);
+    CHECK_EQ(layout.aux.local_size, x.aux_size);
+    if (x.epilog == 152) {
+      CHECK_CONTAINS(Refusal(tests::With(attributes, {{"m", int64_t{0}}})),
+                     "epilog 152 sums to a bias gradient, but D has no elements");
+    }
+  }
 }
 
 // 10 rows in blocks of 2 over 2 process rows from row 1: blocks 0, 2, 4 on row 1 (6 rows), 1 and 3 on row 0 (4).
@@ -160,9 +148,8 @@ TEST(CyclicLayoutsHoldTheLargestPart) {
       CheckBlockContract(problem, *MakeDistribution(problem));
     }
   }
-  Attributes attributes = tests::Cyclic(2, 2, 4, 4, 4);
-  attributes["epilog"] = int64_t{2};
-  CHECK_EQ(Refusal(attributes), "jaxmp: block-cyclic layouts take no epilog, got epilog 2");
+  CHECK_EQ(Refusal(tests::With(tests::Cyclic(2, 2, 4, 4, 4), {{"epilog", int64_t{2}}})),
+           "jaxmp: block-cyclic layouts take no epilog, got epilog 2");
 }
 
 TEST(ExtentsThatDoNotDivideAreNamed) {

@@ -1,7 +1,9 @@
 // Without these a plan could tell the library another scale mode than its problem names, or leave a pointer unset that
 // the library then reads: what each narrow problem sets, attribute by attribute, and how many scales it expects.
+#include <array>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "csrc/plan/communicator.h"
 #include "csrc/plan/plan.h"
@@ -25,11 +27,10 @@ cublasMpStatus_t Record(cublasMpMatmulDescriptor_t desc, cublasMpMatmulDescripto
   return host_api().MatmulDescriptorSetAttribute(desc, attribute, buffer, size);
 }
 
-Attributes Narrow(Attributes attributes, const char* dtype, const char* out) {
-  attributes["trans_a"] = std::string("T");
-  attributes["dtype_a"] = attributes["dtype_b"] = std::string(dtype);
-  attributes["dtype_d"] = std::string(out);
-  return attributes;
+using S = std::string;
+
+Attributes Narrow(const Attributes& attributes, const char* dtype, const char* out) {
+  return With(attributes, {{"trans_a", S("T")}, {"dtype_a", S(dtype)}, {"dtype_b", S(dtype)}, {"dtype_d", S(out)}});
 }
 
 StatusOr<std::shared_ptr<Plan>> MakePlan(const Attributes& attributes) {
@@ -63,77 +64,68 @@ std::string Pointers() {
   return text;
 }
 
-std::string Refusal(const Attributes& attributes) {
-  const auto plan = MakePlan(attributes);
-  return plan.ok() ? "" : plan.status().message();
+// How many scales of A, B, D and the aux a rank has.
+std::array<int64_t, 4> Scales(const Plan& plan) {
+  const auto& scales = plan.distribution().scales;
+  return {scales.a, scales.b, scales.d_out, scales.aux};
 }
 
-TEST(TestTensorwide) {
-  Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
-  CHECK_EQ(Refusal(attributes), "");
-  CHECK_EQ(Modes(), "-1 -1 -1 -1 -1 -1");
-  CHECK_EQ(Pointers(), "--------");
-  for (const char* name : {"scale_mode_a", "scale_mode_b", "scale_mode_d"})
-    attributes[name] = std::string("scalar_fp32");
-  attributes["amax_d"] = int64_t{1};
-  const auto plan = MakePlan(attributes);
-  CHECK(plan.ok());
-  CHECK_EQ(Modes(), "0 0 -1 0 -1 -1");
-  CHECK_EQ(Pointers(), "11-11---");
-  CHECK_EQ((*plan)->distribution().scales.a, 1);
-}
-
-TEST(TestBlocks) {
-  Attributes attributes = Narrow(AllGather(2, 256, 512, 256), "f8e4m3", "f8e4m3");
-  attributes["scale_mode_a"] = attributes["scale_mode_b"] = std::string("vec32_ue8m0");
-  attributes["d_out_scale_mode"] = std::string("vec32_ue8m0");
-  auto plan = MakePlan(attributes);
-  CHECK(plan.ok());
-  CHECK_EQ(Modes(), "2 2 -1 -1 -1 2");
-  CHECK_EQ(Pointers(), "11-----1");
-  CHECK_EQ((*plan)->distribution().scales.a, 128 * 8);                     // a rank's 128 of m, 256 of k
-  CHECK_EQ((*plan)->distribution().scales.b, 256 * 8);                     // 256 of n
-  CHECK_EQ((*plan)->distribution().scales.d_out, 512 / 32 / 4 * 128 * 4);  // 128 rows of D in blocks of 32, 512 columns
-
-  attributes = Narrow(ReduceScatter(2, 32, 64, 768), "f8e4m3", "bf16");
-  attributes["scale_mode_a"] = std::string("blk128x128_fp32");
-  attributes["scale_mode_b"] = std::string("vec128_fp32");
-  plan = MakePlan(attributes);
-  CHECK(plan.ok());
-  CHECK_EQ(Modes(), "5 4 -1 -1 -1 -1");
-  CHECK_EQ((*plan)->distribution().scales.a, 4);  // 3 blocks of k, rounded up to 4, for one block of m
-  CHECK_EQ((*plan)->distribution().scales.b, 3 * 64);
-}
-
-// GELU_AUX of an fp8 D: the aux in fp8 with its scale and its largest value, or in 16 bits.
-TEST(TestAux) {
-  Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
-  attributes["epilog"] = int64_t{CUBLASMP_MATMUL_EPILOGUE_GELU_AUX};
-  attributes["dtype_aux"] = std::string("f16");
-  CHECK_EQ(Refusal(attributes), "");
-  CHECK_EQ(modes[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE], int{CUDA_R_16F});
-  attributes["dtype_aux"] = std::string("f8e4m3");
-  attributes["scale_mode_aux"] = std::string("scalar_fp32");
-  attributes["amax_aux"] = int64_t{1};
-  const auto plan = MakePlan(attributes);
-  CHECK(plan.ok());
-  CHECK_EQ(Modes(), "-1 -1 -1 -1 0 -1");
-  CHECK_EQ(Pointers(), "-----11-");
-  CHECK_EQ(modes[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE], int{CUDA_R_8F_E4M3});
-  CHECK_EQ((*plan)->distribution().scales.aux, 1);
-  attributes["dtype_aux"] = std::string("f32");
-  check::contains(Refusal(attributes), "the aux is f32 beside D of f8e4m3", __FILE__, __LINE__);
+TEST(TestAttributes) {
+  const S e4m3 = "f8e4m3", scalar = "scalar_fp32", vec32 = "vec32_ue8m0";
+  const Attributes plain = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
+  const Attributes gelu = With(plain, {{"epilog", int64_t{CUBLASMP_MATMUL_EPILOGUE_GELU_AUX}}});
+  const struct {
+    Attributes attributes;
+    const char *modes, *pointers;
+    std::array<int64_t, 4> scales;
+    int aux_type = -1;
+  } cases[] = {
+      {plain, "-1 -1 -1 -1 -1 -1", "--------", {0, 0, 0, 0}},
+      {With(plain,
+            {{"scale_mode_a", scalar}, {"scale_mode_b", scalar}, {"scale_mode_d", scalar}, {"amax_d", int64_t{1}}}),
+       "0 0 -1 0 -1 -1",
+       "11-11---",
+       {1, 1, 0, 0}},
+      // A rank's 128 of m and 256 of k; 256 of n; 128 rows of D in blocks of 32, 512 columns.
+      {With(Narrow(AllGather(2, 256, 512, 256), "f8e4m3", "f8e4m3"),
+            {{"scale_mode_a", vec32}, {"scale_mode_b", vec32}, {"d_out_scale_mode", vec32}}),
+       "2 2 -1 -1 -1 2",
+       "11-----1",
+       {128 * 8, 256 * 8, 512 / 32 / 4 * 128 * 4, 0}},
+      // 3 blocks of k, rounded up to 4, for one block of m.
+      {With(Narrow(ReduceScatter(2, 32, 64, 768), "f8e4m3", "bf16"),
+            {{"scale_mode_a", S("blk128x128_fp32")}, {"scale_mode_b", S("vec128_fp32")}}),
+       "5 4 -1 -1 -1 -1",
+       "11------",
+       {4, 3 * 64, 0, 0}},
+      // The aux of an fp8 D in 16 bits, or in fp8 with its scale and its largest value.
+      {With(gelu, {{"dtype_aux", S("f16")}}), "-1 -1 -1 -1 -1 -1", "--------", {0, 0, 0, 0}, CUDA_R_16F},
+      {With(gelu, {{"dtype_aux", e4m3}, {"scale_mode_aux", scalar}, {"amax_aux", int64_t{1}}}),
+       "-1 -1 -1 -1 0 -1",
+       "-----11-",
+       {0, 0, 0, 1},
+       CUDA_R_8F_E4M3}};
+  for (const auto& x : cases) {
+    const auto plan = MakePlan(x.attributes);
+    CHECK_EQ(plan.status().message(), "");
+    CHECK_EQ(Modes(), x.modes);
+    CHECK_EQ(Pointers(), x.pointers);
+    CHECK(Scales(**plan) == x.scales);
+    const auto aux = modes.find(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE);
+    CHECK_EQ(aux == modes.end() ? -1 : aux->second, x.aux_type);
+  }
 }
 
 TEST(TestRefusals) {
-  Attributes attributes = Local(32, 32, 32);
-  attributes["scale_mode_a"] = std::string("scalar_fp32");
-  check::contains(Refusal(attributes), "asks for scaling or an absolute maximum, which f32 does not take", __FILE__,
-                  __LINE__);
-  attributes["scale_mode_a"] = std::string("tensor");
-  check::contains(Refusal(attributes), "scale_mode_a must be one of none, scalar_fp32", __FILE__, __LINE__);
-  attributes = Narrow(Local(32, 32, 32), "f8e4m3", "f64");
-  check::contains(Refusal(attributes), "D must be f16, bf16, f32, or f8e4m3", __FILE__, __LINE__);
+  const Attributes local = Local(32, 32, 32), fp8 = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
+  const std::pair<Attributes, const char*> cases[] = {
+      {With(fp8, {{"epilog", int64_t{CUBLASMP_MATMUL_EPILOGUE_GELU_AUX}}, {"dtype_aux", S("f32")}}),
+       "the aux is f32 beside D of f8e4m3"},
+      {With(local, {{"scale_mode_a", S("scalar_fp32")}}),
+       "asks for scaling or an absolute maximum, which f32 does not take"},
+      {With(local, {{"scale_mode_a", S("tensor")}}), "scale_mode_a must be one of none, scalar_fp32"},
+      {Narrow(local, "f8e4m3", "f64"), "D must be f16, bf16, f32, or f8e4m3"}};
+  for (const auto& [attributes, says] : cases) CHECK_CONTAINS(MakePlan(attributes).status().message(), says);
 }
 
 }  // namespace

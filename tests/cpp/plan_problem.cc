@@ -1,5 +1,8 @@
 // The cache key: what decodes, what is refused, and when two problems are the same.
 #include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/plan/matmul_problem.h"
 #include "tests/cpp/check.h"
@@ -8,12 +11,18 @@
 namespace jaxmp {
 namespace {
 
+using tests::With;
+using S = std::string;
+using I = int64_t;
+using L = std::vector<int64_t>;
+
+constexpr I kLargest = I{1} << 40;
+
 std::string Refusal(const Attributes& attributes) { return MakeProblem(attributes).status().message(); }
 
 TEST(DecodesEveryAttribute) {
-  Attributes attributes = tests::AllReduce(4, 6, 8, 10);
-  attributes["alpha"] = std::vector<double>{2, -1};
-  const StatusOr<Problem> problem = MakeProblem(attributes);
+  const StatusOr<Problem> problem =
+      MakeProblem(With(tests::AllReduce(4, 6, 8, 10), {{"alpha", std::vector<double>{2, -1}}}));
   CHECK(problem.ok());
   CHECK(problem->pattern == Pattern::kAllReduce);
   CHECK_EQ(problem->m, 6);
@@ -25,83 +34,53 @@ TEST(DecodesEveryAttribute) {
   CHECK_CONTAINS(ToString(*problem), "alpha=2-1i");
 }
 
-TEST(RefusesWhatItDoesNotKnow) {
-  Attributes attributes = tests::AllReduce(4, 6, 8, 10);
-  attributes["trans_a"] = std::string("X");
-  CHECK_EQ(Refusal(attributes), "jaxmp: attribute trans_a must be one of N, T, C; got X");
-  attributes = tests::AllReduce(4, 6, 8, 10);
-  attributes["m"] = std::string("6");
-  CHECK_CONTAINS(Refusal(attributes), "attribute m must be an int64");
-  attributes["m"] = int64_t{-1};
-  CHECK_EQ(Refusal(attributes), "jaxmp: attribute m must not be negative, got -1");
-  attributes.erase("m");
-  CHECK_CONTAINS(Refusal(attributes), "attribute m must be present");
-  attributes = tests::AllReduce(4, 6, 8, 10);
-  attributes["colour"] = int64_t{1};
-  CHECK_CONTAINS(Refusal(attributes), "expected 35 attributes, got 36");
-}
-
-TEST(RefusesAxesThatTheMeshLacks) {
-  Attributes attributes = tests::AllReduce(4, 6, 8, 10);
-  attributes["axes_row"] = std::vector<int64_t>{1};
-  CHECK_CONTAINS(Refusal(attributes), "distinct indices of the 1 axes of mesh_shape; got 1");
-  attributes["mesh_shape"] = std::vector<int64_t>{2, 2};
-  attributes["axes_row"] = std::vector<int64_t>{1, 1};
-  CHECK_CONTAINS(Refusal(attributes), "distinct indices");
-  attributes["axes_row"] = std::vector<int64_t>{1};
-  attributes["axes_col"] = std::vector<int64_t>{0};
-  CHECK_CONTAINS(Refusal(attributes), "axes_col must be empty");
-  attributes["pattern"] = std::string("local");
-  CHECK_CONTAINS(Refusal(attributes), "pattern local takes no axes_row");
-}
-
-TEST(RefusesLayoutsThatTheGridLacks) {
-  const Attributes base = tests::Cyclic(2, 3, 6, 8, 10);
-  CHECK_EQ(Refusal(base), "");
-  const auto with = [&base](const char* name, std::vector<int64_t> layout) {
-    Attributes attributes = base;
-    attributes[name] = std::move(layout);
-    return Refusal(attributes);
-  };
-  CHECK_CONTAINS(with("layout_a", {2, 4, 1}), "attribute layout_a must be (mb, nb, rsrc, csrc)");
-  CHECK_CONTAINS(with("layout_b", {}), "attribute layout_b must be (mb, nb, rsrc, csrc) in each of layout_a");
-  CHECK_CONTAINS(with("layout_d", {}), "layout_a must be (mb, nb, rsrc, csrc) in each");
-  CHECK_CONTAINS(with("layout_d", {2, 0, 0, 0}), "blocks of 1 to 2^40 and a process of the 2x3 grid; got blocks 2x0");
-  CHECK_CONTAINS(with("layout_b", {4, 3, 0, 3}), "got blocks 4x3 from process (0, 3)");
-  CHECK_CONTAINS(with("layout_b", {4, 3, -1, 0}), "from process (-1, 0)");
-  Attributes attributes = base;
-  attributes["pattern"] = std::string("all_gather");
-  attributes["axes_row"] = std::vector<int64_t>{0, 1};
-  attributes["axes_col"] = std::vector<int64_t>{};
-  attributes["layout_a"] = attributes["layout_b"] = attributes["layout_d"] = std::vector<int64_t>{1, 1, 0, 0};
-  CHECK_CONTAINS(Refusal(attributes), "block-cyclic layouts belong to pattern grid");
-}
-
-// Ahead of the first arithmetic, in which they would overflow.
-TEST(RefusesNumbersBeyondAnyMachine) {
-  const auto with = [](const Attributes& base, const char* name, const Attribute& value) {
-    Attributes attributes = base;
-    attributes[name] = value;
-    return Refusal(attributes);
-  };
+TEST(RefusesWhatIsNoProblem) {
   const Attributes product = tests::AllReduce(4, 6, 8, 10), cyclic = tests::Cyclic(2, 3, 6, 8, 10);
-  constexpr int64_t kLargest = int64_t{1} << 40;
-  CHECK_EQ(with(product, "m", kLargest), "");
-  CHECK_CONTAINS(with(product, "m", kLargest + 1), "attribute m must be at most 1099511627776, got 1099511627777");
-  CHECK_CONTAINS(with(product, "k", int64_t{1} << 62), "attribute k must be at most");
-  CHECK_CONTAINS(with(product, "epilog", (int64_t{1} << 32) + 4), "attribute epilog must be at most 2147483647");
-  CHECK_CONTAINS(with(product, "comm_sm_count", int64_t{1} << 31), "must be at most 2147483647, got 2147483648");
-  CHECK_CONTAINS(with(product, "amax_d", int64_t{2}), "attribute amax_d must be at most 1, got 2");
-  CHECK_EQ(with(cyclic, "layout_a", std::vector<int64_t>{kLargest, 4, 0, 0}), "");
-  for (int64_t block : {kLargest + 1, int64_t{1} << 62, INT64_MAX}) {
-    CHECK_CONTAINS(with(cyclic, "layout_a", std::vector<int64_t>{block, 4, 0, 0}), "must hold blocks of 1 to 2^40");
-    CHECK_CONTAINS(with(cyclic, "layout_d", std::vector<int64_t>{2, block, 0, 0}), "must hold blocks of 1 to 2^40");
+  const Attributes square = With(product, {{"mesh_shape", L{2, 2}}, {"axes_row", L{1}}});
+  const Attributes one_axis = With(cyclic, {{"pattern", S("all_gather")}, {"axes_row", L{0, 1}}, {"axes_col", L{}}});
+  const L ones = {1, 1, 0, 0};
+  Attributes without_m = product;
+  without_m.erase("m");
+  const std::pair<Attributes, const char*> cases[] = {
+      {With(product, {{"trans_a", S("X")}}), "jaxmp: attribute trans_a must be one of N, T, C; got X"},
+      {With(product, {{"m", S("6")}}), "attribute m must be an int64"},
+      {With(product, {{"m", I{-1}}}), "jaxmp: attribute m must not be negative, got -1"},
+      {without_m, "attribute m must be present"},
+      {With(product, {{"colour", I{1}}}), "expected 35 attributes, got 36"},
+      // axes that the mesh lacks
+      {With(product, {{"axes_row", L{1}}}), "distinct indices of the 1 axes of mesh_shape; got 1"},
+      {With(square, {{"axes_row", L{1, 1}}}), "distinct indices"},
+      {With(square, {{"axes_col", L{0}}}), "axes_col must be empty"},
+      {With(square, {{"axes_col", L{0}}, {"pattern", S("local")}}), "pattern local takes no axes_row"},
+      // layouts that the grid lacks
+      {With(cyclic, {{"layout_a", L{2, 4, 1}}}), "attribute layout_a must be (mb, nb, rsrc, csrc)"},
+      {With(cyclic, {{"layout_b", L{}}}), "attribute layout_b must be (mb, nb, rsrc, csrc) in each of layout_a"},
+      {With(cyclic, {{"layout_d", L{}}}), "layout_a must be (mb, nb, rsrc, csrc) in each"},
+      {With(cyclic, {{"layout_d", L{2, 0, 0, 0}}}),
+       "blocks of 1 to 2^40 and a process of the 2x3 grid; got blocks 2x0"},
+      {With(cyclic, {{"layout_b", L{4, 3, 0, 3}}}), "got blocks 4x3 from process (0, 3)"},
+      {With(cyclic, {{"layout_b", L{4, 3, -1, 0}}}), "from process (-1, 0)"},
+      {With(one_axis, {{"layout_a", ones}, {"layout_b", ones}, {"layout_d", ones}}),
+       "block-cyclic layouts belong to pattern grid"},
+      // numbers beyond any machine, ahead of the first arithmetic, in which they would overflow
+      {With(product, {{"m", kLargest + 1}}), "attribute m must be at most 1099511627776, got 1099511627777"},
+      {With(product, {{"k", I{1} << 62}}), "attribute k must be at most"},
+      {With(product, {{"epilog", (I{1} << 32) + 4}}), "attribute epilog must be at most 2147483647"},
+      {With(product, {{"comm_sm_count", I{1} << 31}}), "must be at most 2147483647, got 2147483648"},
+      {With(product, {{"amax_d", I{2}}}), "attribute amax_d must be at most 1, got 2"}};
+  for (const auto& [attributes, says] : cases) CHECK_CONTAINS(Refusal(attributes), says);
+  for (I block : {kLargest + 1, I{1} << 62, INT64_MAX}) {
+    CHECK_CONTAINS(Refusal(With(cyclic, {{"layout_a", L{block, 4, 0, 0}}})), "must hold blocks of 1 to 2^40");
+    CHECK_CONTAINS(Refusal(With(cyclic, {{"layout_d", L{2, block, 0, 0}}})), "must hold blocks of 1 to 2^40");
   }
-  Attributes integers = product;
-  integers["compute"] = std::string("32I");
-  CHECK_EQ(Refusal(integers), "");
+  const Attributes integers = With(product, {{"compute", S("32I")}});
   for (double alpha : {0.5, 3e9, -1e300, std::nan("")}) {
-    CHECK_CONTAINS(with(integers, "alpha", std::vector<double>{alpha, 0}), "alpha must be an integer of 32 bits");
+    CHECK_CONTAINS(Refusal(With(integers, {{"alpha", std::vector<double>{alpha, 0}}})),
+                   "alpha must be an integer of 32 bits");
+  }
+  for (const Attributes& good :
+       {cyclic, integers, With(product, {{"m", kLargest}}), With(cyclic, {{"layout_a", L{kLargest, 4, 0, 0}}})}) {
+    CHECK_EQ(Refusal(good), "");
   }
 }
 
@@ -122,13 +101,10 @@ TEST(ComparesEveryFieldByItsBits) {
                               {"algorithm", std::string("fused")},
                               {"comm_sm_count", int64_t{8}}};
   for (const auto& [name, value] : changes) {
-    Attributes changed = base;
-    changed[name] = value;
-    CHECK(*MakeProblem(changed) != problem);
+    CHECK(*MakeProblem(With(base, {{name, value}})) != problem);
   }
-  Attributes cyclic = tests::Cyclic(2, 2, 6, 8, 10), other = cyclic;
-  other["layout_d"] = std::vector<int64_t>{2, 3, 0, 1};
-  CHECK(*MakeProblem(cyclic) != *MakeProblem(other));
+  const Attributes cyclic = tests::Cyclic(2, 2, 6, 8, 10);
+  CHECK(*MakeProblem(cyclic) != *MakeProblem(With(cyclic, {{"layout_d", L{2, 3, 0, 1}}})));
   CHECK(*MakeProblem(cyclic) != *MakeProblem(tests::Grid(2, 2, 6, 8, 10)));
 }
 

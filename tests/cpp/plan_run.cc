@@ -53,15 +53,13 @@ TEST(SlotsAreReusedAndGrowOnlyWithConcurrentCalls) {
 
 TEST(AnOrderThatTheLibraryLacksIsRefused) {
   static const MpApi strict = Strict();
-  Attributes attributes = tests::Local(4, 4, 4);
-  attributes["determinism"] = std::string("batch");
+  const Attributes attributes = tests::With(tests::Local(4, 4, 4), {{"determinism", std::string("batch")}});
   CHECK_EQ(MakePlan(strict, *MakeProblem(attributes)).status().message(),
            "jaxmp: strict cannot keep the order of sums, got determinism batch");
 }
 
 TEST(TheLibrarysReasonReachesTheCaller) {
-  Attributes attributes = tests::Local(4, 4, 4);
-  attributes["epilog"] = int64_t{3 << 10};
+  const Attributes attributes = tests::With(tests::Local(4, 4, 4), {{"epilog", int64_t{3 << 10}}});
   const Status status = MakePlan(host_api(), *MakeProblem(attributes)).status();
   CHECK(!status.ok());
   CHECK(status.message().find("jaxmp: ") == 0);

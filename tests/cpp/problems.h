@@ -10,6 +10,11 @@
 
 namespace jaxmp::tests {
 
+inline Attributes With(Attributes attributes, const Attributes& changes) {
+  for (const auto& [name, value] : changes) attributes[name] = value;
+  return attributes;
+}
+
 inline Attributes Local(int64_t m, int64_t n, int64_t k) {
   return {{"pattern", std::string("local")},
           {"m", m},

@@ -1,9 +1,8 @@
-// The process barrier against a peer that the test plays: it writes the peer's messages into the other end of a socket.
+// The process barrier against a peer that the test plays.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,23 +15,14 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/barrier/barrier.h"
-#include "csrc/barrier/call_signature.h"
 #include "csrc/barrier/coordinator_proxy.h"
-#include "csrc/barrier/messages.h"
 #include "csrc/base/float_state.h"
-#include "tests/cpp/check.h"
+#include "tests/cpp/peer.h"
 
 namespace jaxmp {
 namespace {
 
-using barrier::Decode;
-using barrier::Decoded;
-using barrier::Encode;
-using barrier::Kind;
-using barrier::Message;
-
-constexpr double kTimeout = 1.5;
+using namespace tests;  // NOLINT: the peer
 
 std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t index, const std::string& fields,
                                           bool is_sequential = true) {
@@ -48,57 +38,6 @@ std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t in
   return *Prepare(signature);
 }
 
-// Process 0 is under test, process 1 is the test.
-class Peer {
- public:
-  explicit Peer(int interrupts = -1) {
-    int ends[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    fd_ = ends[1];
-    const timeval limit = {5, 0};  // of Next()
-    CHECK_EQ(setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
-    StartBarrier({0, 2, kTimeout, interrupts});
-    ConnectPeer(1, ends[0]);
-  }
-  ~Peer() {
-    StopBarrier();
-    Close();
-  }
-
-  void Send(const Message& message) {
-    const std::string bytes = Encode(message);
-    CHECK_EQ(write(fd_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
-  }
-  void Come(const CallSignature& signature, uint64_t count) {
-    Message message;
-    message.kind = Kind::kArrival;
-    message.place = signature.members[0].place;
-    message.key = signature.members[0].key;
-    message.count = count;
-    message.digest = signature.digest;
-    message.text = signature.call + "\n" + signature.fields;
-    Send(message);
-  }
-  Message Next() {
-    Message message;
-    char buffer[4096];
-    while (Decode(&bytes_, &message) != Decoded::kMessage) {
-      const ssize_t got = read(fd_, buffer, sizeof(buffer));
-      if (got <= 0) return {};
-      bytes_.append(buffer, static_cast<size_t>(got));
-    }
-    return message;
-  }
-  void Close() {
-    if (fd_ >= 0) close(fd_);
-    fd_ = -1;
-  }
-
- private:
-  int fd_;
-  std::string bytes_;
-};
-
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done) {
   ArriveWithToken(signature, {}, position, 0,
@@ -110,6 +49,14 @@ std::future<std::string> Come(const std::shared_ptr<const CallSignature>& signat
   Arrive(signature, 0, [promise](const Status& status) { promise->set_value(status.message()); });
   return promise->get_future();
 }
+
+double Seconds(const std::function<void()>& run) {
+  const auto begun = std::chrono::steady_clock::now();
+  run();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
+void Pause(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 bool IsReady(const std::future<std::string>& outcome) {
   return outcome.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
@@ -139,7 +86,7 @@ TEST(IndependentCallsMayComeInAnyOrder) {
   peer.Come(*theirs, 1);
   CHECK_EQ(second.get(), "");
   peer.Come(*theirs, 2);
-  std::this_thread::sleep_for(std::chrono::milliseconds(700));  // waiting at another call of one program is no crossing
+  Pause(700);  // waiting at another call of one program is no crossing
   CHECK(!IsReady(first));
   peer.Come(*one, 1);
   CHECK_EQ(first.get(), "");
@@ -187,9 +134,8 @@ TEST(OtherProgramsThatWaitForEachOtherAreNamed) {
 
 TEST(AMissingRankIsNamedAtTheDeadline) {
   Peer peer;
-  const auto begun = std::chrono::steady_clock::now();
-  const std::string message = Come(Make("jit_f", 0, "k=4")).get();
-  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  std::string message;
+  const double waited = Seconds([&] { message = Come(Make("jit_f", 0, "k=4")).get(); });
   CHECK_CONTAINS(message, "matmul at train.py:41: rank 1 has not come");
   CHECK(waited >= kTimeout);
   CHECK(waited < kTimeout + 2);
@@ -200,12 +146,7 @@ TEST(ARankThatEndsIsNamedAtOnce) {
   for (const bool says_so : {false, true}) {
     Peer peer;
     auto outcome = Come(Make("jit_f", 0, "k=4"));
-    if (says_so) {
-      Message goodbye;
-      goodbye.kind = Kind::kGoodbye;
-      goodbye.text = "it raised ValueError: bad luck";
-      peer.Send(goodbye);
-    }
+    if (says_so) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, {}, "it raised ValueError: bad luck"});
     peer.Close();
     CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
     CHECK_EQ(PeerStates()[0].is_clean, false);
@@ -215,44 +156,33 @@ TEST(ARankThatEndsIsNamedAtOnce) {
 // At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
 TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
-  Message goodbye;
-  goodbye.kind = Kind::kGoodbye;
-  for (const char* text : {"", "rank 2 has ended without a word"}) {
-    goodbye.text = text;
-    peer.Send(goodbye);
-  }
+  for (const char* text : {"", "rank 2 has ended without a word"}) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, {}, text});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   CHECK_CONTAINS(outcome.get(), "rank 1 has ended");
-  for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) Pause(5);
   CHECK_EQ(PeerStates()[0].gone, "has ended: rank 2 has ended without a word");
 }
 
 TEST(WhatAPeerGivesUpIsGivenUpHere) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
-  Message failure;
-  failure.kind = Kind::kFailure;
-  failure.key = call->members[0].key;
-  failure.count = 1;
-  failure.text = "matmul at train.py:41: rank 2 has not come";
-  peer.Send(failure);
+  peer.Send({Kind::kFailure, 0, call->members[0].key, 1, 0, {}, "matmul at train.py:41: rank 2 has not come"});
   peer.Come(*call, 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  Pause(100);
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
 }
 
 TEST(AnInterruptEndsTheWaiting) {
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+  const auto [read_end, write_end] = SocketPair(SOCK_STREAM | SOCK_NONBLOCK);
   {
-    Peer peer(ends[0]);
+    Peer peer(read_end);
     auto outcome = Come(Make("jit_f", 0, "k=4"));
     const char number = 2;
-    CHECK_EQ(write(ends[1], &number, 1), 1);
+    CHECK_EQ(write(write_end, &number, 1), 1);
     CHECK_CONTAINS(outcome.get(), "interrupted by the user");
   }
-  close(ends[0]);
-  close(ends[1]);
+  close(read_end);
+  close(write_end);
 }
 
 TEST(TheEndFreesThoseWhoWait) {
@@ -285,7 +215,7 @@ TEST(AProgramResumesInTheStateInWhichItCame) {
     const FloatState state = count & 2 ? keeping.Flushing() : keeping;
     const bool is_last = count & 1;
     if (is_last) peer.Come(*call, count);
-    if (is_last) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    if (is_last) Pause(50);
     auto resumed = come(call, state);
     if (!is_last) peer.Come(*call, count);
     const Resumed found = resumed.get();
@@ -304,12 +234,6 @@ void Meet(Peer& peer) {
   CHECK(ArriveForAMoment(first, 0).ok());
 }
 
-double Seconds(const std::function<void()>& run) {
-  const auto begun = std::chrono::steady_clock::now();
-  run();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-}
-
 // Ahead of a collective of XLA's: what is known in a moment is the outcome.
 TEST(AMomentIsEnoughForWhoComesAtOneTime) {
   Peer peer;
@@ -317,7 +241,7 @@ TEST(AMomentIsEnoughForWhoComesAtOneTime) {
   peer.Come(*call, 1);
   CHECK(ArriveForAMoment(call, 0).ok());
   peer.Come(*Make("jit_f", 0, "k=5"), 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  Pause(100);
   CHECK_CONTAINS(ArriveForAMoment(call, 0).message(), "rank 1 has k=5, rank 0 has k=4");
   CHECK_EQ(LateFailure(), "");
 }
@@ -332,7 +256,7 @@ TEST(WhoComesLateIsWaitedForInTheCollective) {
     CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, 0).ok()); }) < kTimeout / 2);
   }
   for (uint64_t count = 1; count <= 3; ++count) peer.Come(*call, count);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  Pause(100);
   CHECK_EQ(LateFailure(), "");
 }
 
@@ -344,7 +268,7 @@ TEST(ALateFailureFailsEveryFurtherCall) {
     Meet(peer);
     CHECK(ArriveForAMoment(call, 0).ok());
     has_ended ? peer.Close() : peer.Come(*Make("jit_f", 0, "k=5"), 1);
-    for (int i = 0; i < 200 && LateFailure().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (int i = 0; i < 200 && LateFailure().empty(); ++i) Pause(5);
     const std::string want = has_ended ? "rank 1 has ended without a word" : "rank 1 has k=5, rank 0 has k=4";
     CHECK_CONTAINS(LateFailure(), want);
     CHECK_CONTAINS(ArriveForAMoment(next, 0).message(), want);
@@ -356,7 +280,7 @@ TEST(ALateFailureFailsEveryFurtherCall) {
 TEST(AMomentIsLongerBesideAnotherProgram) {
   Peer peer;
   peer.Come(*Make("jit_g", 5, "k=4"), 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  Pause(100);
   CHECK_CONTAINS(ArriveForAMoment(Make("jit_f", 0, "k=8"), 0).message(), "the ranks run different programs");
   // With several devices a process may be in two programs.
   const auto several = Make("jit_h", 0, "k=8", /*is_sequential=*/false);
@@ -394,21 +318,20 @@ TEST(AProcessIsConnectedWhenItIsNeeded) {
   CHECK(WantedProcesses() == std::vector<int>{1});
   WantProcesses({0, 1, 2, 3, -1});
   CHECK(WantedProcesses() == std::vector<int>{2});
-  int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-  ConnectPeer(1, ends[0]);
+  const auto [ours, theirs] = SocketPair();
+  ConnectPeer(1, ours);
   Message message;
   std::string bytes(4096, '\0');
-  bytes.resize(static_cast<size_t>(read(ends[1], bytes.data(), bytes.size())));
-  CHECK(Decode(&bytes, &message) == Decoded::kMessage);
+  bytes.resize(static_cast<size_t>(read(theirs, bytes.data(), bytes.size())));
+  CHECK(Decode(&bytes, &message) == barrier::Decoded::kMessage);
   CHECK_EQ(message.count, uint64_t{1});
   message.text = call->call + "\n" + call->fields;
   bytes = Encode(message);
-  CHECK_EQ(write(ends[1], bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  CHECK_EQ(write(theirs, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   CHECK_EQ(outcome.get(), "");
   StopBarrier();
   CHECK(WantedProcesses().empty());
-  close(ends[1]);
+  close(theirs);
 }
 
 TEST(AProcessThatCannotBeConnectedIsNamedAtOnce) {
@@ -423,12 +346,11 @@ TEST(AProcessThatCannotBeConnectedIsNamedAtOnce) {
 TEST(AConnectionOfNoUseIsClosed) {
   Peer peer;
   for (int process : {0, 1, 2, -1}) {
-    int ends[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    ConnectPeer(process, ends[0]);
+    const auto [ours, theirs] = SocketPair();
+    ConnectPeer(process, ours);
     char byte;
-    CHECK_EQ(read(ends[1], &byte, 1), 0);
-    close(ends[1]);
+    CHECK_EQ(read(theirs, &byte, 1), 0);
+    close(theirs);
   }
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   peer.Come(*Make("jit_f", 0, "k=4"), 1);
@@ -465,7 +387,7 @@ TEST(TheProxyKeepsNoDescriptorOfAStranger) {
   CHECK(port.ok());
   const auto settle = [](int before) {
     for (int i = 0; i < 500 && OpenDescriptors() > before; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      Pause(10);
     }
     CHECK_EQ(OpenDescriptors(), before);
   };
@@ -479,7 +401,7 @@ TEST(TheProxyKeepsNoDescriptorOfAStranger) {
     close(i % 2 ? served : stranger);
     for (int j = 0; i % 2 && j < 3; ++j) {  // the client is not told of the service's end, even where it writes
       CHECK_EQ(write(stranger, "hello", 5), 5);
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      Pause(1);
       CHECK_EQ(recv(stranger, bytes, 1, MSG_DONTWAIT), -1);
     }
     close(i % 2 ? stranger : served);

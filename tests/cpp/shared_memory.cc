@@ -1,7 +1,6 @@
 // Memory that processes share, and the collectives through it, against peers that the test plays: they write blocks to
 // this process's own memory, which it maps for them too, and come to the barrier over a socket.
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,17 +14,12 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/barrier/barrier.h"
-#include "csrc/barrier/call_signature.h"
-#include "csrc/barrier/messages.h"
 #include "csrc/shared_memory/arena.h"
 #include "csrc/shared_memory/collective.h"
-#include "tests/cpp/check.h"
+#include "tests/cpp/peer.h"
 
 namespace jaxmp {
 namespace {
-
-using barrier::Message;
 
 constexpr uint64_t kPages = uint64_t{1} << 32;  // a token: which block, where
 
@@ -183,16 +177,7 @@ struct Job {
     signature.has_tokens = true;
     call = std::make_shared<const SharedCollective>(SharedCollective{*Prepare(signature), ranks, 3, sums});
     CHECK(CheckCollective(*call).ok());
-    int ends[2];
-    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    fd = ends[1];
     for (int process : {0, 1}) CHECK(ShareArena(process, *DescribeLocalArena()).ok());
-    StartBarrier({0, 2, 1.5, -1});
-    ConnectPeer(1, ends[0]);
-  }
-  ~Job() {
-    StopBarrier();
-    if (fd >= 0) close(fd);
   }
 
   CollectiveArrays Arrays(const std::vector<float>& operand, std::vector<float>* result) const {
@@ -220,27 +205,19 @@ struct Job {
 
   // The peer, with both its devices.
   void PeerComes(uint64_t count, const std::vector<std::vector<float>>& operands) {
-    const CallSignature& signature = *call->signature;
-    Message message{barrier::Kind::kArrival,
-                    signature.members[0].place,
-                    signature.members[0].key,
-                    count,
-                    signature.digest,
-                    {},
-                    signature.call + "\n" + signature.fields};
+    std::vector<uint64_t> tokens;
     for (const uint64_t position : {1, 3}) {
       const std::vector<float>& operand = operands[position];
       const Block block = *AllocateBlock(operand.size() * 4, 3);
       std::memcpy(block.data, operand.data(), operand.size() * 4);
-      message.tokens.insert(message.tokens.end(), {position, block.token});
+      tokens.insert(tokens.end(), {position, block.token});
     }
-    const std::string bytes = Encode(message);
-    CHECK_EQ(write(fd, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+    peer.Come(*call->signature, count, tokens);
   }
 
   const std::vector<int64_t> ranks = {2, 0, 3, 1};
   std::shared_ptr<const SharedCollective> call;
-  int fd = -1;
+  tests::Peer peer;
 };
 
 // [3, pieces, 5] numbers of the device at a position.
@@ -250,36 +227,40 @@ std::vector<float> Operand(int64_t position, size_t pieces) {
   return x;
 }
 
+std::vector<std::vector<float>> Operands(bool sums) {
+  std::vector<std::vector<float>> operands;
+  for (int64_t position = 0; position < 4; ++position) operands.push_back(Operand(position, sums ? 4 : 1));
+  return operands;
+}
+
+// What the device at a position has to get: the sum of its pieces, or the pieces of all ranks in their order.
+std::vector<float> Expected(const std::vector<int64_t>& ranks, bool sums, size_t position) {
+  std::vector<float> expected(sums ? 15 : 60);
+  for (size_t other = 0; other < 4; ++other) {
+    const std::vector<float> x = Operands(sums)[other];
+    const auto rank = static_cast<size_t>(ranks[sums ? position : other]);
+    for (size_t i = 0; i < 15; ++i) {
+      const size_t of_rank = (i / 5 * 4 + rank) * 5 + i % 5;
+      sums ? expected[i] += x[of_rank] : expected[of_rank] = x[i];
+    }
+  }
+  return expected;
+}
+
 TEST(ResultsAreInTheOrderOfTheRanks) {
   for (const bool sums : {false, true}) {
     Job job(sums);
-    const size_t given = sums ? 4 : 1, wanted = sums ? 1 : 4;
-    std::vector<std::vector<float>> operands;
-    for (int64_t position = 0; position < 4; ++position) operands.push_back(Operand(position, given));
+    const std::vector<std::vector<float>> operands = Operands(sums);
     for (uint64_t count = 1; count <= 3; ++count) {
-      std::vector<float> one(3 * wanted * 5), other(3 * wanted * 5);
+      std::vector<float> one(sums ? 15 : 60), other(one);
       auto first = job.Come(0, operands[0], &one);
       if (count % 2) job.PeerComes(count, operands);
       auto second = job.Come(2, operands[2], &other);
       if (count % 2 == 0) job.PeerComes(count, operands);
       CHECK_EQ(first.get(), "");
       CHECK_EQ(second.get(), "");
-      for (size_t i = 0; i < 3; ++i) {
-        for (size_t j = 0; j < 5; ++j) {
-          float total[2] = {0, 0};
-          for (size_t position = 0; position < 4; ++position) {
-            const auto rank = static_cast<size_t>(job.ranks[position]);
-            if (!sums) CHECK_EQ(one[(i * 4 + rank) * 5 + j], operands[position][i * 5 + j]);
-            total[0] += sums ? operands[position][(i * 4 + 2) * 5 + j] : 0;
-            total[1] += sums ? operands[position][(i * 4 + 3) * 5 + j] : 0;
-          }
-          if (sums) {
-            CHECK_EQ(one[i * 5 + j], total[0]);
-            CHECK_EQ(other[i * 5 + j], total[1]);
-          }
-        }
-      }
-      if (!sums) CHECK(one == other);
+      CHECK(one == Expected(job.ranks, sums, 0));
+      CHECK(other == Expected(job.ranks, sums, 2));
     }
   }
 }
@@ -294,51 +275,34 @@ TEST(TheHalvesGiveTheSame) {
     signature.members.clear();
     signature.processes = {0, 0, 0, 0};
     call.signature = *Prepare(signature);
-    const size_t given = sums ? 4 : 1, wanted = sums ? 1 : 4;
     uint64_t tokens[4];
-    std::vector<float> result(3 * wanted * 5), none;
-    for (int64_t position = 0; position < 4; ++position) {
-      const std::vector<float> operand = Operand(position, given);
-      tokens[call.ranks[static_cast<size_t>(position)]] = *WriteOperand(call, position, job.Arrays(operand, &none));
+    std::vector<float> result(sums ? 15 : 60), none;
+    const std::vector<std::vector<float>> operands = Operands(sums);
+    for (size_t position = 0; position < 4; ++position) {
+      tokens[call.ranks[position]] =
+          *WriteOperand(call, static_cast<int64_t>(position), job.Arrays(operands[position], &none));
     }
-    for (int64_t position = 0; position < 4; ++position) {
-      const std::vector<float> operand = Operand(position, given);
-      CHECK_EQ(ReadOperands(call, position, job.Arrays(operand, &result), tokens).message(), "");
-      for (size_t i = 0; i < 3; ++i) {
-        for (size_t j = 0; j < 5; ++j) {
-          float total = 0;
-          for (int64_t other = 0; other < 4; ++other) {
-            const auto rank = static_cast<size_t>(call.ranks[static_cast<size_t>(other)]);
-            const auto own = static_cast<size_t>(call.ranks[static_cast<size_t>(position)]);
-            if (sums) {
-              total += Operand(other, 4)[(i * 4 + own) * 5 + j];
-            } else {
-              CHECK_EQ(result[(i * 4 + rank) * 5 + j], Operand(other, 1)[i * 5 + j]);
-            }
-          }
-          if (sums) CHECK_EQ(result[i * 5 + j], total);
-        }
-      }
+    for (size_t position = 0; position < 4; ++position) {
+      const CollectiveArrays arrays = job.Arrays(operands[position], &result);
+      CHECK_EQ(ReadOperands(call, static_cast<int64_t>(position), arrays, tokens).message(), "");
+      CHECK(result == Expected(call.ranks, sums, position));
     }
     CHECK_EQ(LocalArenaUse().used, used);
-    const std::vector<float> operand = Operand(0, given);
-    CHECK_CONTAINS(WriteOperand(call, 4, job.Arrays(operand, &none)).status().message(), "no position 4");
-    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operand, &none), tokens).message(), "on the other");
+    CHECK_CONTAINS(WriteOperand(call, 4, job.Arrays(operands[0], &none)).status().message(), "no position 4");
+    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operands[0], &none), tokens).message(), "on the other");
     tokens[0] = tokens[1] = 0;  // a rank without memory
-    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operand, &result), tokens).message(), "jaxmp.DistributedError");
+    CHECK_CONTAINS(ReadOperands(call, 0, job.Arrays(operands[0], &result), tokens).message(), "jaxmp.DistributedError");
   }
 }
 
 TEST(AProcessComesWithItsLastDevice) {
   Job job(/*sums=*/false);
-  std::vector<std::vector<float>> operands;
-  for (int64_t position = 0; position < 4; ++position) operands.push_back(Operand(position, 1));
+  const std::vector<std::vector<float>> operands = Operands(/*sums=*/false);
   std::vector<float> one(60), other(60);
   job.PeerComes(1, operands);
   auto first = job.Come(0, operands[0], &one);
   CHECK(first.wait_for(std::chrono::milliseconds(300)) == std::future_status::timeout);
-  char byte;
-  CHECK(recv(job.fd, &byte, 1, MSG_DONTWAIT | MSG_PEEK) <= 0);  // the peer has not been told
+  CHECK(!job.peer.HasHeard());
   auto second = job.Come(2, operands[2], &other);
   CHECK_EQ(first.get(), "");
   CHECK_EQ(second.get(), "");
@@ -356,7 +320,7 @@ TEST(AFaultIsAnError) {
     Job job(/*sums=*/false);
     auto first = job.Come(0, x, &result);
     auto second = job.Come(2, x, &result);
-    close(std::exchange(job.fd, -1));
+    job.peer.Close();
     CHECK_CONTAINS(first.get(), "rank 1 has ended without a word");
     CHECK_CONTAINS(second.get(), "rank 1 has ended without a word");
   }
@@ -365,7 +329,7 @@ TEST(AFaultIsAnError) {
     const int one = 1, other = 2;
     auto first = job.Come(0, x, &result, {&one, 7});
     CHECK_CONTAINS(job.Come(0, x, &result, {&other, 7}).get(), "two instructions of the compiled program");
-    close(std::exchange(job.fd, -1));
+    job.peer.Close();
     first.wait();
   }
   SharedCollective call = *Job(/*sums=*/true).call;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <mutex>
 #include <queue>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -54,6 +55,47 @@ class Threads final : public hostmp::Pool {
   std::queue<std::function<void()>> work_;
   std::vector<std::thread> threads_;
   bool stops_ = false;
+};
+
+// The streams of some ranks' calls: what became of each, once all are done.
+class Streams {
+ public:
+  explicit Streams(size_t count) : errors(count), streams_(count), ranks_(count) {}
+
+  hostmp::Stream* start(size_t rank, hostmp::Rendezvous* rendezvous, hostmp::Pool* pool = nullptr, int64_t run_id = 1) {
+    ranks_[rank] = {this, rank};
+    streams_[rank] = {rendezvous, run_id, 7, pool, done, &ranks_[rank]};
+    return &streams_[rank];
+  }
+  size_t count() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return count_;
+  }
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [this] { return count_ == errors.size(); });
+  }
+
+  std::vector<std::string> errors;  // "" for success
+
+ private:
+  struct Rank {
+    Streams* self;
+    size_t number;
+  };
+  static void done(void* rank, const Status& status) {
+    const auto [self, number] = *static_cast<Rank*>(rank);
+    std::lock_guard<std::mutex> lock(self->mutex_);
+    self->errors[number] = status.message();
+    ++self->count_;
+    self->wake_.notify_all();
+  }
+
+  std::vector<hostmp::Stream> streams_;
+  std::vector<Rank> ranks_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  size_t count_ = 0;
 };
 
 }  // namespace jaxmp::test

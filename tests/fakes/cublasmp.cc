@@ -3,11 +3,9 @@
 // on all ranks, memory of its own as workspace.
 #include <algorithm>
 #include <array>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -20,6 +18,7 @@
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/handles/runtime.h"
+#include "tests/cpp/threads.h"
 #include "tests/fakes/cublasmp_state.h"
 #include "tests/fakes/fake.h"
 
@@ -84,63 +83,45 @@ static_assert(std::is_trivially_copyable_v<Arguments>);
   std::abort();  // a device that fails: nothing that a test expects
 }
 
+cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
+  cublasMpHandle_t handle = nullptr;
+  (void)host().Create(&handle, stream);
+  cublasMpMatmulDescriptor matmul{x->values, x->is_set, x->fixed_reduction_order, nullptr};
+  const cublasMpStatus_t status =
+      host().Matmul(handle, &matmul, x->m, x->n, x->k, x->alpha.data(), x->a, x->ia, x->ja, &x->desc_a, x->b, x->ib,
+                    x->jb, &x->desc_b, x->beta.data(), x->c, x->ic, x->jc, x->has_c ? &x->desc_c : nullptr, x->d, x->id,
+                    x->jd, &x->desc_d, x->work, x->bytes, nullptr, 0);
+  (void)host().Destroy(handle);
+  return status;
+}
+
 // hostmp's product of all ranks: their memory is the host's.
-class Computation {
- public:
-  void Run(const jaxmp::hostmp::Group& group, const std::vector<Arguments*>& ranks) {
-    left_ = ranks.size();
-    std::vector<jaxmp::hostmp::Stream> streams(
-        ranks.size(), jaxmp::hostmp::Stream{&rendezvous_, 0, 0, nullptr, &Computation::Done, this});
-    for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      Arguments x = *ranks[rank];
-      for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
-        desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
-      }
-      if (Start(&x, AsStream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
+void Multiply(const jaxmp::hostmp::Group& group, const std::vector<Arguments*>& ranks) {
+  jaxmp::hostmp::Rendezvous rendezvous;
+  jaxmp::test::Streams streams(ranks.size());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    Arguments x = *ranks[rank];
+    for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
+      desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return left_ == 0; });
+    if (Start(&x, AsStream(streams.start(rank, &rendezvous))) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
   }
-
- private:
-  static cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
-    cublasMpHandle_t handle = nullptr;
-    (void)host().Create(&handle, stream);
-    cublasMpMatmulDescriptor matmul{x->values, x->is_set, x->fixed_reduction_order, nullptr};
-    const cublasMpStatus_t status =
-        host().Matmul(handle, &matmul, x->m, x->n, x->k, x->alpha.data(), x->a, x->ia, x->ja, &x->desc_a, x->b, x->ib,
-                      x->jb, &x->desc_b, x->beta.data(), x->c, x->ic, x->jc, x->has_c ? &x->desc_c : nullptr, x->d,
-                      x->id, x->jd, &x->desc_d, x->work, x->bytes, nullptr, 0);
-    (void)host().Destroy(handle);
-    return status;
+  streams.wait();
+  for (const std::string& error : streams.errors) {
+    if (!error.empty()) Fail(error);
   }
-  static void Done(void* data, const jaxmp::Status& status) {
-    if (!status.ok()) Fail(status.message());
-    auto* const self = static_cast<Computation*>(data);
-    std::lock_guard<std::mutex> lock(self->mutex_);
-    --self->left_;
-    self->changed_.notify_all();
-  }
-
-  jaxmp::hostmp::Rendezvous rendezvous_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  size_t left_ = 0;
-};
+}
 
 // A product on its stream, which goes on when every rank has come and rank 0 has computed it.
 struct Product {
   Arguments* arguments;
   ncclComm_t comm;
   int ordinal;
-  std::function<void()> begin, finish;  // on the stream: ahead of it and behind it, if any
 
   static void Run(void* data) {
     const std::unique_ptr<Product> product(static_cast<Product*>(data));
     Log(product->ordinal, "~Matmul");
-    if (product->begin) product->begin();
     product->Compute();
-    if (product->finish) product->finish();
     fake_cuda_unshare(product->arguments);
   }
 
@@ -152,42 +133,11 @@ struct Product {
       for (size_t rank = 0; rank < static_cast<size_t>(fake_nccl_nranks(comm)); ++rank) {
         ranks.push_back(reinterpret_cast<Arguments*>(given[rank]));
       }
-      Computation().Run(GroupOf(comm), ranks);
+      Multiply(GroupOf(comm), ranks);
     }
     fake_nccl_gather(comm, kFakeOnStream, 0, given.data());
   }
 };
-
-// A column-major part of floats, as a descriptor has it.
-struct Floats {
-  float* data;
-  int64_t rows, cols, ld;
-
-  template <typename Do>
-  void Each(Do work) const {
-    for (int64_t j = 0; j < cols; ++j) {
-      for (int64_t i = 0; i < rows; ++i) work(data[j * ld + i], j * rows + i);
-    }
-  }
-};
-
-// The other reading of an all-reduce with C, of floats: each rank adds its own to what has been reduced. C is read when
-// the product begins, for D may lie on it.
-void AddBehind(Product* product) {
-  Arguments& x = *product->arguments;
-  const Floats c = {const_cast<float*>(static_cast<const float*>(x.c)), x.m, x.n, x.desc_c.lld};
-  const Floats d = {static_cast<float*>(x.d), x.m, x.n, x.desc_d.lld};
-  float beta;
-  std::memcpy(&beta, x.beta.data(), sizeof(beta));
-  x.beta.fill(0);
-  const auto kept = std::make_shared<std::vector<float>>(static_cast<size_t>(x.m * x.n));
-  product->begin = [kept, c, beta] {
-    if (beta != 0) c.Each([&](float x, int64_t at) { (*kept)[static_cast<size_t>(at)] = x; });
-  };
-  product->finish = [kept, d, beta] {
-    d.Each([&](float& x, int64_t at) { x += beta * (*kept)[static_cast<size_t>(at)]; });
-  };
-}
 
 bool IsExplicit(cublasMpMatmulDescriptor_t matmul) {
   const auto algo = matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE];
@@ -422,13 +372,7 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   std::tie(x->has_c, x->fixed_reduction_order) = std::tie(has_c, matmul->fixed_reduction_order);
   std::memcpy(x->alpha.data(), alpha, x->alpha.size());
   std::memcpy(x->beta.data(), beta, x->beta.size());
-  auto* const product = new Product{x, comm, of.ordinal, nullptr, nullptr};
-  const bool all_reduces =
-      matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE] & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
-  if (Knob("FAKE_CUBLASMP_C_BEHIND", 0) && has_c && all_reduces && desc_c->type == desc_d->type &&
-      desc_d->type == CUDA_R_32F && fake_nccl_nranks(comm) > 1) {
-    AddBehind(product);
-  }
+  auto* const product = new Product{x, comm, of.ordinal};
   (void)cuLaunchHostFunc(of.stream, Product::Run, product);
   return CUBLASMP_STATUS_SUCCESS;
 }

@@ -221,9 +221,9 @@ def groups_of_rows_on_automatic_axes_become_calls(original, eqn, options):
 CPP = {
     name: Fault("", f"jaxmp::{function}", tuple(tests))
     for name, function, *tests in (
-        ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_ordered"),
+        ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_kernels"),
         ("other_half_on_its_first_row", "hostmp::TileStore::Mirror", "cpp:hostmp_symmetric"),
-        ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_ordered"),
+        ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_kernels"),
         ("bf16_is_cut", "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "product/test_table.py"),
         ("large_is_encoded_as_zero", "hostmp::Encode", "cpp:hostmp_narrow"),
         ("scale_of_decoded_numbers", "hostmp::Decode(…, jaxmp::hostmp::BFloat16*)", "cpp:hostmp_narrow"),

@@ -41,6 +41,8 @@ def test_equal_lines_are_no_difference():
     [
         (line(), line(status=7, error="no"), "refuses", "Matmul gives status 7: no"),
         (line(capability="grid_epilogs"), line(status=7), "capability", "Matmul gives status 7: "),
+        (line(capability="all_reduce_c"), line(d=(False, 9.0)), "capability", "rank 0: d uses 900 % of its bound"),
+        (line(capability="grid_epilogs"), line(d=(False, 9.0)), "differs", "rank 0: d uses 900 % of its bound"),
         (line(status=3, error="no"), line(), "accepts", "hostmp says: no"),
         (line(status=3), line(status=7), "reason", "status 7 (), hostmp 3 ()"),
         (line(), line(stage="crash", error="signal SIGSEGV"), "ends", "rank 0: crash: signal SIGSEGV"),
@@ -67,26 +69,6 @@ def test_ranks_have_to_agree():
     assert kinds(ours, [line(rank=0, ranks=2), line(rank=1, ranks=2, status=3)]) == ["divides"]
     assert kinds(ours, [line(rank=0, ranks=2)]) == ["divides"]
     assert kinds(ours, [line(rank=0, ranks=2), line(rank=1, ranks=2, d=(False, 2.0))]) == ["differs"]
-
-
-def test_the_side_of_c_in_an_all_reduce_is_told_by_every_rank():
-    def lines(*sides):
-        """Of two ranks: whether D is right with C (ahead, behind)."""
-        return [
-            line(rank=rank, ranks=2, d=(ahead, 0.0 if ahead else 9.0)) | {"c": {"ahead": ahead, "behind": behind}}
-            for rank, (ahead, behind) in enumerate(sides)
-        ]
-
-    ours = lines((True, True), (True, False))
-    assert kinds(ours, ours) == []
-    (found,) = compare.compare(ours, lines((True, True), (False, True)))
-    assert (found.kind, found.is_fault) == ("behind", False)
-    assert "D of rank 1 is wrong with C ahead and right with C behind" in found.detail
-    assert kinds(ours, lines((True, True), (False, False))) == ["differs"]
-    assert compare.side_of_c(ours) == "ahead: 1"
-    assert compare.side_of_c(lines((True, True), (False, True))) == "behind: 1"
-    assert compare.side_of_c(lines((True, True), (False, False))) == "neither: 1"
-    assert compare.side_of_c([line()]) == ""
 
 
 def test_what_one_was_not_asked_is_a_difference():

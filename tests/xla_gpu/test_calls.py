@@ -139,11 +139,9 @@ def test_groups_and_square_grids():
         np.testing.assert_array_equal(groups(*grid), a @ b)
 
 
-@pytest.mark.parametrize("is_behind", [False, True], ids=["ahead", "behind"])
 @pytest.mark.parametrize("transposition", ["NN", "NT", "TN", "TT"])
-def test_an_all_reduce_with_c_is_right_wherever_the_library_adds_it(transposition, is_behind, monkeypatch):
-    """Ahead of the reduction, each rank's own, or behind it: no source says which, and D is one on every rank."""
-    monkeypatch.setenv("FAKE_CUBLASMP_C_BEHIND", str(int(is_behind)))
+def test_an_all_reduce_with_c_is_right(transposition):
+    """The library is never told of C (test_cuda.py): no source says on which side of the reduction it would add it."""
     mesh = mesh_over(range(4))
     a, b, c = integers((24, 16)), integers((16, 32), 1), integers((24, 32), 2)
     ta, tb = (letter == "T" for letter in transposition)
