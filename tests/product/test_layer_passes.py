@@ -154,21 +154,16 @@ def test_low_precision_operands(rng):
 
 # Refusals: the layer, options or shapes of operands, the error.
 ERRORS = [
-    ("linear", {"activation": "elu"}, ValueError, "linear: activation must be one of relu, gelu, silu, swish,"),
     ("linear", {"activation": 3}, ValueError, "or a function of an array, got 3"),
     ("linear", {"activation": lambda z: z.sum(0)}, ValueError, "activation must be elementwise"),
     ("linear", {"activation": "silu", "determinism": "batch"}, NotImplementedError, "with determinism='batch' activ"),
-    ("linear", {"activation": "silu", "dtype": "int8"}, NotImplementedError, "a result of int32 activation is"),
     ("mlp", {"activation": "elu"}, ValueError, "mlp: activation must be one of relu, gelu, silu"),
     ("mlp", {"activation": None}, ValueError, "mlp: activation must be a name or a function, got None"),
     ("mlp", {"activation": "silu", "determinism": "batch"}, NotImplementedError, "mlp (x @ w_in): with determ"),
-    ("mlp", {"axis_name": "model"}, ValueError, "mlp: works on the shards inside shard_map"),
     ("mlp", {"alpha": 2.0}, TypeError, "mlp() got an unexpected keyword argument 'alpha'"),
     ("mlp", {"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
     ("mlp", {"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
     ("mlp", {"w_in": (8, 6)}, ValueError, "pass w_in.T if it is stored (n, k)"),
-    ("mlp", {"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): w_out has k=7 but hidden has k=8"),
-    ("mlp", {"b_in": (4,)}, ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
     ("mlp", {"x": (6,)}, ValueError, "mlp: x must have at least 2 dimensions, got 1"),
     ("gated_mlp", {"activation": "elu"}, ValueError, "gated_mlp: activation must be one of relu, gelu, silu"),
     ("gated_mlp", {"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
@@ -185,13 +180,11 @@ ERRORS = [
 @pytest.mark.parametrize(("layer", "change", "error", "message"), ERRORS, ids=lambda x: str(x)[:20])
 def test_bad_input(layer, change, error, message):
     cases.require(None)
-    dtype = change.get("dtype", "float32")
     shapes = {name: (5, 6) if name == "x" else shape for name, shape in SHAPES[layer].items()}
     shapes = {"x": (16, 16), "w": (16, 16)} if layer == "linear" else shapes
     options = {} if layer == "gated_mlp" else {"activation": "gelu"}
-    options |= {name: value for name, value in change.items() if name not in (*shapes, "dtype")}
-    options |= {"transpose_b": True} if dtype == "int8" else {}
-    operands = [jnp.zeros(change.get(name, shape), dtype) for name, shape in shapes.items()]
+    options |= {name: value for name, value in change.items() if name not in shapes}
+    operands = [jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()]
     with pytest.raises(error) as caught:
         getattr(jaxmp, layer)(*operands, **options)
     assert message in str(caught.value)
