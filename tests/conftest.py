@@ -47,6 +47,13 @@ def standard_promotion():
 
 
 @pytest.fixture
+def promotion_of_users(standard_promotion):
+    """JAX's default promotion of ranks too, for programs as users write them."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def x64():
     """64-bit types for one test; without it they are off, as they are for users."""
     with jax.enable_x64(True):

@@ -97,17 +97,6 @@ def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, transpose
     np.testing.assert_array_equal(got, want)
 
 
-def test_batches_on_a_mesh(mesh_of, rng):
-    mesh, a, b = mesh_of({"x": 2, "y": 2}), integers(rng, 2, 4, 6), integers(rng, 2, 6, 8)
-    with jax.set_mesh(mesh):
-        given = cases.put(a, mesh, P("x", None, "y")), cases.put(b, mesh, P("x", "y", None))
-        got = jaxmp.matmul(*given, out_sharding=P("x", None, None))
-        vector = jaxmp.matmul(given[0], cases.put(b[0, :, 0], mesh, P("y")), out_sharding=P("x", None))
-    np.testing.assert_array_equal(got, a @ b)
-    np.testing.assert_array_equal(vector, a @ b[0, :, 0])
-    assert (got.sharding.spec, vector.sharding.spec) == (P("x", None, None), P("x", None))
-
-
 INTEGERS = {"int32": 1000, "uint8": 100, "bool": 2}
 WAYS = {
     "all-reduce": (P(None, "x"), P("x", None), P(None, None)),

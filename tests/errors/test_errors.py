@@ -49,7 +49,6 @@ class Tensor:
 
 A, B, C, BIAS = zeros(4, 6), zeros(6, 8), zeros(4, 8), zeros(8)
 COMPLEX = (A.astype(np.complex64), B.astype(np.complex64))
-NN = (((1,), (0,)), ((), ()))
 K_SHARDED = (P(None, "y"), P("y", None))
 COLLECTIVES = (jaxmp.all_gather_matmul, jaxmp.matmul_reduce_scatter, jaxmp.matmul_all_reduce)
 OVER = [(axis, TypeError, f"takes the name of a mesh axis or a tuple of names, got {axis}") for axis in (None, 0)]
@@ -155,6 +154,9 @@ WRONG = {
     "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
     "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
     "precision of other operands": ((A, B), {"precision": "64F"}, NotImplementedError, "matmul: precision=64F takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
+    "precision of 16 bits": ((A, B), {"precision": "16F"}, NotImplementedError, "matmul: precision=16F takes operands of float16, got float32"),
+    "precision of float8": ((A, B), {"precision": "ANY_F8_ANY_F8_F32"}, NotImplementedError, "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
+    "a wide result of a narrow sum": ((A.astype(np.float16), B.astype(np.float16)), {"precision": "16F", "preferred_element_type": np.float32}, NotImplementedError, "precision=16F sums in float16, so the result cannot be float32"),
     "precision as an algorithm": ((A, B), {"precision": jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)}, NotImplementedError, "is not implemented; pass a jax.lax.DotAlgorithmPreset"),
     "narrower result": ((A.astype(jnp.int32), B.astype(jnp.int32)), {"preferred_element_type": jnp.bfloat16}, NotImplementedError, "matmul: preferred_element_type bfloat16 is not available for int32 operands; available: int32"),
     "in_shardings are no pair": ((A, B), {"in_shardings": P("x", None)}, ValueError, "matmul: in_shardings must be a pair, one sharding for a and one for b, got P"),
@@ -347,8 +349,6 @@ def test_a_sum_that_is_not_taken(name, mesh_of):
 
 
 # Shardings ------------------------------------------------------------------------------------------------------
-
-XY = (("x", 2), ("y", 2))
 
 # id: (specs of a and b, out_sharding, keywords, message); a is (4, 6), b (6, 8), on a 2 x 2 mesh.
 WRONG_SHARDINGS = {

@@ -6,7 +6,6 @@ beside a relu that is right; a gelu of the wrong form (the erf and the tanh form
 
 import functools
 
-import bounds
 import cases
 import drawn
 import jax
@@ -87,17 +86,6 @@ def test_activations_of_extreme_values(epilog, implementation):
     z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
     d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
-
-
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-def test_gelu_is_the_tanh_form(implementation):
-    cases.require(implementation)
-    z = np.linspace(-6, 6, 1001, dtype=np.float32)[None]
-    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=Epilog.GELU, implementation=implementation)
-    z = z.astype(np.float64)
-    want = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-    # In float32 1 + tanh may cancel for negative z, so the error allowed is relative to z rather than to gelu(z).
-    bounds.judge("gelu", d, want, 4 * bounds.unit_roundoff("float32") * np.abs(z))
 
 
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))

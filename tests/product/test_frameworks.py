@@ -12,7 +12,6 @@ import sys
 import bounds
 import cases
 import equinox
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,13 +101,6 @@ def test_nnx(model, axis_type, rng):
         assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
 
 
-def test_nnx_in_bfloat16_with_float32_parameters(rng):
-    cases.require(None)
-    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-    got, want = (run(Mlp, f, AxisType.Explicit, x, jnp.bfloat16) for f in (jaxmp.dot_general, jax.lax.dot_general))
-    judge(got, want, "bfloat16", 8)
-
-
 def test_nnx_model_that_the_program_makes_itself():
     """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
     cases.require(None)
@@ -133,36 +125,6 @@ def test_nnx_layers_are_the_fused_calls():
             text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
         assert calls_of(text) == ["all_gather", "reduce_scatter"]
         assert not collectives_of(text)
-
-
-class LinenMlp(flax.linen.Module):
-    dot_general: object
-
-    @flax.linen.compact
-    def __call__(self, x):
-        x = flax.linen.gelu(flax.linen.Dense(HIDDEN, dot_general=self.dot_general)(x))
-        x = flax.linen.DenseGeneral((4, 4), dot_general=self.dot_general)(x)
-        return flax.linen.DenseGeneral(WIDTH, axis=(-2, -1), dot_general=self.dot_general)(x)
-
-
-@AXIS_TYPES
-def test_linen(axis_type, rng):
-    """Linen's layers have no `out_sharding`, so here they are data-parallel: no contraction is sharded."""
-    cases.require(None)
-    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-
-    def gradients(dot_general):
-        module = LinenMlp(dot_general)
-        params = module.init(jax.random.key(0), x)
-        program = jax.jit(jax.value_and_grad(lambda params, x: jnp.sum(module.apply(params, x) ** 2), (0, 1)))
-        if axis_type is None:
-            return jax.tree.leaves(program(params, x))
-        mesh = MESH.jax_mesh(axis_type)
-        with jax.set_mesh(mesh):
-            params = jax.tree.map(lambda p: cases.put(p, mesh, P()), params)
-            return jax.tree.leaves(program(params, cases.put(x, mesh, ROWS)))
-
-    judge(gradients(jaxmp.dot_general), gradients(jax.lax.dot_general))
 
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])

@@ -198,9 +198,6 @@ def test_inside_shard_map():
 # Errors ----------------------------------------------------------------------------------------------------------
 
 
-
-
-
 def test_weights_that_lie_otherwise():
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with (

@@ -23,9 +23,8 @@ from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.lowering import backend, forms
 from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
 from jaxmp._src.lowering.legalize import Capabilities, why_unsupported
-from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import process_grid
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
@@ -69,30 +68,6 @@ def covers(have, want):
     return have[0] * want[1] <= want[0] * have[1] and (want[0] + 1) * have[1] <= (have[0] + 1) * want[1]
 
 
-def test_a_plan_gives_each_device_what_it_needs():
-    """Brute force over every sharding of a 2 x 2 mesh: where there is a plan, the devices of a group can compute it."""
-    devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
-    patterns = set()
-    for rows, k_a, k_b, cols, out_rows, out_cols in itertools.product(DIMS, repeat=6):
-        a, b, out = (rows, k_a), (k_b, cols), (out_rows, out_cols)
-        if any(set(one) & set(other) for one, other in (a, b, out)):
-            continue
-        plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out)))
-        if plan is None:
-            continue
-        patterns.add((plan.pattern, plan.is_transposed))
-        check_plan(plan, devices, out)
-    assert patterns == {
-        (Pattern.LOCAL, False),
-        (Pattern.ALL_GATHER, False),
-        (Pattern.ALL_GATHER, True),
-        (Pattern.REDUCE_SCATTER, False),
-        (Pattern.REDUCE_SCATTER, True),
-        (Pattern.ALL_REDUCE, False),
-        (Pattern.GRID, False),
-    }
-
-
 def check_plan(plan, devices, out):
     """Every device finds the rows of a and columns of b of its part of d among the ranks of its group."""
     assert plan.layout.d == out
@@ -111,52 +86,7 @@ def check_plan(plan, devices, out):
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
 
 
-@pytest.mark.parametrize("case", cases.by_id([case for case in cases.CASES if not case.gathers]))
-@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
-def test_the_table_is_planned_as_it_says(case, transposition):
-    case = case.replace(transposition=transposition)
-    sizes = dict(case.mesh)
-    a, b = (shardings.to_dims("x", spec, 2, tuple(sizes)) for spec in case.stored)
-    out = shardings.to_dims("x", case.out, 2, tuple(sizes))
-    plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out), **case.transpose))
-    assert (plan.pattern, plan.is_transposed) == (case.pattern, case.computes_transposed)
-    assert plan.row_axes + plan.col_axes == case.group
-
-
-def test_without_out_sharding_the_result_is_that_of_dot_general():
-    product = contraction.of_matrices(2)
-    assert shardings.default_result(product, (("x",), ()), (("z",), ("y",))) == (("x",), ("y",))
-
-
 # Extents --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
-@pytest.mark.parametrize(
-    "case", cases.by_id([c for c in cases.CASES if c.pattern != "local" and not c.computes_transposed])
-)
-def test_local_shapes_give_back_the_global_extents(case, transposition):
-    """Of one group: the data-parallel axes divide rows among groups."""
-    case = case.replace(transposition=transposition, per_shard=(2, 3, 5))
-    m, n, k = case.extents
-    mesh = case.jax_mesh()
-    shapes = {"a": (k, m) if transposition[0] == "T" else (m, k), "b": (n, k) if transposition[1] == "T" else (k, n)}
-    local = [
-        jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
-        for spec, shape in zip(case.stored, shapes.values(), strict=True)
-    ]
-    row_axes, col_axes = case.group, ()
-    if case.pattern == "grid":
-        row_axes, col_axes = (tuple(e) if isinstance(e, tuple) else (e,) for e in case.a)
-    group = Group(Pattern(case.pattern), case.mesh, row_axes, col_axes)
-    spec = MatmulSpec(np.dtype("float32"), group, **case.transpose)
-    outer = {"m": 1, "n": 1}
-    for letter, entry in zip("mn", case.out, strict=True):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        outer[letter] = int(np.prod([dict(case.mesh)[axis] for axis in axes if axis not in case.group]))
-    found = extents(spec, *local)
-    assert (found.m, found.n, found.k) == (m // outer["m"], n // outer["n"], k)
-    assert found.d == jax.sharding.NamedSharding(mesh, case.out).shard_shape((m, n))
 
 
 # What the partitioner may propose -------------------------------------------------------------------------------------

@@ -143,23 +143,6 @@ def test_a_library_is_given_the_compute_type():
 # Refusals --------------------------------------------------------------------------------------------------------
 
 
-def halves(dtype):
-    return jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision", "message"),
-    [
-        ("float32", "64F", "precision=64F takes operands of float64, complex128, got float32; convert them"),
-        ("float32", "16F", "precision=16F takes operands of float16, got float32"),
-        ("float32", "ANY_F8_ANY_F8_F32", "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
-    ],
-)
-def test_precisions_that_do_not_take_the_operands(dtype, precision, message):
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        jaxmp.matmul(*halves(dtype), precision=precision)
-
-
 def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
     """Operands to the type of the preset, which rounds what it has no number for, and sums to the result's."""
     presets = ("F16_F16_F16", "BF16_BF16_F32", "F32_F32_F32", "BF16_BF16_F32_X3", "F64_F64_F64")
@@ -182,11 +165,6 @@ def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
     for precision, want in ((None, 4 + 2**-7), ("BF16_BF16_F32", 4)):
         d = jaxmp.matmul(x, ones, precision=precision, preferred_element_type="float32")
         np.testing.assert_array_equal(d, np.full((3, 3), want, np.float32))
-
-
-def test_a_narrow_sum_has_a_narrow_result():
-    with pytest.raises(NotImplementedError, match="precision=16F sums in float16, so the result cannot be float32"):
-        jaxmp.matmul(*halves("float16"), precision="16F", preferred_element_type=jnp.float32)
 
 
 # Communication options -------------------------------------------------------------------------------------------

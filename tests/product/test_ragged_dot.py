@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from ragged import activated, assert_same, derivatives, integers, reference, with_bias
 
 import jaxmp

@@ -55,10 +55,6 @@ def test_modes(case, per_index, implementation):
             assert (mine * move).sum() == (ct * lax.ragged_dot_general(*operands, sizes, given)).sum()
 
 
-
-
-
-
 def test_sharded_arrays_take_the_numbers_of_ragged_dot():
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):

@@ -137,35 +137,6 @@ def test_arguments_that_are_no_arrays_stay_what_they_are(implementation):
     assert "traced" not in row.why
 
 
-# Case: the pattern of the weight gradient's call, and what runs beside the calls in the gradient of a linear layer.
-LINEAR = {
-    "local": ("all_reduce", []),
-    "ag-data": ("all_reduce", ["all_gather"]),
-    "rs-data": ("all_reduce", ["all_gather"]),
-    "ar-data": ("all_reduce", []),
-    "ag": ("local", ["all_gather"]),
-    "ar": ("local", []),
-}
-
-
-@pytest.mark.parametrize("transposition", ["NN", "NT"])
-@pytest.mark.parametrize("name", LINEAR)
-def test_the_gradient_of_a_bias_comes_out_of_the_weight_gradient(name, transposition, rng):
-    """No sum of its own, neither over rows nor over ranks."""
-    cases.require(None)
-    case = cases.BY_NAME[name].replace(per_shard=(4, 4, 4), transposition=transposition)
-    bias = rng.standard_normal(case.extents[1]).astype(np.float32)
-    with EXPLICIT.scope(case):
-        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
-        f = EXPLICIT.product(case, epilog=Epilog.BIAS)
-        gradient = jax.grad(lambda b, bias: jnp.sum(f(a, b, bias=bias) ** 2), (0, 1))
-        rows = jaxmp.explain(gradient)(b, EXPLICIT.put(case, bias, P(case.out[1]))).rows
-    calls = [(row.epilog, row.pattern) for row in rows if row.operation.startswith("matmul")]
-    pattern, beside = LINEAR[name]
-    assert calls == [("BIAS", case.pattern), ("BGRADB" if transposition == "NN" else "BGRADA", pattern)]
-    assert [row.operation for row in rows if not row.operation.startswith("matmul")] == beside
-
-
 def test_a_sum_over_data_parallel_rows_has_its_reason(rng):
     cases.require(None)
     case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
