@@ -497,7 +497,6 @@ def test_all_reduce_belongs_to_its_pattern(name, rng):
 
 
 def test_the_partitioner_refuses_all_reduce_of_another_pattern(rng):
-    cases.require(None)
     case, mode = cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4)), modes.BY_ID["partitioner"]
     a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
     with pytest.raises(Exception, match="epilog ALLREDUCE belongs to the all_reduce pattern"):

@@ -83,7 +83,6 @@ def test_mlp_refuses():
 
 def test_ranks_that_differ_in_the_scale_of_a_tensor_are_told():
     """Inside shard_map each device has its own scalar, and only one of them could be meant."""
-    cases.require("host")
     mesh = cases.BY_NAME["ag"].jax_mesh(AxisType.Auto)
 
     def local(a, b):

@@ -4,7 +4,6 @@ also where no kernel multiplies them. Results and cotangents are as weak as JAX'
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,11 +32,6 @@ def of(module):
         "einsum": functools.partial(module.einsum, "ij,jk->ik"),
         "dot_general": lambda a, b, **options: lax_like.dot_general(a, b, NN, **options),
     }
-
-
-@pytest.fixture(autouse=True)
-def on_host():
-    cases.require("host")
 
 
 def preferred(dtype):

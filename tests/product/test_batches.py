@@ -56,7 +56,6 @@ def operands(mesh, pattern, rng, dtype=np.float32):
 
 @OVER_PATTERNS
 def test_one_product_and_one_collective(pattern, rng):
-    cases.require(None)
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern)
@@ -74,7 +73,6 @@ def test_one_product_and_one_collective(pattern, rng):
 @pytest.mark.parametrize("options", [{"implementation": "host"}, {"determinism": "batch"}], ids=str)
 @OVER_PATTERNS
 def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
-    cases.require("host")
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern, **options)
@@ -87,7 +85,6 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", False), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
     """Where ranks share a product, and where its operands are narrower than its sums."""
-    cases.require("host")
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):
@@ -131,7 +128,6 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
 
 def test_every_auto_batch_is_counted(rng):
     """Two batches that are equal, and one in a loop."""
-    cases.require(None)
     mesh = mesh_of(AxisType.Auto)
     x = cases.put(integers(rng, 8, 4, 4), mesh, P("x"))
     batch = jax.vmap(jaxmp.matmul)
@@ -145,7 +141,6 @@ def test_every_auto_batch_is_counted(rng):
 
 def test_auto_axes_are_partitioned(rng):
     """Under a bare jit the batch keeps its sharding, `explain` says who places it, and the program can be exported."""
-    cases.require(None)
     mesh = mesh_of(AxisType.Auto)
     (a, b), placed = operands(mesh, "local", rng)
     f = jax.jit(jax.vmap(jaxmp.matmul))
@@ -159,7 +154,6 @@ def test_auto_axes_are_partitioned(rng):
 
 
 def test_a_further_batch_on_an_explicit_axis(rng):
-    cases.require(None)
     with jax.set_mesh(mesh_of()):
         a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
         d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
@@ -169,7 +163,6 @@ def test_a_further_batch_on_an_explicit_axis(rng):
 
 def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
     """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
-    cases.require(None)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         a, b = (cases.put(integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
@@ -276,7 +269,6 @@ def test_transforms_of_layers(activation, bias_axis, rng):
 @pytest.mark.parametrize("epilog", [Epilog.RELU_BIAS, Epilog.BIAS], ids=lambda epilog: epilog.name)
 def test_layers_in_shard_map(epilog, check_vma, rng):
     """Experts inside of shard_map, gathered and then scattered."""
-    cases.require(None)
     x, w = integers(rng, 3, 8, 4), integers(rng, 3, 4, 8)
     bias, back = integers(rng, 3, 8), integers(rng, 3, 8, 4)
 

@@ -56,7 +56,6 @@ def test_a_library_that_cannot_be_opened_leaves_xla_and_says_why(cards):
 
 
 def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
-    cases.require("host")
     monkeypatch.setattr(native, "cuda_devices", list)
     chosen = choose(SPEC)
     assert chosen.implementation == "xla"
@@ -143,7 +142,6 @@ ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 
 
 def test_a_program_for_cuda_calls_the_library(sharded):
-    cases.require("host")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     (line,) = texts(functools.partial(ask, out_sharding=P(None, "y"), epilog=Epilog.GELU), a, b)
     assert 'pattern = "all_gather"' in line
@@ -154,13 +152,11 @@ def test_a_program_for_cuda_calls_the_library(sharded):
 
 
 def test_the_same_program_without_asking_is_xlas(sharded):
-    cases.require("host")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     assert not texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
 
 
 def test_a_profile_says_that_cublasmp_multiplies(sharded):
-    cases.require("host")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     f = jax.jit(functools.partial(ask, out_sharding=P(None, "y")))
     text = f.trace(a, b).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
@@ -218,7 +214,6 @@ def test_one_rank_needs_no_devices(required):
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transposition):
     """TN in cuBLASMp's terms; what comes otherwise is copied, or scattered and gathered."""
-    cases.require("host")
     ta, tb = (letter == "T" for letter in transposition)
     a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
     b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
@@ -231,7 +226,6 @@ def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transpositio
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_an_all_reduce_never_takes_c_with_it(sharded, transposition):
     """Silently wrong otherwise on some rank: it depends on the side of the reduction on which cuBLASMp adds C."""
-    cases.require("host")
     ta, tb = (letter == "T" for letter in transposition)
     a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
     b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
@@ -245,7 +239,6 @@ def test_an_all_reduce_never_takes_c_with_it(sharded, transposition):
 
 
 def test_a_grid_has_its_epilog_beside_the_call(mesh_of):
-    cases.require("host")
     mesh = mesh_of({"x": 2, "y": 2})
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
     with jax.set_mesh(mesh):
@@ -256,13 +249,11 @@ def test_a_grid_has_its_epilog_beside_the_call(mesh_of):
 
 @pytest.mark.parametrize("shapes", [((8, 0), (0, 12)), ((0, 16), (16, 12))], ids=["k", "m"])
 def test_nothing_to_multiply_is_no_call(shapes):
-    cases.require("host")
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     assert not texts(ask, a, b)
 
 
 def test_gradients_for_cuda_are_calls_of_the_library(sharded):
-    cases.require("host")
     a, b = sharded((8, 16), None, "y"), sharded((16, 12), "y", None)
 
     def loss(a, b):
@@ -274,7 +265,6 @@ def test_gradients_for_cuda_are_calls_of_the_library(sharded):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
-    cases.require("host")
     pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, axis_type)
     shardings = {"in_shardings": (P("y", None), P(None, "y"))} if axis_type == AxisType.Auto else {}
@@ -292,7 +282,6 @@ def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
 
 def test_one_export_serves_both_platforms(sharded):
     """Without asking: hostmp on CPUs, XLA's products on GPUs."""
-    cases.require("host")
     pytest.importorskip("flatbuffers")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     exported = jax.export.export(
@@ -307,7 +296,6 @@ def test_one_export_serves_both_platforms(sharded):
 
 def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
     """XLA's partitioner asks for each platform's own call; here only for that of the CPUs."""
-    cases.require("host")
     pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, AxisType.Auto)
     a, b = (np.ones(shape, np.float32) for shape in ((8, 16), (16, 12)))

@@ -8,7 +8,6 @@ import functools
 import re
 import types
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from jaxmp._src.sharding import eager_calls, sharded_call
 
 @pytest.fixture(autouse=True)
 def cold():
-    cases.require("host")
     eager_calls.kept.cache_clear()
     eager_calls.kept_traced.cache_clear()
 

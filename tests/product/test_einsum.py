@@ -28,13 +28,11 @@ def check(got, want):
     "dtypes", [("bfloat16", "float32"), ("int32", "float32"), ("int16", "int32"), ("uint8", "uint8"), ("int8", "int8")]
 )
 def test_types_are_those_of_jnp(dtypes, rng, standard_promotion):
-    cases.require(None)
     a, b = (rng.integers(0, 4, shape).astype(dtype) for shape, dtype in zip(((4, 6, 3), (6, 8)), dtypes, strict=True))
     check(jaxmp.einsum("ijs,jk->ik", a, b), jnp.einsum("ijs,jk->ik", a, b))
 
 
 def test_int8_in_each_result_type(rng):
-    cases.require(None)
     a, b = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((4, 6), (6, 8)))  # sums beyond 16 bits
     for dtype in (None, jnp.int8, jnp.int16, jnp.int32, jnp.float32):
         given = {"preferred_element_type": dtype}
@@ -43,14 +41,12 @@ def test_int8_in_each_result_type(rng):
 
 
 def test_operands_and_lists_of_indices_in_turn(rng):
-    cases.require(None)
     a, b = integers(rng, 2, 4, 6), integers(rng, 6, 8)
     for given in ((a, [..., 1], b, [1, 2]), (a, [0, 3, 1], b, [1, 2], [2, 0, 3]), (a, [2, 1, 0], (0, 1))):
         check(jaxmp.einsum(*given), jnp.einsum(*given))
 
 
 def test_the_order_of_products_may_be_given(rng):
-    cases.require(None)
     given = "ij,jk,kl,l->i", *(integers(rng, *shape) for shape in ((2, 4), (4, 6), (6, 8), (8,)))
     want = jnp.einsum(*given)
     for optimize in ("auto", "greedy", "optimal", True, False, [(2, 3), (0, 2), (0, 1)], ((0, 1), (0, 2), (0, 1))):
@@ -67,13 +63,11 @@ def test_the_order_of_products_may_be_given(rng):
 
 
 def test_a_number_is_an_operand(rng, standard_promotion):
-    cases.require(None)
     a = integers(rng, 4, 6).astype(jnp.bfloat16)
     check(jaxmp.einsum("ij,->ji", a, 2.0), jnp.einsum("ij,->ji", a, 2.0))
 
 
 def test_the_gradient_of_three(rng):
-    cases.require(None)
     operands = [integers(rng, *shape) for shape in ((4, 4, 6), (6, 8), (8, 3))]
 
     def loss(einsum):

@@ -42,7 +42,6 @@ def in_tiles(monkeypatch):
     Whether a BLAS sums all elements of a call alike depends on its kernels, and so on the processor: hostmp's calls are
     those of fixed order, which do.
     """
-    cases.require("host")
     monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
@@ -306,7 +305,6 @@ ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_for_cuda_call_one_shape(mesh_of, level):
     """One call in a loop, of the same attributes for every batch and mesh, and only the gathers that the rank needs."""
-    cases.require("host")
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):
@@ -337,7 +335,6 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
 
 
 def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
-    cases.require("host")
     mesh = mesh_of({"y": 4})
     a, b = (
         jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -351,7 +348,6 @@ def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_o
 
 
 def test_gradients_for_cuda_are_local_calls_of_the_tiles_extents(mesh_of):
-    cases.require("host")
     mesh = mesh_of({"x": 2, "y": 2})
     a, b, bias = (
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
@@ -454,7 +450,6 @@ def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
 
 
 def test_sums_of_rows_that_lie_on_several_ranks_are_refused_by_name(mesh_of):
-    cases.require("host")
     mesh = mesh_of({"y": 2})
     a, b, mask = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))

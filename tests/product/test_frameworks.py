@@ -93,7 +93,6 @@ def run(model, dot_general, axis_type, x, dtype=None):
 @AXIS_TYPES
 @pytest.mark.parametrize("model", [Mlp, Heads])
 def test_nnx(model, axis_type, rng):
-    cases.require(None)
     x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
     got, want = (run(model, f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
     judge(got, want)
@@ -103,7 +102,6 @@ def test_nnx(model, axis_type, rng):
 
 def test_nnx_model_that_the_program_makes_itself():
     """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
-    cases.require(None)
 
     @nnx.jit(static_argnums=0)
     def create(dot_general):
@@ -116,7 +114,6 @@ def test_nnx_model_that_the_program_makes_itself():
 
 def test_nnx_layers_are_the_fused_calls():
     """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
-    cases.require(None)
     mesh = MESH.jax_mesh()
     for model in (Mlp, Heads):
         with jax.set_mesh(mesh):
@@ -129,7 +126,6 @@ def test_nnx_layers_are_the_fused_calls():
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
 def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
-    cases.require(None)
     x, w, bias = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 6), (6, 6), (6,)))
     kept, bias_kept = kind(jnp.asarray(w)), kind(jnp.asarray(bias))
     for got, want in (
@@ -164,7 +160,6 @@ def of_nnx(layer, is_explicit, **options):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.small("values")
 def test_nnx_layer(activation, axis_type, dtype, rng):
-    cases.require(None)
     x, is_explicit = cases.normal(rng, (4, IN), "float32"), axis_type == AxisType.Explicit
     mesh = None if axis_type is None else MESH.jax_mesh(axis_type)
 
@@ -217,7 +212,6 @@ def test_nnx_takes_no_other_product():
 @pytest.mark.small("values")
 def test_equinox(activation, dtype, rng):
     """A vector, under vmap, and rows at once; a plain layer's leaves are loaded from a file first."""
-    cases.require(None)
     plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
     ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
     file = io.BytesIO()
@@ -244,7 +238,6 @@ def test_equinox_parameters_are_those_of_the_plain_layer():
 
 
 def test_equinox_scalars_and_an_activation_that_learns():
-    cases.require(None)
     for sizes in (("scalar", 3), (3, "scalar"), ("scalar", "scalar")):
         ours = jaxmp.equinox.Linear(*sizes, activation="tanh", key=jax.random.key(4))
         plain = equinox.nn.Linear(*sizes, key=jax.random.key(4))

@@ -5,7 +5,6 @@ Integers, so that results are equal to the bit: on hostmp, in the forms that cuB
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,6 @@ LAYOUTS = {
 
 @pytest.fixture(params=["hostmp", "cuBLASMp's forms", "xla"])
 def implementation(request, monkeypatch):
-    cases.require(None)
     if request.param == "cuBLASMp's forms":
         monkeypatch.setattr(backend, "capabilities_of", lambda library: Capabilities())
     jax.clear_caches()  # the form is chosen at lowering
@@ -137,7 +135,6 @@ def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh
 )
 @pytest.mark.parametrize("product", [jaxmp.matmul, functools.partial(jaxmp.einsum, "mk,kn->mn")])
 def test_no_gathered_operand_is_kept_for_the_backward_pass(product, specs, out, mesh):
-    cases.require(None)
     a, b = (jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec)) for spec in specs)
     _, pull = jax.vjp(functools.partial(product, out_sharding=out), a, b)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(pull) if x.ndim)

@@ -62,7 +62,6 @@ def programs(mode, case, **options):
 
 
 def check_compiled(mode, case, name):
-    cases.require(None)
     case = case.replace(per_shard=(4, 4, 4))
     with mode.scope(case):
         program, arguments = programs(mode, case)[name]
@@ -102,7 +101,6 @@ def test_inside_shard_map(case, name):
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id([case for case in cases.MATRIX if not case.gathers]))
 def test_no_forward_product_communicates_beside_the_call(case, transposition):
-    cases.require(None)
     case = case.replace(transposition=transposition, per_shard=(4, 4, 4))
     mode = modes.BY_ID["in_shardings"]
     program, arguments = programs(mode, case, epilog=Epilog.GELU)["forward"]
@@ -124,7 +122,6 @@ def test_xla_is_made_of_collectives_and_no_call(case):
 
 def test_a_layer_of_two_products_and_its_gradients():
     """Tensor parallelism as in a transformer's MLP: AG forward and RS forward, and what their gradients become."""
-    cases.require(None)
     case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
     mesh = case.jax_mesh()
     up, down = cases.BY_NAME["ag-data"], cases.BY_NAME["rs-data"]
@@ -150,7 +147,6 @@ def test_a_layer_of_two_products_and_its_gradients():
 @pytest.mark.parametrize("case", cases.by_id([*cases.MATRIX[:5], cases.BY_NAME["ag"], cases.BY_NAME["ar"]]))
 def test_the_gradient_of_a_bias_is_a_part_of_the_weight_gradient(case, transposition):
     """It adds neither a call nor a collective to what the gradient in b compiles to."""
-    cases.require(None)
     case, mode = case.replace(per_shard=(4, 4, 4), transposition=transposition), modes.BY_ID["explicit"]
     calls, collectives = COMPILED[case.name][2]
     with mode.scope(case):
@@ -175,7 +171,6 @@ def test_a_profile_names_what_a_call_computes():
 
 def test_a_call_whose_result_is_not_used_is_removed():
     """Pure primitives: dead calls go, and equal calls are one."""
-    cases.require(None)
     a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
 
     def program(a, b):
@@ -187,7 +182,6 @@ def test_a_call_whose_result_is_not_used_is_removed():
 
 def test_batched_weights_and_biases_are_one_call():
     """Tangents of a layer come in batches (jacfwd, hessian); they fold into the columns of one product."""
-    cases.require(None)
     a, b, bias = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.ones((3, 5))
     f = jax.vmap(lambda b, bias: jaxmp.linear(a, b, bias))
     text = compiled_text(f, b, bias)
@@ -196,7 +190,6 @@ def test_batched_weights_and_biases_are_one_call():
 
 
 def test_remat_computes_again_and_saves_nothing_else():
-    cases.require(None)
     case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
     mode = modes.BY_ID["explicit"]
     with mode.scope(case):
@@ -233,7 +226,6 @@ def test_a_policy_that_saves_products_saves_ours(id_, name):
 
 def test_the_packed_mask_is_the_residual_of_relu():
     """One bit per element is kept for the backward pass, not the value ahead of the activation."""
-    cases.require(None)
     a, b = jnp.ones((64, 48)), jnp.ones((48, 256))
     _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
     kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))

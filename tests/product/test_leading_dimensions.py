@@ -63,7 +63,6 @@ def swapped_spec(spec):
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
 def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
     """With C, a bias and an aux output, which has d's rows in d's order."""
-    cases.require(implementation)
     epilog = Epilog.RELU_AUX_BIAS if transpose_a else Epilog.GELU_AUX_BIAS
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), integers(rng, 6, 4)
@@ -109,7 +108,6 @@ IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 @pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
 @pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if modes.BY_ID["shard_map"].serves(c)]))
 def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
-    cases.require(None)
     case = case.replace(per_shard=(2, 3, 2), transposition="TT")
     examples = [case.integers(rng) for _ in range(3)]
     stored = [
@@ -134,7 +132,6 @@ def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng)
 
 
 def test_nested_vmap(rng):
-    cases.require(None)
     a, b = integers(rng, 2, 3, 5, 7), integers(rng, 2, 7, 3)
     d = jax.vmap(jax.vmap(jaxmp.matmul, (0, None)))(jnp.asarray(a), jnp.asarray(b))
     np.testing.assert_array_equal(d, a @ b[:, None])
@@ -143,7 +140,6 @@ def test_nested_vmap(rng):
 @pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
 def test_per_example_gradients(epilog, rng):
     """vmap of grad: the batching rule of the activation's linear step."""
-    cases.require(None)
     x, w = jnp.asarray(integers(rng, 4, 1, 6)), jnp.asarray(integers(rng, 6, 5))
 
     def loss(matmul, w, x):

@@ -115,7 +115,6 @@ def test_every_proposal_is_planned_consistently(transposition):
 
 def test_operands_that_the_program_makes_itself():
     """The partitioner then knows no mesh, also where one is set: parameters that are initialized, a carry of zeros."""
-    cases.require(None)
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
 
     def made(epilog):
@@ -143,7 +142,6 @@ def test_operands_that_the_program_makes_itself():
 
 def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
     """The partitioner pads such results itself; the call must not see the padding."""
-    cases.require(None)
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 4), (4, 7)))
     left, right = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
@@ -232,7 +230,6 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
 @pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.BGRADA, Epilog.BGRADB])
 @pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
 def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
-    cases.require(None)
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
     case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
@@ -260,7 +257,6 @@ def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name
 @pytest.mark.parametrize("name", ["ar-data", "ar-two-axes", "grid"])
 def test_every_form_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
     """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
-    cases.require(None)
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     m, n, k = shape
     case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
@@ -279,7 +275,6 @@ def test_every_form_gives_the_same_result(name, transposition, shape, conjugatio
 
 
 def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
-    cases.require(None)
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
     mode = modes.BY_ID["explicit"]
