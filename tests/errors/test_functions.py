@@ -33,6 +33,7 @@ def numbers(contracting, *ragged, groups=()):
     return lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, groups)
 
 
+ROWS = np.ones((8, 2), np.float32)
 MATRICES = numbers(((1,), (1,)), 0, groups=[0])
 # (function, arguments, options, exception, message)
 WRONG = [
@@ -101,6 +102,18 @@ WRONG = [
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not'),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
     ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "int32 are not"),
+    ("audit", (ROWS,), {}, TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
+    ("audit", (jnp.sin, ROWS), {"vary": "rows"}, ValueError, '"batch", "mesh" or "processes", got \'rows\''),
+    ("audit", (jnp.sin, ROWS), {"vary": "mesh", "batch_argnums": 0}, ValueError, 'batch_argnums is for vary="batch"'),
+    ("audit", (jnp.sin, ROWS), {"vary": "processes"}, ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
+    ("audit", (jnp.sin, ROWS), {"vary": "mesh"}, ValueError, "operands on one mesh of at least 2 devices, got no mesh"),
+    ("audit", (jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), {}, TypeError, "takes arrays, got ShapeDtypeStruct"),
+    ("audit", (lambda: 1,), {}, ValueError, "needs an argument with arrays, got none"),
+    ("audit", (jnp.sin, ROWS[:1]), {}, ValueError, "one batch of at least 2 rows, got first extents [1]"),
+    ("audit", (jnp.add, ROWS, ROWS[:2]), {"batch_argnums": (0, 1)}, ValueError, "got first extents [2, 8]; pass batch_argnums="),
+    ("audit", (jnp.sin, ROWS), {"batch_argnums": 1}, ValueError, "has to number some of the 1 arguments, got 1"),
+    ("audit", (lambda x: jax.new_ref(x)[...], ROWS), {}, NotImplementedError, "mutable arrays, found get of one at test_functions.py:"),
+    ("audit", (jnp.sin, ROWS), {"vry": "mesh"}, TypeError, "did you mean vary=?"),
 ]  # fmt: skip
 
 

@@ -175,21 +175,6 @@ def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
             product(functools.partial(jaxmp.matmul_all_reduce, axis_name="y"))(a, b)
 
 
-def test_the_policy_keeps_a_batch(rng):
-    a, b = integers(rng, 3, 4, 5), integers(rng, 3, 5, 6)
-
-    def loss(policy):
-        return jax.grad(
-            lambda a: jax.checkpoint(lambda a: jnp.sin(jax.vmap(jaxmp.matmul)(a, b)), policy=policy)(a).sum()
-        )
-
-    kept, again = (
-        str(jax.make_jaxpr(loss(policy))(a)).count("jaxmp_matmul[")
-        for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.nothing_saveable)
-    )
-    assert again == kept + 1
-
-
 def weighted(f):
     """A sum that weighs every element of f's result in its own way."""
 

@@ -18,9 +18,11 @@ from ragged import assert_same, integers, reference, shardings
 
 import jaxmp
 
-MESHES = ({}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
+MESHES = ({}, {}, {}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
 WAYS = ("vjp", "second order", "vmap", "jvp", "scan", "remat", "eager", "transposed twice")
-COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 2 * len(WAYS)
+COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 4 * len(WAYS)
+# Extents that no axis divides.
+FEW, ANY = (1, 2, 3, 8), (0, 1, 2, 5, 7, 16, 33, 130)
 SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
 
@@ -33,7 +35,10 @@ def draw(rng, axes):
         for letter, dim in zip(letters, spec, strict=True)
         if dim
     }
-    m, k, groups, n = (8 * rng.choice((1, 2)) if letter in split else rng.choice((1, 2, 3, 8)) for letter in "mkgn")
+    m, k, groups, n = (
+        8 * rng.choice((1, 2)) if letter in split else rng.choice(FEW if letter == "g" or axes else ANY)
+        for letter in "mkgn"
+    )
     first = rng.choice((0, 0, 1, 3))
     sizes = [rng.choice((-1, 0, 0, 1, 2, m // 2, m)) for _ in range(groups + first)]
     return (m, k, groups, n), sizes, first, specs
@@ -66,7 +71,9 @@ def test_drawn_products_of_groups(number):
     way, axes = WAYS[number % len(WAYS)], rng.choice(MESHES)
     (m, k, groups, n), sizes, first, (of_x, of_w, of_d) = draw(rng, [*axes])
     kind = rng.choice((AxisType.Explicit, AxisType.Auto)) if axes else None
-    dtype = "float32" if way == "second order" else rng.choice(("float32", "complex64"))
+    dtype = (
+        "float32" if way == "second order" else rng.choice(("float32", "float32", "bfloat16", "float16", "complex64"))
+    )
     x, w, ct, tx, tw = (
         jnp.sign(integers(shape, seed)).astype(dtype)
         for seed, shape in enumerate(((m, k), (groups, k, n), (m, n), (m, k), (groups, k, n)))

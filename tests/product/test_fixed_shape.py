@@ -19,10 +19,11 @@ import suite
 from cuda_programs import cards, number, texts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from low_precision_cases import E4M3, SCALE_MODES
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
-from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, fixed_shape, forms
 from jaxmp._src.lowering.legalize import Capabilities
 from jaxmp._src.primitive import primitives
@@ -100,16 +101,6 @@ def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng
     np.testing.assert_array_equal(d, 2 * np.matmul(*case.op(a, b)) - c + bias)
 
 
-@pytest.mark.parametrize("mode", ["partitioner", "shard_map"])
-def test_every_way_to_call_reaches_the_tiles(mode, in_tiles, rng):
-    mode, case = modes.BY_ID[mode], cases.BY_NAME["rs-data"].replace(per_shard=(20, 70, 9))
-    a, b = case.integers(rng)
-    with mode.scope(case):
-        placed = [mode.put(case, x, spec) for x, spec in zip((a, b), case.stored, strict=True)]
-        d = in_tiles(jax.jit(mode.product(case, determinism="batch")), *placed)
-    np.testing.assert_array_equal(d, a @ b)
-
-
 @pytest.mark.parametrize("conjugation", [(True, False), (True, True)], ids=str)
 @pytest.mark.parametrize("transposition", ["NN", "TT"])
 def test_conjugates_are_in_their_place(transposition, conjugation, in_tiles, rng):
@@ -179,30 +170,19 @@ def test_nothing_to_multiply(shape, in_tiles):
 
 # Low precision ----------------------------------------------------------------------------------------------------
 
-E4M3, E8M0, FP4 = map(jnp.dtype, ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"))
 
-
-@pytest.mark.parametrize("mode", ["scalar", "rows", "vec128", "blk128 of a", "blk128 of b", "mx", "nv"])
+@pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
     """Powers of two, so that products stay exact; 384 x 256 in tiles of 128 x 128."""
-    (m, n, k), dtype = (384, 256, 256), FP4 if mode == "nv" else E4M3
-    a, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((m, k), (n, k)))
-    kind = {"mx": E8M0, "nv": E4M3}.get(mode, np.float32)
-
-    def scale_of(rows, name):
-        shapes = {"scalar": (), "rows": (rows,), "mx": (rows, k // 32), "nv": (rows, k // 16)}
-        blocks = (rows // 128, k // 128) if mode == f"blk128 of {name}" else (rows, k // 128)
-        return np.exp2(rng.integers(-2, 3, shapes.get(mode, blocks))).astype(kind)
-
-    scales = scale_of(m, "a"), scale_of(n, "b")
-    out = {"mx": E4M3, "nv": FP4}.get(mode, jnp.float32)
+    a, b = (rng.integers(-2, 3, (rows, 256)).astype(mode.dtype) for rows in (384, 256))
+    out = mode.dtype if mode.a in ("mx", "nv") else jnp.float32
 
     def product(a, b, scale_a, scale_b):
         options = {"transpose_b": True, "preferred_element_type": out, "determinism": "batch"}
         return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options)
 
     monkeypatch.setattr(fixed_shape, "ROWS", 128)
-    args = (a, b, *scales)
+    args = (a, b, *mode.scales(rng, a.shape, b.shape))
     want, got = jax.jit(product)(*args), in_tiles(jax.jit(product), *args)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
@@ -368,24 +348,6 @@ def test_gradients_for_cuda_are_local_calls_of_the_tiles_extents(mesh_of):
     assert "all_reduce" not in text
 
 
-def test_a_program_for_cuda_belongs_to_no_devices(mesh_of, cards, monkeypatch):
-    """Its calls are of one rank, so it needs no communicator."""
-    cards("9.0")
-    monkeypatch.setattr(native, "register", lambda: None)
-    required = []
-    monkeypatch.setattr(jax_lowering, "require_devices", required.extend)
-    mesh = mesh_of({"y": 4})
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("y", None)))
-    with jax.set_mesh(mesh):
-        (line,) = texts(
-            functools.partial(jaxmp.matmul, determinism="batch", out_sharding=P("y", None)),
-            x,
-            x.update(sharding=NamedSharding(mesh, P())),
-        )
-    assert "devices = dense<> " in line
-    assert not required
-
-
 @pytest.mark.parametrize(
     ("multiprocessors", "columns"), [((132,), 4096), ((108,), 3072), ((132, 108), 3072), ((192,), 6144), ((8,), 1024)]
 )
@@ -447,18 +409,3 @@ def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
     cards("9.0", why="libcublasmp.so.0 cannot be opened")
     with pytest.raises(NotImplementedError, match=rf"{head} 'cuda' .*\(libcublasmp\.so\.0 cannot be opened\)"):
         choose(plain, "cuda", operands=floats)
-
-
-def test_sums_of_rows_that_lie_on_several_ranks_are_refused_by_name(mesh_of):
-    mesh = mesh_of({"y": 2})
-    a, b, mask = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-        for shape, dtype, spec in (
-            ((8, 8), jnp.float32, (None, "y")),
-            ((8, 8), jnp.float32, ("y", None)),
-            ((8, 16), jnp.uint8, ("y", None)),
-        )
-    )
-    f = functools.partial(ask, epilog=Epilog.DRELU_BGRAD, determinism="batch", out_sharding=P("y", None))
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="the rows of the result lie over 'y', for XLA"):
-        texts(lambda a, b, mask: f(a, b, epilog_inputs={"relu_aux": mask}), a, b, mask)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import calls_of, collectives_of, other_products_of
+from compiled import calls_of, collectives_of, compiled_text, other_products_of
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -46,10 +46,10 @@ def judge(got, want, dtype="float32", roundings=256):
 class Mlp(nnx.Module):
     """Column-parallel, then row-parallel; `out_sharding` only where the axes are explicit."""
 
-    def __init__(self, dot_general, is_explicit, dtype=None):
+    def __init__(self, dot_general, is_explicit):
         rngs, self.is_explicit = nnx.Rngs(0), is_explicit
         metadata = [{"out_sharding": (None, "y")}, {"out_sharding": ("y", None)}] if is_explicit else [{}, {}]
-        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "bias_init": nnx.initializers.normal()}
+        layer = {"dot_general": dot_general, "rngs": rngs, "bias_init": nnx.initializers.normal()}
         self.up = nnx.Linear(WIDTH, HIDDEN, kernel_metadata=metadata[0], **layer)
         self.down = nnx.Linear(HIDDEN, WIDTH, kernel_metadata=metadata[1], **layer)
 
@@ -58,43 +58,26 @@ class Mlp(nnx.Module):
         return self.down(nnx.gelu(self.up(x, **columns)), **rows)
 
 
-class Heads(nnx.Module):
-    """Several features at once, as attention's projections have them."""
-
-    def __init__(self, dot_general, is_explicit, dtype=None):
-        rngs, self.is_explicit = nnx.Rngs(0), is_explicit
-        metadata = [{"out_sharding": (None, "y", None)}, {"out_sharding": ("y", None, None)}]
-        metadata = metadata if is_explicit else [{}, {}]
-        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "use_bias": False}
-        self.split = nnx.LinearGeneral(WIDTH, (4, 3), kernel_metadata=metadata[0], **layer)
-        self.merge = nnx.LinearGeneral((4, 3), WIDTH, axis=(-2, -1), kernel_metadata=metadata[1], **layer)
-
-    def __call__(self, x):
-        columns, rows = ({"out_sharding": spec} if self.is_explicit else {} for spec in (COLUMNS, ROWS))
-        return self.merge(self.split(x, **columns), **rows)
-
-
 @nnx.jit
 def loss_and_gradients(model, x):
     return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2), argnums=(0, 1))(model, x)
 
 
-def run(model, dot_general, axis_type, x, dtype=None):
+def run(dot_general, axis_type, x):
     """[loss, gradients...] on the mesh, or on one device where `axis_type` is None."""
     if axis_type is None:
-        return jax.tree.leaves(loss_and_gradients(model(dot_general, False, dtype), x))
+        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, False), x))
     mesh = MESH.jax_mesh(axis_type)
     with jax.set_mesh(mesh):
         x = cases.put(x, mesh, ROWS)
-        return jax.tree.leaves(loss_and_gradients(model(dot_general, axis_type == AxisType.Explicit, dtype), x))
+        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, axis_type == AxisType.Explicit), x))
 
 
 @pytest.mark.small("values")
 @AXIS_TYPES
-@pytest.mark.parametrize("model", [Mlp, Heads])
-def test_nnx(model, axis_type, rng):
+def test_nnx(axis_type, rng):
     x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-    got, want = (run(model, f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
+    got, want = (run(f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
     judge(got, want)
     if axis_type == AxisType.Explicit:
         assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
@@ -115,13 +98,12 @@ def test_nnx_model_that_the_program_makes_itself():
 def test_nnx_layers_are_the_fused_calls():
     """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
     mesh = MESH.jax_mesh()
-    for model in (Mlp, Heads):
-        with jax.set_mesh(mesh):
-            x = cases.put(np.ones((BATCH, LENGTH, WIDTH), np.float32), mesh, ROWS)
-            graph, state = nnx.split(model(jaxmp.dot_general, True))
-            text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
-        assert calls_of(text) == ["all_gather", "reduce_scatter"]
-        assert not collectives_of(text)
+    with jax.set_mesh(mesh):
+        x = cases.put(np.ones((BATCH, LENGTH, WIDTH), np.float32), mesh, ROWS)
+        graph, state = nnx.split(Mlp(jaxmp.dot_general, True))
+        text = compiled_text(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    assert calls_of(text) == ["all_gather", "reduce_scatter"]
+    assert not collectives_of(text)
 
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
@@ -186,7 +168,7 @@ def test_nnx_is_one_call():
     with jax.set_mesh(mesh):
         graph, state = nnx.split(of_nnx(jaxmp.flax.Linear, True, activation="gelu"))
         x = cases.put(np.ones((4, IN), np.float32), mesh, FEATURES)
-        text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+        text = compiled_text(lambda state, x: nnx.merge(graph, state)(x), state, x)
     assert calls_of(text) == ["local"]
     assert not collectives_of(text)
     assert not other_products_of(text)

@@ -128,6 +128,3 @@ def test_a_cleared_cache_leaves_compiled_programs_running(rng):
     jaxmp.plan_cache_clear()
     assert bits(program(a, b)) == want
     assert jaxmp.plan_cache_info()["size"] == 0
-
-
-# Independence of the device order --------------------------------------------------------------------------------

@@ -6,19 +6,16 @@ XLA's maximum on CPUs loses a NaN in an array of more than a few thousand elemen
 import cases
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import modes
 import numpy as np
 import pytest
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
+from low_precision_cases import E4M3, FP4, IMPLEMENTATIONS, TN
 
 import jaxmp
 from jaxmp import Scaling, quantize
 
-E4M3, FP4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
-TN = {"transpose_b": True}
-IMPLEMENTATIONS = ("host", "xla")
 QUANTIZERS = (quantize.tensor, quantize.rows, quantize.vec128, quantize.blk128, quantize.mxfp8, quantize.nvfp4)
 
 
@@ -50,8 +47,8 @@ def test_the_amax_of_a_result_with_a_nan_is_one(case, implementation, rng):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_block_scaled_result_keeps_a_nan(implementation):
-    a = np.zeros((128, 128), ml_dtypes.float4_e2m1fn)
-    scale = np.ones((128, 8), ml_dtypes.float8_e4m3fn)
+    a = np.zeros((128, 128), FP4)
+    scale = np.ones((128, 8), E4M3)
     c = np.ones((128, 128), np.float16)
     c[7, 20] = np.nan
     options = {"scaling": Scaling(a=scale, b=scale), "preferred_element_type": FP4, "implementation": implementation}

@@ -54,27 +54,6 @@ def test_a_wider_result_keeps_the_accumulator_and_its_gradients_are_rounded_once
         np.testing.assert_array_equal(got, want.astype(jnp.dtype(kind)))
 
 
-MIXED = {
-    ("float32", "bfloat16"): "float32",
-    ("float16", "bfloat16"): "float32",
-    ("float16", "float32"): "float32",
-    ("float32", "complex64"): "complex64",
-    ("float64", "float32"): "float64",
-    ("complex64", "float64"): "complex128",
-}
-
-
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize(("left", "right", "result"), [(*pair, result) for pair, result in MIXED.items()])
-def test_mixed_operands_follow_jax(left, right, result, implementation, rng, standard_promotion, x64):
-    a, b = cases.normal(rng, (5, 7), left), cases.normal(rng, (7, 3), right)
-    assert jnp.matmul(a, b).dtype == result
-    for x, y in ((a, b), (b.T, a.T)):
-        d = jaxmp.matmul(jnp.asarray(x), jnp.asarray(y), implementation=implementation)
-        assert d.dtype == result
-        bounds.judge_product(f"{left} {right}", d, cases.wide(x), cases.wide(y), operands=result, c=8)
-
-
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_python_scalars_do_not_promote(dtype, implementation, rng):
