@@ -72,21 +72,8 @@ def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
     assert (d.dtype, float(d[0, 0]), y.dtype, float(y[0, 0])) == (jnp.float32, 5.0, jnp.float32, 4.0)
 
 
-# Shapes of a and b, and their transpositions.
-RANKS = {
-    "vector, matrix": ((6,), (6, 8), ""),
-    "matrix, vector": ((4, 6), (6,), ""),
-    "vectors": ((6,), (6,), ""),
-    "batch, vector": ((2, 4, 6), (6,), ""),
-    "vector, batch": ((6,), (2, 6, 8), ""),
-    "matrix, batch": ((4, 6), (2, 6, 8), "b"),
-    "batches": ((2, 4, 6), (2, 6, 8), "ab"),
-    "batches that are broadcast": ((3, 1, 4, 6), (2, 6, 8), ""),
-}
-
-
-@pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), RANKS.values(), ids=RANKS)
-def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, transposed, rng):
+@pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), [((4, 6), (2, 6, 8), "b"), ((2, 4, 6), (2, 6, 8), "ab")])
+def test_batches_that_are_stored_transposed(a_shape, b_shape, transposed, rng):
     a, b = integers(rng, *a_shape), integers(rng, *b_shape)
     flags = {f"transpose_{name}": True for name in transposed}
     stored = (np.swapaxes(x, -1, -2) if name in transposed else x for name, x in (("a", a), ("b", b)))

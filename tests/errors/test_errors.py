@@ -205,6 +205,7 @@ CALLS = {
     "linear of integers": (lambda: jaxmp.linear(A.astype(np.int32), B.astype(np.int32), activation=jnp.tanh), NotImplementedError, 'linear: with a result of int32 activation is "relu" or None'),
     "gated_mlp of integers": (lambda: jaxmp.gated_mlp(*(x.astype(np.int32) for x in (A, B, B, B.T)), activation="tanh"), NotImplementedError, 'gated_mlp: with a result of int32 activation is "relu" or None'),
     "mlp": (lambda: jaxmp.mlp(A, B, zeros(4), C.T, None, activation="relu"), ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
+    "mlp of float8": (lambda: jaxmp.mlp(A.astype("float8_e4m3fn"), B, None, B.T, None, activation="relu"), NotImplementedError, "call jaxmp.matmul for each product"),
     "mlp, second product": (lambda: jaxmp.mlp(A, B, None, B[:2], None, activation="relu"), ValueError, "mlp (hidden @ w_out): w_out has k=2 but hidden has k=8"),
     "mlp outside of shard_map": (lambda: jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y"), ValueError, "outside, leave axis_name out of jaxmp.mlp"),
     "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), NotImplementedError, "einsum: operands of dtype int16 (b int32, a int16) are not supported, for JAX has no product of integers that is narrower"),
@@ -227,6 +228,7 @@ CALLS = {
     # Inside shard_map; messages have the shapes per device.
     "all_gather_matmul": (lambda: manual(lambda a, b: jaxmp.all_gather_matmul(a[0], b, "x")), ValueError, "all_gather_matmul: x must have at least 2 dimensions, got 1 (shape (3,)); pass x[None]"),
     "contraction of shards": (lambda: manual(lambda a, b: jaxmp.matmul_all_reduce(a, b, "y"), (P(None, "y"), P())), ValueError, "matmul_all_reduce: w has k=6 but x has k=3 (shapes (4, 3), (6, 8) per device)"),
+    "rows of the result": (lambda: jaxmp.matmul(zeros(5, 6), B, in_shardings=(P(None, "x"), P("x", None)), out_sharding=P("x", None), mesh=cases.BY_NAME["local"].jax_mesh(AxisType.Auto)), ValueError, "dimension 0 of the result has extent 5, which axis 'x' of size 2 does not divide (global shape (5, 8))"),
     "rows that ranks do not divide": (lambda: manual(lambda a, b: jaxmp.matmul_reduce_scatter(a, b, "y"), a=zeros(5, 6)), ValueError, "matmul_reduce_scatter: x has 5 rows, which the 2 ranks of axis 'y' do not divide (shape per device (5, 3)); pad the rows to a multiple of 2"),
     "blocks that do not meet": (lambda: manual(lambda a, b: jaxmp.block_matmul(a, b, ("x", "y")), (P("x", "y"),) * 2, b=zeros(8, 8)), ValueError, "block_matmul: b has k=8 but a has k=6 (shapes (2, 3), (4, 4) per device)"),
     **{f"axes {axes} of block_matmul": (lambda axes=axes: manual(lambda a, b: jaxmp.block_matmul(a, b, axes), (P("x", "y"),) * 2), ValueError, f"got {axes!r}") for axes in ("x", ("x",), ("x", "y", "z"))},
@@ -236,7 +238,11 @@ CALLS = {
 }  # fmt: skip
 # What is not in the message above all at once.
 ALSO = {"linear activation": "sigmoid, or a function of an array, got 'silux'", "fuse, determinism": "got 'typo'"}
-ALSO |= {"fuse, implementation": "got 'gpu'", "mlp outside of shard_map": "mlp: "}
+ALSO |= {
+    "mlp of float8": "mlp: x has dtype float8_e4m3fn; ",
+    "fuse, implementation": "got 'gpu'",
+    "mlp outside of shard_map": "mlp: ",
+}
 ALSO |= {f"{f.__name__} outside": "shard_map" for f in COLLECTIVES}
 ALSO |= {f"{f.__name__} over z": "('x', 'y')" for f in COLLECTIVES}
 
@@ -372,13 +378,6 @@ def test_wrong_sharding(specs, out, keywords, message):
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=re.escape(message)):
         jaxmp.matmul(A, B, in_shardings=specs, out_sharding=out, mesh=mesh, **keywords)
-
-
-def test_reduce_scatter_of_rows_that_the_ranks_do_not_divide():
-    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
-    message = "dimension 0 of the result has extent 5, which axis 'x' of size 2 does not divide (global shape (5, 8))"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jaxmp.matmul(zeros(5, 6), B, in_shardings=(P(None, "x"), P("x", None)), out_sharding=P("x", None), mesh=mesh)
 
 
 def test_a_sharded_contraction_of_explicit_types_names_the_axis():

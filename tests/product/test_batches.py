@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
@@ -248,35 +247,6 @@ def test_transforms_of_layers(activation, bias_axis, rng):
         jax.vmap(layer, (0, 0, bias_axis)) for layer in (functools.partial(jaxmp.linear, activation=activation), plain)
     )
     assert_same(all_of(f, args), all_of(g, args))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("epilog", [Epilog.RELU_BIAS, Epilog.BIAS], ids=lambda epilog: epilog.name)
-def test_layers_in_shard_map(epilog, check_vma, rng):
-    """Experts inside of shard_map, gathered and then scattered."""
-    x, w = integers(rng, 3, 8, 4), integers(rng, 3, 4, 8)
-    bias, back = integers(rng, 3, 8), integers(rng, 3, 8, 4)
-
-    def layers(x, w, bias, back):
-        h = jaxmp.all_gather_matmul(x, w, "x", epilog=epilog, epilog_inputs={"bias": bias})
-        return jaxmp.matmul_reduce_scatter(h, back, "x")
-
-    mapped = jax.shard_map(
-        jax.vmap(layers),
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=(P(None, "x"), P(None, None, "x"), P(None, "x"), P(None, "x")),
-        out_specs=P(None, "x"),
-        check_vma=check_vma,
-    )
-
-    def plain(x, w, bias, back):
-        z = x @ w + bias[:, None]
-        return (jax.nn.relu(z) if epilog == Epilog.RELU_BIAS else z) @ back
-
-    values = x, w, bias, back
-    assert_same(jax.jit(mapped)(*values), plain(*values))
-    gradients = (jax.jit(jax.grad(lambda *args, f=f: f(*args).sum(), (0, 1, 2, 3)))(*values) for f in (mapped, plain))
-    assert_same(*gradients)
 
 
 def test_no_products_and_products_of_nothing():

@@ -274,26 +274,6 @@ def test_gradients_are_block_cyclic_products(transposition, implementation, axis
         assert_holds(got, np.ascontiguousarray(want.T) if t == "T" else want)
 
 
-def test_gradients_of_complex_operands(rng):
-    grid = (2, 2)
-    mesh = mesh_over(grid)
-    x, y, w = (small(rng, shape, "complex64") for shape in ((7, 9), (9, 8), (7, 8)))
-    a, b = place(x, BlockCyclic(grid, (2, 4)), mesh), place(y, BlockCyclic(grid, (4, 3)), mesh)
-
-    def loss(multiply, a, b, w):
-        return jnp.sum(jnp.real(w * multiply(a, b)))
-
-    got = jax.grad(
-        lambda a, b: loss(
-            lambda a, b: jaxmp.matmul(a, b, conjugate_a=True).data, a, b, dealt(w, BlockCyclic(grid, (2, 3)))
-        ),
-        (0, 1),
-    )(a, b)
-    want = jax.grad(lambda a, b: loss(lambda a, b: jnp.conj(a) @ b, a, b, w), (0, 1))(jnp.asarray(x), jnp.asarray(y))
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(whole(one), np.asarray(other))
-
-
 def test_vmap_is_one_call_each(rng):
     grid = (2, 2)
     mesh = mesh_over(grid)

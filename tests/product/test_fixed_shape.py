@@ -327,27 +327,6 @@ def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_o
     assert 'communication_dtype = "none"' in line
 
 
-def test_gradients_for_cuda_are_local_calls_of_the_tiles_extents(mesh_of):
-    mesh = mesh_of({"x": 2, "y": 2})
-    a, b, bias = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-        for shape, spec in (((64, 32), (("x", "y"), None)), ((32, 48), (None, "y")), ((48,), ("y",)))
-    )
-
-    def loss(a, b, bias):
-        level = {"determinism": "topology", "implementation": "cublasmp"}
-        return jnp.sum(jaxmp.linear(a, b, bias, activation="gelu", out_sharding=P("x", "y"), **level))
-
-    with jax.set_mesh(mesh):
-        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(a, b, bias).lower(lowering_platforms=("cuda",)).as_text()
-    extents, calls = extents_of(text)
-    assert {(m, n) for m, n, _ in extents} == {(fixed_shape.COLUMNS, fixed_shape.ROWS)}
-    # The product and its aux, the slope, and a gradient each; k is that of the product, of two zeros, n, m and m.
-    assert {k for *_, k in extents} == {32, 2, 48, 64}
-    assert calls == 5
-    assert "all_reduce" not in text
-
-
 @pytest.mark.parametrize(
     ("multiprocessors", "columns"), [((132,), 4096), ((108,), 3072), ((132, 108), 3072), ((192,), 6144), ((8,), 1024)]
 )

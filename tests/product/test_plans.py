@@ -168,13 +168,6 @@ def find_form(spec, a_shape, b_shape, itemsize, capabilities):
     return form.name, why
 
 
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("ag", "rs", "ar", "grid", "grid-2x4")]))
-def test_a_library_that_takes_everything_gets_it_directly(case):
-    for transposition in cases.TRANSPOSITIONS:
-        spec = spec_of(case.replace(transposition=transposition), epilog=Epilog.RELU)
-        assert find_form(spec, (8, 8), (8, 8), 4, HOSTMP)[0] == "direct"
-
-
 @pytest.mark.parametrize("capabilities", [CUBLASMP, HOSTMP], ids=["cublasmp", "hostmp"])
 @pytest.mark.parametrize("epilog", [Epilog.DRELU, Epilog.DRELU_BGRAD, Epilog.DGELU, Epilog.DGELU_BGRAD])
 def test_derivatives_of_one_product_are_padded_along_k(epilog, capabilities):
@@ -224,30 +217,6 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
         assert find_form(spec.replace(epilog=Epilog.NONE), (8, 8), (8, 8), 8, CUBLASMP)[0] == "direct"
         why = why_unsupported(spec.replace(determinism="batch"), CUBLASMP)
         assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.BGRADA, Epilog.BGRADB])
-@pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
-def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
-    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
-    transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
-    case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
-    a, b = case.integers(rng)
-    bias = rng.integers(-3, 4, case.extents[1]).astype(a.dtype)
-    given = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.BIAS else {}
-    mode = modes.BY_ID["explicit"]
-    jax.clear_caches()  # the form is chosen at lowering
-    with mode.scope(case):
-        x, y = (mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True))
-        out = {"out_sharding": case.out} if case.mesh else {}
-        found = jax.jit(functools.partial(jaxmp.matmul, **case.transpose, epilog=epilog, **given, **out))(x, y)
-    jax.clear_caches()
-    op_a, op_b = case.op(a, b)
-    d, rest = found if isinstance(found, tuple) else (found, {})
-    np.testing.assert_array_equal(d, op_a @ op_b + (bias if epilog == Epilog.BIAS else 0))
-    for summed in rest.values():
-        np.testing.assert_array_equal(summed, op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
 
 
 @pytest.mark.small("pairs")

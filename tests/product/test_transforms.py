@@ -30,10 +30,6 @@ def loss_of(f):
     return lambda a, b, w: jnp.sum(w * f(a, b) ** 2)
 
 
-def forward(f, x):
-    return f(x["a"], x["b"])
-
-
 def jvp(f, x):
     return jax.jvp(f, (x["a"], x["b"]), (x["ta"], x["tb"]))
 
@@ -141,24 +137,6 @@ def test_transform(mode, case, transform, implementation):
         f = mode.product(case, implementation=implementation)
         got = mode.run(functools.partial(transform, f), placed(mode, case))
     judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
-
-
-@pytest.mark.small("values", of=lambda mode, case: (mode, case))
-@pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_types_and_ahead_of_time_compilation(mode, case):
-    """The type is known before anything runs, and is the one that the result then has, sharding included."""
-    with mode.scope(case):
-        x, f = placed(mode, case), mode.product(case)
-        abstract = jax.eval_shape(f, x["a"], x["b"])
-        result = jax.jit(f).lower(x["a"], x["b"]).compile()(x["a"], x["b"])
-    judge_all(f"{mode.id} {case.name} aot", result, expected(forward, EXTENTS))
-    assert (abstract.shape, abstract.dtype) == (result.shape, result.dtype) == ((12, 4), jnp.float32)
-    if mode.axis_type == jax.sharding.AxisType.Explicit:
-        assert _entries(abstract.sharding.spec) == _entries(jax.typeof(result).sharding.spec) == _entries(case.out)
-
-
-def _entries(spec):
-    return tuple(spec) + (None,) * (2 - len(spec))
 
 
 def test_taylor_mode(rng):
