@@ -276,6 +276,7 @@ ERRORS = {
     "devices": (("bench", "8", "8", "8", "--mesh", "4096"), "no pattern takes 8x8x8 on 4096 devices"),
     "no GPU": (("selftest", "--implementation", "cublasmp"), "cublasmp needs a CUDA device, JAX's backend is cpu"),
     "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
+    "advise, none": (("advise", "7", "7", "7", "--devices", "4"), "no sharding over 4 devices divides m=7, k=7, n=7"),
     "advise, no product": (("advise", "{program}:alone"), "alone has no product whose time is predicted"),
     "advise, dtype": (("advise", "{program}:plain", *TYPES, "--dtype", "f32"), "--dtype is of one product"),
     "advise, no mesh": (("advise", "{program}:mlp", *TYPES), "(for this command --mesh x=8 sets it)"),
