@@ -30,14 +30,10 @@ CALLS = {
 }
 
 
-def integers(rng, *shape):
-    return rng.integers(-4, 5, shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, make, mesh_of, rng):
-    arrays = x, w, bias = integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+    arrays = x, w, bias = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
     made = [make(array) for array in arrays]
     with jax.set_mesh(mesh_of({"x": 4})):
         got = CALLS[name](*made)
@@ -52,7 +48,7 @@ def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, mak
 
 @pytest.mark.parametrize("how", ["mesh", "out_sharding"])
 def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
-    x, w, mesh = integers(rng, 8, 8), integers(rng, 8, 8), mesh_of({"x": 4})
+    x, w, mesh = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), mesh_of({"x": 4})
     spec = P(None, "x")
     options = {
         "mesh": {"mesh": mesh, "out_sharding": spec},
@@ -74,7 +70,7 @@ def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
 
 @pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), [((4, 6), (2, 6, 8), "b"), ((2, 4, 6), (2, 6, 8), "ab")])
 def test_batches_that_are_stored_transposed(a_shape, b_shape, transposed, rng):
-    a, b = integers(rng, *a_shape), integers(rng, *b_shape)
+    a, b = cases.integers(rng, *a_shape), cases.integers(rng, *b_shape)
     flags = {f"transpose_{name}": True for name in transposed}
     stored = (np.swapaxes(x, -1, -2) if name in transposed else x for name, x in (("a", a), ("b", b)))
     got, want = jaxmp.matmul(*stored, **flags), jnp.matmul(a, b)
@@ -124,7 +120,7 @@ def test_integers_with_all_that_they_take(rng):
 @pytest.mark.parametrize("what", ["bias", "c"])
 def test_what_is_added_widens_a_result_of_16_bits(what, rng, standard_promotion):
     """As `jnp.matmul(a, b) + bias`, but rounded once."""
-    a, b, added = integers(rng, 4, 6), integers(rng, 6, 8), integers(rng, 4, 8) + np.float32(1 / 1024)
+    a, b, added = cases.integers(rng, 4, 6), cases.integers(rng, 6, 8), cases.integers(rng, 4, 8) + np.float32(1 / 1024)
     narrow = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     if what == "bias":
         added = added[0]
@@ -147,7 +143,7 @@ VECTORS = {
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize(("x_spec", "w_spec", "out"), VECTORS.values(), ids=VECTORS)
 def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_type, mesh_of, rng):
-    mesh, x, w = mesh_of({"x": 4}, axis_type), integers(rng, 8), integers(rng, 8, 16)
+    mesh, x, w = mesh_of({"x": 4}, axis_type), cases.integers(rng, 8), cases.integers(rng, 8, 16)
     shardings = NamedSharding(mesh, P(*x_spec)), NamedSharding(mesh, P(*w_spec))
     options = {} if axis_type == AxisType.Explicit else {"in_shardings": shardings}
     x_there, w_there = (jax.device_put(array, sharding) for array, sharding in zip((x, w), shardings, strict=True))
@@ -158,7 +154,7 @@ def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_
 
 def test_automatic_axes_within_explicit_ones(mesh_of, rng):
     """The compiler asks for the shards' program while the explicit mesh is still around it."""
-    mesh, x, w, bias = mesh_of({"x": 4}), integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+    mesh, x, w, bias = mesh_of({"x": 4}), cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
 
     def layer(x, w, bias):
         return jaxmp.linear(x, w, bias, activation="relu")

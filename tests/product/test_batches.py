@@ -21,11 +21,6 @@ from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
-
-def integers(rng, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32)
-
-
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
 PATTERNS = {
@@ -46,7 +41,7 @@ def product(pattern, **options):
 
 
 def operands(mesh, pattern, rng, dtype=np.float32):
-    values = [integers(rng, 8, 4, 12).astype(dtype), integers(rng, 8, 12, 16).astype(dtype)]
+    values = [cases.integers(rng, 8, 4, 12).astype(dtype), cases.integers(rng, 8, 12, 16).astype(dtype)]
     return values, [cases.put(x, mesh, spec) for x, spec in zip(values, PATTERNS[pattern][:2], strict=True)]
 
 
@@ -89,10 +84,8 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
     with jax.set_mesh(mesh_of()):
         for n, is_large in ((size, True), (size - 4, False)):
             specs = PATTERNS["all_gather" if is_shared else "local"]
-            a, b = (
-                jax.ShapeDtypeStruct((4, *shape), dtype, sharding=NamedSharding(mesh_of(), spec))
-                for shape, spec in zip(((size, size), (size, n)), specs, strict=False)
-            )
+            shapes = zip(((size, size), (size, n)), specs, strict=False)
+            a, b = (cases.typed(mesh_of(), (4, *shape), *spec, dtype=dtype) for shape, spec in shapes)
             f = product("all_gather" if is_shared else "local")
             (row,) = jaxmp.explain(f)(a, b).rows
             calls = calls_of(compiled_text(f, a, b))
@@ -128,7 +121,7 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
 def test_every_auto_batch_is_counted(rng):
     """Two batches that are equal, and one in a loop."""
     mesh = mesh_of(AxisType.Auto)
-    x = cases.put(integers(rng, 8, 4, 4), mesh, P("x"))
+    x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
     batch = jax.vmap(jaxmp.matmul)
 
     def program(x):
@@ -154,7 +147,7 @@ def test_auto_axes_are_partitioned(rng):
 
 def test_a_further_batch_on_an_explicit_axis(rng):
     with jax.set_mesh(mesh_of()):
-        a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
+        a, b = (cases.put(cases.integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
         d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
         np.testing.assert_array_equal(d, np.matmul(a, b))
         assert d.sharding.is_equivalent_to(a.sharding, 4)
@@ -164,7 +157,7 @@ def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
     """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        a, b = (cases.put(integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
+        a, b = (cases.put(cases.integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
 
         def product(multiply):
             return jax.vmap(jax.shard_map(multiply, in_specs=(P("y"), P()), out_specs=P("y")))
@@ -221,7 +214,7 @@ AXES = {
 def test_transforms(axes, rng):
     """Derivatives of batches, and of batches of batches."""
     inner, outer = axes
-    a, b = integers(rng, 2, 3, 4), integers(rng, 2, 4, 3)
+    a, b = cases.integers(rng, 2, 3, 4), cases.integers(rng, 2, 4, 3)
     f, g = jaxmp.matmul, jnp.matmul
     if inner:
         a, b = (x if axis is None else np.stack([x, x + 1]) for x, axis in zip((a, b), outer, strict=True))
@@ -237,7 +230,7 @@ def test_transforms(axes, rng):
 def test_transforms_of_layers(activation, bias_axis, rng):
     """A layer for each index, as experts have one, with a bias of its own or one for all."""
     shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
-    args = tuple(jnp.asarray(integers(rng, *shape)) for shape in shapes)
+    args = tuple(jnp.asarray(cases.integers(rng, *shape)) for shape in shapes)
 
     def plain(x, w, bias):
         z = x @ w + bias[None]  # ranks are not promoted in these tests
@@ -279,7 +272,7 @@ def test_sums_of_16_bits_are_rounded_once(rng):
 
 def test_lax_has_the_same_program(rng):
     """As many operations of each kind as `lax.dot_general`'s own batch has: nothing is copied."""
-    a, b = integers(rng, 4, 8, 8), integers(rng, 4, 8, 8)
+    a, b = cases.integers(rng, 4, 8, 8), cases.integers(rng, 4, 8, 8)
     ours, lax_s = (
         compiled_text(functools.partial(f, dimension_numbers=NUMBERS), a, b)
         for f in (jaxmp.dot_general, lax.dot_general)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import require_devices
 from cuda_programs import cards, number, texts
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -130,12 +130,8 @@ def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
 def sharded(mesh_of):
     """A mesh of four and operands of the three one-dimensional patterns."""
     mesh = mesh_of({"y": 4})
-
-    def put(shape, *spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
     with jax.set_mesh(mesh):
-        yield put
+        yield functools.partial(cases.typed, mesh)
 
 
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
@@ -196,10 +192,7 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(scope, cards, monkeypat
     product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
     for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):
         mesh = Mesh(np.array(jax.devices())[order], ("y",), axis_types=(AxisType.Explicit,))
-        a, b = (
-            jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-            for spec in (("y", None), (None, "y"))
-        )
+        a, b = (cases.typed(mesh, (8, 8), *spec) for spec in (("y", None), (None, "y")))
         with scope(mesh):
             text = product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
         assert f"devices = dense<[{', '.join(map(str, order))}]>" in text
@@ -230,7 +223,7 @@ def test_an_all_reduce_reaches_the_library_in_its_one_form_and_without_c(sharded
 
 def test_a_grid_has_its_epilog_beside_the_call(mesh_of):
     mesh = mesh_of({"x": 2, "y": 2})
-    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
+    x = cases.typed(mesh, (8, 8), "x", "y")
     with jax.set_mesh(mesh):
         (line,) = texts(functools.partial(ask, out_sharding=P("x", "y"), epilog=Epilog.GELU), x, x)
     assert 'pattern = "grid"' in line
@@ -259,8 +252,8 @@ def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
     mesh = mesh_of({"y": 4}, axis_type)
     shardings = {"in_shardings": (P("y", None), P(None, "y"))} if axis_type == AxisType.Auto else {}
     f = functools.partial(ask, out_sharding=P(None, "y"), **shardings)
-    a = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16, sharding=NamedSharding(mesh, P("y", None)))
-    b = jax.ShapeDtypeStruct((16, 12), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "y")))
+    a = cases.typed(mesh, (8, 16), "y", None, dtype=jnp.bfloat16)
+    b = cases.typed(mesh, (16, 12), None, "y", dtype=jnp.bfloat16)
     with jax.set_mesh(mesh):
         exported = jax.export.export(
             jax.jit(f), platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]

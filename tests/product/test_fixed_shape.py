@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import suite
 from cuda_programs import cards, number, texts
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_precision_cases import E4M3, SCALE_MODES
 
@@ -288,10 +287,7 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):
-        a, b = (
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
-            for shape, spec in zip(shapes, specs, strict=True)
-        )
+        a, b = (cases.typed(mesh, shape, *spec, dtype=jnp.bfloat16) for shape, spec in zip(shapes, specs, strict=True))
         f = functools.partial(ask, determinism=level, out_sharding=P(*out), epilog=Epilog.GELU)
         with jax.set_mesh(mesh):
             program = jax.jit(f).trace(a, b).lower(lowering_platforms=("cuda",))
@@ -316,10 +312,7 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
 
 def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
     mesh = mesh_of({"y": 4})
-    a, b = (
-        jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for spec in (P(None, "y"), P("y", None))
-    )
+    a, b = (cases.typed(mesh, (8, 8), *spec, dtype=jnp.bfloat16) for spec in (P(None, "y"), P("y", None)))
     options = {"comm": CommOptions(algorithm="split_p2p", dtype="float32"), "determinism": "batch"}
     with jax.set_mesh(mesh):
         (line,) = texts(functools.partial(ask, out_sharding=P("y", None), **options), a, b)
@@ -347,10 +340,7 @@ def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
     cards("9.0")
     monkeypatch.setattr(jax_compat, "default_platform", lambda: "cuda")
     mesh = mesh_of({"y": 4})
-    a, b = (
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-        for shape, spec in (((1100, 64), (None, "y")), ((64, 5000), ("y", None)))
-    )
+    a, b = (cases.typed(mesh, shape, *spec) for shape, spec in (((1100, 64), (None, "y")), ((64, 5000), ("y", None))))
     with jax.set_mesh(mesh):
         f = functools.partial(jaxmp.matmul, determinism="topology", out_sharding=P(None, None))
         (row,) = jaxmp.explain(f)(a, b).rows

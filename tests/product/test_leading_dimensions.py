@@ -47,10 +47,6 @@ LEADING = {
 }
 
 
-def integers(rng, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32)
-
-
 def swapped_spec(spec):
     return P(*spec[:-2], spec[-1], spec[-2])
 
@@ -65,8 +61,8 @@ def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implement
     """With C, a bias and an aux output, which has d's rows in d's order."""
     epilog = Epilog.RELU_AUX_BIAS if transpose_a else Epilog.GELU_AUX_BIAS
     mesh = cases.BY_NAME["local"].jax_mesh()
-    a, b = integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), integers(rng, 6, 4)
-    c, bias = integers(rng, *a.shape[:-1], 4), integers(rng, 4)
+    a, b = cases.integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), cases.integers(rng, 6, 4)
+    c, bias = cases.integers(rng, *a.shape[:-1], 4), cases.integers(rng, 4)
     stored = np.ascontiguousarray(a.swapaxes(-1, -2)) if transpose_a else a
 
     def program(a, b, c, bias):
@@ -132,7 +128,7 @@ def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng)
 
 
 def test_nested_vmap(rng):
-    a, b = integers(rng, 2, 3, 5, 7), integers(rng, 2, 7, 3)
+    a, b = cases.integers(rng, 2, 3, 5, 7), cases.integers(rng, 2, 7, 3)
     d = jax.vmap(jax.vmap(jaxmp.matmul, (0, None)))(jnp.asarray(a), jnp.asarray(b))
     np.testing.assert_array_equal(d, a @ b[:, None])
 
@@ -140,7 +136,7 @@ def test_nested_vmap(rng):
 @pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
 def test_per_example_gradients(epilog, rng):
     """vmap of grad: the batching rule of the activation's linear step."""
-    x, w = jnp.asarray(integers(rng, 4, 1, 6)), jnp.asarray(integers(rng, 6, 5))
+    x, w = jnp.asarray(cases.integers(rng, 4, 1, 6)), jnp.asarray(cases.integers(rng, 6, 5))
 
     def loss(matmul, w, x):
         return jnp.sum(matmul(x, w, epilog=epilog) ** 2)
@@ -153,7 +149,7 @@ def test_per_example_gradients(epilog, rng):
 @pytest.mark.parametrize("mapped", ["a", "b", "both", "gradient"])
 def test_vmap_over_an_explicit_axis(mapped, mesh_of, rng):
     """Of a layer with an activation; test_any_sharding.py has products and their gradients."""
-    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    a, b = cases.integers(rng, 4, 6, 8), cases.integers(rng, 4, 8, 2)
     in_axes = {"a": (0, None), "b": (None, 0)}.get(mapped, (0, 0))
     arrays = [x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes, strict=True)]
 
@@ -168,7 +164,7 @@ def test_vmap_over_an_explicit_axis(mapped, mesh_of, rng):
 
 
 def test_vmap_over_an_automatic_axis(mesh_of, rng):
-    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    a, b = cases.integers(rng, 4, 6, 8), cases.integers(rng, 4, 8, 2)
     mesh = mesh_of({"x": 2, "y": 2}, AxisType.Auto)
     options = {"in_shardings": (P(), P(None, "y")), "out_sharding": P(None, "y"), "mesh": mesh}
     call = jax.jit(jax.vmap(functools.partial(jaxmp.matmul, **options), spmd_axis_name="x"))

@@ -58,10 +58,7 @@ def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
     mesh = mesh_of({"y": 2, "x": 4})
 
     def transfers(a, b, d):
-        x, w = (
-            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-            for shape, spec in (((16, 32), a), ((32, 8), b))
-        )
+        x, w = (cases.typed(mesh, shape, *spec) for shape, spec in (((16, 32), a), ((32, 8), b)))
         with jax.set_mesh(mesh):
             (row,) = jaxmp.explain(lambda x, w: jaxmp.matmul(x, w, out_sharding=d), quiet=True)(x, w).rows
         return [(each.nbytes, each.nranks, each.stride) for each in row.transfers]
