@@ -281,8 +281,7 @@ def test_a_traceback_ends_at_the_users_line(call):
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_an_operand_in_host_memory(is_jitted):
     """As for jnp: a GPU's library would be given a pointer to the host."""
-    a = jax.device_put(A)
-    a = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
+    a = in_host_memory(A)
     call = jax.jit(jaxmp.matmul) if is_jitted else jaxmp.matmul
     message = "matmul: a lies in host memory, and products are taken in the memory of the devices; move it there first"
     with pytest.raises(ValueError, match=message):

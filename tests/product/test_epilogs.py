@@ -33,6 +33,9 @@ GRIDS = (
     (3, 2, (2, 11, 2)),
     (2, 4, (3, 65, 1)),
     (2, 2, (3, 129, 2)),
+    (1, 1, (2, 127, 2)),
+    (2, 1, (2, 128, 2)),
+    (1, 2, (2, 300, 2)),
 )
 OF_MASKS = (Epilog.RELU_AUX, Epilog.RELU_AUX_BIAS, Epilog.DRELU, Epilog.DRELU_BGRAD)
 MASKED = [
@@ -57,14 +60,6 @@ def of_masks(case, epilog, options):
 def test_masks_and_gradients_are_exact(case, epilog, options, rng):
     trial = suite.Trial(case.replace(epilog=epilog), **options)
     drawn.check_on(trial, ["integers"], rng)
-
-
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 127, 128, 129, 300])
-def test_the_relu_mask_has_one_bit_per_column_and_zeros_behind(columns, rng):
-    """Columns that end within a byte, at a byte and at the padding to 128 bits."""
-    case = cases.BY_NAME[("local", "ag-data", "ar-data", "grid")[columns % 4]].replace(per_shard=(2, columns, 2))
-    case = case.replace(epilog=Epilog.RELU_AUX)
-    drawn.check_on(suite.Trial(case), ["integers", "normal"], rng)
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
