@@ -122,7 +122,6 @@ WRONG = {
     "complex alpha of real operands": ((A, B), {"alpha": 2j}, TypeError, "matmul: alpha=2j is complex but the result has dtype float32"),
     "complex beta of real operands": ((A, B, C), {"beta": 1 + 1j}, TypeError, "matmul: beta=(1+1j) is complex but the result has dtype float32"),
     "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
-    "conjugate a real b": ((A, B), {"conjugate_b": True}, TypeError, "matmul: conjugate_b=True needs a complex operand, got dtype float32"),
     "unknown epilog": ((A, B), {"epilog": 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 8"),
     "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'; pass jaxmp.Epilog.RELU"),
     "unknown epilog by name": ((A, B), {"epilog": "silu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'silu'; there are NONE, DEFAULT, ALLREDUCE, RELU, RELU_AUX, BIAS"),
@@ -142,7 +141,6 @@ WRONG = {
     "missing bias": ((A, B), {"epilog": Epilog.GELU_BIAS}, ValueError, "matmul: epilog GELU_BIAS needs epilog_inputs ['bias'], missing ['bias']; pass epilog_inputs={'bias': ...}"),
     "unknown epilog input": ((A, B), {"epilog": Epilog.RELU, "epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog RELU takes epilog_inputs [], got unknown ['bias']; drop them or choose an epilog that uses them"),
     "misspelt epilog input": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS, "bais": BIAS}}, ValueError, "got unknown ['bais']"),
-    "inputs without epilog": ((A, B), {"epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog NONE takes epilog_inputs [], got unknown ['bias']"),
     "length of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(4)}}, ValueError, "matmul: bias must have shape (8,), one value per column of the result, got (4,)"),
     "rank of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(1, 8)}}, ValueError, "matmul: bias must have 1 dimension, got 2 (shape (1, 8))"),
     "bias is wider": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS.astype(np.complex64)}}, TypeError, "matmul: bias has dtype complex64 but the result has dtype float32; convert bias to float32, or ask for a wider result with preferred_element_type"),
@@ -152,7 +150,6 @@ WRONG = {
     "unknown determinism": ((A, B), {"determinism": "bits"}, ValueError, "matmul: determinism must be one of ('run_to_run', 'batch', 'topology'), got 'bits'"),
     "determinism and a traced alpha": ((A, B), {"determinism": "topology", "alpha": jnp.float32(2)}, NotImplementedError, "matmul: determinism='topology' takes alpha and beta as Python numbers, got an array for alpha, after which XLA would apply the epilog; scale an operand, or pass"),
     "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
-    "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
     "precision of other operands": ((A, B), {"precision": "64F"}, NotImplementedError, "matmul: precision=64F takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
     "precision of 16 bits": ((A, B), {"precision": "16F"}, NotImplementedError, "matmul: precision=16F takes operands of float16, got float32"),
     "precision of float8": ((A, B), {"precision": "ANY_F8_ANY_F8_F32"}, NotImplementedError, "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
@@ -160,7 +157,6 @@ WRONG = {
     "precision as an algorithm": ((A, B), {"precision": jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)}, NotImplementedError, "is not implemented; pass a jax.lax.DotAlgorithmPreset"),
     "narrower result": ((A.astype(jnp.int32), B.astype(jnp.int32)), {"preferred_element_type": jnp.bfloat16}, NotImplementedError, "matmul: preferred_element_type bfloat16 is not available for int32 operands; available: int32"),
     "in_shardings are no pair": ((A, B), {"in_shardings": P("x", None)}, ValueError, "matmul: in_shardings must be a pair, one sharding for a and one for b, got P"),
-    "three in_shardings": ((A, B), {"in_shardings": (P(), P(), P())}, ValueError, "matmul: in_shardings must be a pair"),
     "in_shardings without mesh": ((A, B), {"in_shardings": (P("x", None), P())}, ValueError, "matmul: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"),
     "out_sharding without mesh": ((A, B), {"out_sharding": P("x", None)}, ValueError, "matmul: out_sharding P('x', None) needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"),
 }  # fmt: skip
@@ -358,7 +354,6 @@ def test_a_sum_that_is_not_taken(name, mesh_of):
 # id: (specs of a and b, out_sharding, keywords, message); a is (4, 6), b (6, 8), on a 2 x 2 mesh.
 WRONG_SHARDINGS = {
     "axis not in the mesh": ((P("z", None), P()), P(), {}, "matmul: the sharding of a names axis 'z', the mesh has ('x', 'y')"),
-    "axis of b not in the mesh": ((P(), P(None, "z")), P(), {}, "matmul: the sharding of b names axis 'z', the mesh has ('x', 'y')"),
     "axis of the result not in the mesh": ((P(), P()), P("z"), {}, "matmul: the sharding of the result names axis 'z', the mesh has ('x', 'y')"),
     "axis used twice": ((P("x", "x"), P()), P(), {}, "matmul: the sharding of a uses axis 'x' for two dimensions"),
     "too many entries": ((P("x", None, "y"), P()), P(), {}, "matmul: the sharding of a, P('x', None, 'y'), has 3 entries for 2 dimensions"),
@@ -383,10 +378,9 @@ def test_a_sharded_contraction_of_explicit_types_names_the_axis():
     mesh = cases.BY_NAME["local"].jax_mesh()
     with jax.set_mesh(mesh):
         a, b = cases.put(A, mesh, P(None, "y")), cases.put(B, mesh, P("y", None))
-        with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
-            jaxmp.matmul(a, b)
-        with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
-            jax.jit(jaxmp.matmul)(a, b)
+        for call in (jaxmp.matmul, jax.jit(jaxmp.matmul)):
+            with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
+                call(a, b)
 
 
 def test_operands_on_two_meshes():

@@ -145,14 +145,6 @@ def test_auto_axes_are_partitioned(rng):
     assert jax.export.export(f)(*placed).out_avals[0].shape == (8, 4, 16)
 
 
-def test_a_further_batch_on_an_explicit_axis(rng):
-    with jax.set_mesh(mesh_of()):
-        a, b = (cases.put(cases.integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
-        d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
-        np.testing.assert_array_equal(d, np.matmul(a, b))
-        assert d.sharding.is_equivalent_to(a.sharding, 4)
-
-
 def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
     """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])

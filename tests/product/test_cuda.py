@@ -147,11 +147,6 @@ def test_a_program_for_cuda_calls_the_library(sharded):
     assert "devices = dense<> " in line, "the program is for other devices than these"
 
 
-def test_the_same_program_without_asking_is_xlas(sharded):
-    a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
-    assert not texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
-
-
 def test_a_profile_says_that_cublasmp_multiplies(sharded):
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     f = jax.jit(functools.partial(ask, out_sharding=P(None, "y")))
@@ -304,12 +299,3 @@ def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):
     assert (row.workspace, row.bytes_moved) == (0, 3 * 2 * 16 * 4)
     assert explanation.logged == ("[cublasMpMatmul] Using AllGather + Matmul",)
     assert str(explanation).endswith("cuBLASMp logged: [cublasMpMatmul] Using AllGather + Matmul")
-
-
-def test_explain_names_the_form_of_an_all_reduce(sharded, cards, monkeypatch):
-    cards("9.0")
-    monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
-    a, b = sharded((8, 16), None, "y"), sharded((16, 12), "y", None)
-    (row,) = jaxmp.explain(functools.partial(jaxmp.matmul, out_sharding=P(None, None)))(a, b).rows
-    assert (row.implementation, row.workspace) == ("cublasmp", 0)
-    assert row.algorithm.startswith("transposed_copy (cuBLASMp all-reduces with a stored (m, k) and b stored (n, k)")

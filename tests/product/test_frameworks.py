@@ -27,6 +27,7 @@ import jaxmp.flax
 MESH = cases.BY_NAME["local"]
 ROWS, COLUMNS = P("x", "y"), P("x", None, "y")
 BATCH, LENGTH, WIDTH, HIDDEN = 4, 6, 8, 16
+IN, OUT, FEATURES = 6, 8, P("x", None)
 AXIS_TYPES = pytest.mark.parametrize(
     "axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"]
 )
@@ -95,15 +96,23 @@ def test_nnx_model_that_the_program_makes_itself():
         judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
 
 
-def test_nnx_layers_are_the_fused_calls():
+@pytest.mark.parametrize(
+    ("make", "shape", "spec", "calls"),
+    [
+        (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
+        (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
+    ],
+)
+def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
     """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
     mesh = MESH.jax_mesh()
     with jax.set_mesh(mesh):
-        x = cases.put(np.ones((BATCH, LENGTH, WIDTH), np.float32), mesh, ROWS)
-        graph, state = nnx.split(Mlp(jaxmp.dot_general, True))
+        graph, state = nnx.split(make())
+        x = cases.put(np.ones(shape, np.float32), mesh, spec)
         text = compiled_text(lambda state, x: nnx.merge(graph, state)(x), state, x)
-    assert calls_of(text) == ["all_gather", "reduce_scatter"]
+    assert calls_of(text) == calls
     assert not collectives_of(text)
+    assert not other_products_of(text)
 
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
@@ -121,8 +130,6 @@ def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
 
 # jaxmp's own layers, against those of the libraries followed by the activation ------------------------------------
 
-IN, OUT = 6, 8
-FEATURES = P("x", None)
 ACTIVATIONS = {
     None: lambda z: z,
     "relu": jax.nn.relu,
@@ -161,17 +168,6 @@ def test_nnx_layer(activation, axis_type, dtype, rng):
     got = run(jaxmp.flax.Linear, lambda y: y, activation=activation)
     want = run(nnx.Linear, lambda y: ACTIVATIONS[activation](y))
     judge(got, want, dtype or "float32", 32)
-
-
-def test_nnx_is_one_call():
-    mesh = MESH.jax_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        graph, state = nnx.split(of_nnx(jaxmp.flax.Linear, True, activation="gelu"))
-        x = cases.put(np.ones((4, IN), np.float32), mesh, FEATURES)
-        text = compiled_text(lambda state, x: nnx.merge(graph, state)(x), state, x)
-    assert calls_of(text) == ["local"]
-    assert not collectives_of(text)
-    assert not other_products_of(text)
 
 
 def test_nnx_parameters_are_those_of_the_plain_layer():

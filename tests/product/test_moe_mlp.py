@@ -111,10 +111,12 @@ def test_one_rounding_of_the_hidden_rows(activation):
 WANT = passes(loop, X, *WEIGHTS)
 
 
-def check_on_mesh(axes, kind, of_x, of_in, of_down, of_d):
-    mesh = jax.make_mesh(
-        (2,) * len(axes), axes, axis_types=(kind,) * len(axes), devices=jax.devices()[: 2 ** len(axes)]
-    )
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_shardings_of_a_square(seed):
+    rng = random.Random(seed)
+    of_x, of_in, of_down, of_d = (rng.choice(shardings(ndim, "pq")) for ndim in (2, 3, 3, 2))
+    kind = rng.choice((AxisType.Explicit, AxisType.Auto))
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     options = {"in_shardings": (of_x, of_in, of_down)} if kind == AxisType.Auto else {}
     specs = of_x, of_in, of_in, of_down, of_d
     with jax.set_mesh(mesh):
@@ -124,22 +126,6 @@ def check_on_mesh(axes, kind, of_x, of_in, of_down, of_d):
     assert_same(got, WANT)
     for y, spec in zip(got, (of_d, *specs), strict=False):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
-
-
-@pytest.mark.small("values")
-@pytest.mark.parametrize("of_d", shardings(2, "p"), ids=str)
-@pytest.mark.parametrize("of_down", shardings(3, "p"), ids=str)
-@pytest.mark.parametrize("of_in", shardings(3, "p"), ids=str)
-@pytest.mark.parametrize("of_x", shardings(2, "p"), ids=str)
-def test_every_sharding_of_a_line(of_x, of_in, of_down, of_d):
-    check_on_mesh(("p",), AxisType.Explicit, of_x, of_in, of_down, of_d)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_drawn_shardings_of_a_square(seed):
-    rng = random.Random(seed)
-    specs = (rng.choice(shardings(ndim, "pq")) for ndim in (2, 3, 3, 2))
-    check_on_mesh(("p", "q"), rng.choice((AxisType.Explicit, AxisType.Auto)), *specs)
 
 
 @pytest.mark.parametrize(

@@ -48,15 +48,11 @@ def test_blocks_dealt_out_by_hand(nb, nprocs):
 # Shardings to patterns ----------------------------------------------------------------------------------------------
 
 
-def coordinates_of(dim, device):
-    return tuple(device[axis] for axis in dim)
-
-
 def holdings(dims, device):
     """The block of a matrix that a device holds: per dimension (position, number of positions)."""
     return tuple(
         (
-            int(np.ravel_multi_index(coordinates_of(dim, device), [MESH[a] for a in dim])) if dim else 0,
+            int(np.ravel_multi_index([device[axis] for axis in dim], [MESH[axis] for axis in dim])) if dim else 0,
             int(np.prod([MESH[a] for a in dim])),
         )
         for dim in dims

@@ -152,13 +152,11 @@ def test_many_tiles():
     )
 
 
-def test_it_is_rematerialized_scanned_exported_and_printed():
+def test_it_is_kept_by_a_policy_exported_and_printed():
     x, w, sizes = integers((6, 4)), integers((2, 4, 4), 1), jnp.array([2, 3])
     product = functools.partial(jaxmp.ragged_dot, w=w, group_sizes=sizes)
     kept = jax.checkpoint(lambda x: product(product(x)).sum(), policy=jaxmp.dots_saveable)
     assert_same(jax.grad(kept)(x), jax.grad(lambda x: reference(reference(x, w, (2, 3)), w, (2, 3)).sum())(x))
-    last, _ = jax.lax.scan(lambda x, _: (product(x), None), x, None, length=2)
-    assert_same(last, product(product(x)))
     check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_grouped")
     exported = jax.export.deserialize(jax.export.export(jax.jit(product), disabled_checks=[check])(x).serialize())
     assert_same(exported.call(x), product(x))
