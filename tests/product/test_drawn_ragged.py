@@ -76,7 +76,7 @@ def test_drawn_products_of_groups(number):
         for seed, shape in enumerate(((m, k), (groups, k, n), (m, n), (m, k), (groups, k, n)))
     )
     listed = jnp.array(sizes, "int32" if m > 127 else rng.choice(("int32", "int8")))
-    offset = jnp.array(first) if first else None
+    offset = jnp.array(rng.choice((first, [first]))) if first else None
     level = rng.choice(("run_to_run", "run_to_run", "batch"))
     theirs = functools.partial(results_of, way, functools.partial(reference, sizes=sizes, first=first))
     want = cases.quick_jit(theirs)(x, w, (tx, tw), ct)
