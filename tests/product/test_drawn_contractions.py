@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 
 MESHES = ({"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2}, {"x": 2, "y": 2}, {"x": 1, "y": 4}, {"x": 8})
-PER_PROGRAM = 12
+PER_PROGRAM = 8
 # How a contraction is called, on explicit axes but for two of them.
 WAYS = ("explicit", "in_shardings", "explicit", "bare jit", "vmap", "scan", "eager")
 COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or PER_PROGRAM * len(WAYS)

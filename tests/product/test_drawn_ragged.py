@@ -18,12 +18,9 @@ from ragged import assert_same, integers, reference, shardings
 
 import jaxmp
 
-TYPES = ("float32", "float32", "bfloat16", "float16", "complex64")
-MESHES = ({}, {}, {}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
+MESHES = ({}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
 WAYS = ("vjp", "second order", "vmap", "jvp", "scan", "remat", "eager", "transposed twice")
-COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 4 * len(WAYS)
-# Extents that no axis divides.
-FEW, ANY = (1, 2, 3, 8), (0, 1, 2, 5, 7, 16, 33, 130)
+COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 2 * len(WAYS)
 SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
 
@@ -36,8 +33,7 @@ def draw(rng, axes):
         for letter, dim in zip(letters, spec, strict=True)
         if dim
     }
-    whole = dict.fromkeys("mkn", FEW if axes else ANY) | {"g": FEW}
-    m, k, groups, n = (8 * rng.choice((1, 2)) if letter in split else rng.choice(whole[letter]) for letter in "mkgn")
+    m, k, groups, n = (8 * rng.choice((1, 2)) if letter in split else rng.choice((1, 2, 3, 8)) for letter in "mkgn")
     first = rng.choice((0, 0, 1, 3))
     sizes = [rng.choice((-1, 0, 0, 1, 2, m // 2, m)) for _ in range(groups + first)]
     return (m, k, groups, n), sizes, first, specs
@@ -70,13 +66,13 @@ def test_drawn_products_of_groups(number):
     way, axes = WAYS[number % len(WAYS)], rng.choice(MESHES)
     (m, k, groups, n), sizes, first, (of_x, of_w, of_d) = draw(rng, [*axes])
     kind = rng.choice((AxisType.Explicit, AxisType.Auto)) if axes else None
-    dtype = "float32" if way == "second order" else rng.choice(TYPES)
+    dtype = "float32" if way == "second order" else rng.choice(("float32", "complex64"))
     x, w, ct, tx, tw = (
         jnp.sign(integers(shape, seed)).astype(dtype)
         for seed, shape in enumerate(((m, k), (groups, k, n), (m, n), (m, k), (groups, k, n)))
     )
-    listed = jnp.array(sizes, "int32" if m > 127 else rng.choice(("int32", "int8")))
-    offset = jnp.array(rng.choice((first, [first]))) if first else None
+    listed = jnp.array(sizes, rng.choice(("int32", "int8")))
+    offset = jnp.array(first) if first else None
     level = rng.choice(("run_to_run", "run_to_run", "batch"))
     theirs = functools.partial(results_of, way, functools.partial(reference, sizes=sizes, first=first))
     want = cases.quick_jit(theirs)(x, w, (tx, tw), ct)
