@@ -5,6 +5,7 @@ or a bias that is taken twice.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 from ragged import activated, assert_same, derivatives, integers, reference, shardings, with_bias
 
 import jaxmp
+
+LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
+
 
 BIAS_SPECS = [
     (P("p"), P(), P(), P("p")),
@@ -41,21 +45,46 @@ def test_bias_on_a_mesh(specs):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("of_d", shardings(2, "p"), ids=str)
-@pytest.mark.parametrize("of_w", shardings(3, "p"), ids=str)
-@pytest.mark.parametrize("of_x", shardings(2, "p"), ids=str)
-def test_every_sharding_of_a_line(of_x, of_w, of_d):
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+def check_on_mesh(axes, kind, of_x, of_w, of_d):
+    mesh = jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(kind,) * len(axes),
+        devices=jax.devices()[: math.prod(axes.values())],
+    )
     x, w, sizes, ct = integers((8, 4)), integers((4, 4, 8), 1), (3, 0, 4, 0), integers((8, 8), 2)
     theirs = functools.partial(reference, sizes=sizes)
     want = theirs(x, w), *jax.vjp(theirs, x, w)[1](ct)
+    options = {"in_shardings": (of_x, of_w)} if kind == AxisType.Auto else {}
     with jax.set_mesh(mesh):
         x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
-        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d)
-        got = jax.jit(lambda x, w, ct: (ours(x, w), *jax.vjp(ours, x, w)[1](ct)))(x, w, ct)
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
+
+        @jax.jit
+        def run(x, w, ct):
+            d, pull = jax.vjp(ours, x, w)
+            return d, *pull(ct)
+
+        got = run(x, w, ct)
     assert_same(got, want)
     for y, spec in zip(got, (of_d, of_x, of_w), strict=True):
-        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+        assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+
+
+@pytest.mark.parametrize("of_d", shardings(2, LINE), ids=str)
+@pytest.mark.parametrize("of_w", shardings(3, LINE), ids=str)
+@pytest.mark.parametrize("of_x", shardings(2, LINE), ids=str)
+def test_every_sharding_of_a_line(of_x, of_w, of_d):
+    check_on_mesh(LINE, AxisType.Explicit, of_x, of_w, of_d)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("of_d", shardings(2, SQUARE), ids=str)
+@pytest.mark.parametrize("of_w", shardings(3, SQUARE), ids=str)
+@pytest.mark.parametrize("of_x", shardings(2, SQUARE), ids=str)
+def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
+    check_on_mesh(SQUARE, kind, of_x, of_w, of_d)
 
 
 @pytest.mark.parametrize(
