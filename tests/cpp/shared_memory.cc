@@ -44,7 +44,9 @@ TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   CHECK(first.token % kPages != second.token % kPages);
   Fill(first, 7, 100000);
   ReadAndRelease(first.token, 100000, 7);
-  CHECK((*AllocateBlock(100000, 0)).token % kPages != first.token % kPages);  // one has still to read it
+  const Block other = *AllocateBlock(100000, 1);
+  CHECK(other.token % kPages != first.token % kPages);  // one has still to read it
+  Fill(other, 6, 100000);
   ReadAndRelease(first.token, 100000, 7);
   const Block third = *AllocateBlock(70000, 1);
   Fill(third, 8, 70000);
@@ -53,6 +55,7 @@ TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   ReadAndRelease(third.token, 70000, 8);
   Fill(second, 9, 1);
   ReadAndRelease(second.token, 1, 9);
+  ReadAndRelease(other.token, 100000, 6);
   CHECK_EQ(LocalArenaUse().used, size_t{0});
   const size_t touched = LocalArenaUse().touched;
   for (int i = 0; i < 100; ++i) {

@@ -168,6 +168,9 @@ def every_call_has_a_number_of_its_own(text: str):
         calls = re.findall(rf'custom_call_target="jaxmp_process_{target}".*', text)
         names = [re.search(r"index = (\d+) .*?(program = \S+)", call).groups() for call in calls]
         assert len(set(names)) == len(names), sorted(names)
+    for groups in re.findall(r'custom_call_target="jaxmp_process_collective".*? groups = dense<(.*?)> : ', text):
+        numbers = re.findall(r"\d+", groups)
+        assert min(map(numbers.count, numbers)) > 1 or numbers == ["0"], f"a collective of one rank: {groups}"
 
 
 def is_equal(got, want) -> bool:

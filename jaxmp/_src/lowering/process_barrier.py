@@ -124,7 +124,7 @@ class Site:
     shares_memory: bool  # whether all processes of the mesh share memory with this one
     is_in_body: bool  # of a loop or branch
 
-    def barrier(self, call: str, fields: dict[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    def barrier(self, call: str, fields: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
         """`operands`, ahead of a collective of XLA's, once every process of this device's group has come to an equal
         call, or after a moment: `call` names it for people, `fields` are what has to be equal.
 
