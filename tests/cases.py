@@ -159,6 +159,11 @@ def put(x, mesh, spec):
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+def typed(mesh, shape, *spec, dtype="float32"):
+    """The type of an array that lies so on `mesh`."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
 def quick_jit(f, **options):
     """`jax.jit` without LLVM's optimizations, which take a third of the time, for programs whose values are judged."""
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0}, **options)
@@ -169,6 +174,10 @@ def normal(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         x = x + 1j * rng.standard_normal(shape)
     return x.astype(jnp.dtype(dtype))
+
+
+def integers(rng: np.random.Generator, *shape) -> np.ndarray:
+    return rng.integers(-3, 4, shape).astype(np.float32)
 
 
 def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:

@@ -39,10 +39,27 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in kept]
 
 
+@pytest.fixture(autouse=True)
+def needs_extension(request):
+    """Skip tests of products by name where the compiled extension is absent, unless XLA multiplies (cases.require)."""
+    if request.path.parent.name in ("product", "tools", "fuse", "errors"):
+        import cases
+
+        params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        cases.require(params.get("implementation"))
+
+
 @pytest.fixture
 def standard_promotion():
     """JAX's default promotion rules, for tests of mixed operands."""
     with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def promotion_of_users(standard_promotion):
+    """JAX's default promotion of ranks too, for programs as users write them."""
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 

@@ -30,14 +30,10 @@ CALLS = {
 }
 
 
-def integers(rng, *shape):
-    return rng.integers(-4, 5, shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", CALLS)
 def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, make, mesh_of, rng):
-    arrays = x, w, bias = integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+    arrays = x, w, bias = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
     made = [make(array) for array in arrays]
     with jax.set_mesh(mesh_of({"x": 4})):
         got = CALLS[name](*made)
@@ -52,7 +48,7 @@ def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, mak
 
 @pytest.mark.parametrize("how", ["mesh", "out_sharding"])
 def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
-    x, w, mesh = integers(rng, 8, 8), integers(rng, 8, 8), mesh_of({"x": 4})
+    x, w, mesh = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), mesh_of({"x": 4})
     spec = P(None, "x")
     options = {
         "mesh": {"mesh": mesh, "out_sharding": spec},
@@ -65,7 +61,6 @@ def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
 
 def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
     """With 64-bit types off, which is JAX's default, np.ones is float32 to every function of JAX."""
-    cases.require(None)
     a, b, c, bias = np.ones((2, 3)), np.ones((3, 4)), np.ones((2, 4)), np.ones(4)
     with jax.numpy_dtype_promotion("standard"):
         d = jaxmp.matmul(a, b, c, beta=1.0, epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
@@ -73,39 +68,14 @@ def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
     assert (d.dtype, float(d[0, 0]), y.dtype, float(y[0, 0])) == (jnp.float32, 5.0, jnp.float32, 4.0)
 
 
-# Shapes of a and b, and their transpositions.
-RANKS = {
-    "vector, matrix": ((6,), (6, 8), ""),
-    "matrix, vector": ((4, 6), (6,), ""),
-    "vectors": ((6,), (6,), ""),
-    "batch, vector": ((2, 4, 6), (6,), ""),
-    "vector, batch": ((6,), (2, 6, 8), ""),
-    "matrix, batch": ((4, 6), (2, 6, 8), "b"),
-    "batches": ((2, 4, 6), (2, 6, 8), "ab"),
-    "batches that are broadcast": ((3, 1, 4, 6), (2, 6, 8), ""),
-}
-
-
-@pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), RANKS.values(), ids=RANKS)
-def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, transposed, rng):
-    cases.require(None)
-    a, b = integers(rng, *a_shape), integers(rng, *b_shape)
+@pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), [((4, 6), (2, 6, 8), "b"), ((2, 4, 6), (2, 6, 8), "ab")])
+def test_batches_that_are_stored_transposed(a_shape, b_shape, transposed, rng):
+    a, b = cases.integers(rng, *a_shape), cases.integers(rng, *b_shape)
     flags = {f"transpose_{name}": True for name in transposed}
     stored = (np.swapaxes(x, -1, -2) if name in transposed else x for name, x in (("a", a), ("b", b)))
     got, want = jaxmp.matmul(*stored, **flags), jnp.matmul(a, b)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_array_equal(got, want)
-
-
-def test_batches_on_a_mesh(mesh_of, rng):
-    mesh, a, b = mesh_of({"x": 2, "y": 2}), integers(rng, 2, 4, 6), integers(rng, 2, 6, 8)
-    with jax.set_mesh(mesh):
-        given = cases.put(a, mesh, P("x", None, "y")), cases.put(b, mesh, P("x", "y", None))
-        got = jaxmp.matmul(*given, out_sharding=P("x", None, None))
-        vector = jaxmp.matmul(given[0], cases.put(b[0, :, 0], mesh, P("y")), out_sharding=P("x", None))
-    np.testing.assert_array_equal(got, a @ b)
-    np.testing.assert_array_equal(vector, a @ b[0, :, 0])
-    assert (got.sharding.spec, vector.sharding.spec) == (P("x", None, None), P("x", None))
 
 
 INTEGERS = {"int32": 1000, "uint8": 100, "bool": 2}
@@ -130,7 +100,6 @@ def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out,
 
 
 def test_integers_with_all_that_they_take(rng):
-    cases.require(None)
     a, b, c, bias = (rng.integers(-9, 9, shape).astype(np.int32) for shape in ((3, 4, 6), (6, 8), (3, 4, 8), (8,)))
     options = {"alpha": 3, "beta": -2, "epilog": Epilog.RELU_BIAS, "epilog_inputs": {"bias": bias}}
     want = np.maximum(3 * (a @ b) - 2 * c + bias, 0)
@@ -151,8 +120,7 @@ def test_integers_with_all_that_they_take(rng):
 @pytest.mark.parametrize("what", ["bias", "c"])
 def test_what_is_added_widens_a_result_of_16_bits(what, rng, standard_promotion):
     """As `jnp.matmul(a, b) + bias`, but rounded once."""
-    cases.require(None)
-    a, b, added = integers(rng, 4, 6), integers(rng, 6, 8), integers(rng, 4, 8) + np.float32(1 / 1024)
+    a, b, added = cases.integers(rng, 4, 6), cases.integers(rng, 6, 8), cases.integers(rng, 4, 8) + np.float32(1 / 1024)
     narrow = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     if what == "bias":
         added = added[0]
@@ -175,7 +143,7 @@ VECTORS = {
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize(("x_spec", "w_spec", "out"), VECTORS.values(), ids=VECTORS)
 def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_type, mesh_of, rng):
-    mesh, x, w = mesh_of({"x": 4}, axis_type), integers(rng, 8), integers(rng, 8, 16)
+    mesh, x, w = mesh_of({"x": 4}, axis_type), cases.integers(rng, 8), cases.integers(rng, 8, 16)
     shardings = NamedSharding(mesh, P(*x_spec)), NamedSharding(mesh, P(*w_spec))
     options = {} if axis_type == AxisType.Explicit else {"in_shardings": shardings}
     x_there, w_there = (jax.device_put(array, sharding) for array, sharding in zip((x, w), shardings, strict=True))
@@ -186,7 +154,7 @@ def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_
 
 def test_automatic_axes_within_explicit_ones(mesh_of, rng):
     """The compiler asks for the shards' program while the explicit mesh is still around it."""
-    mesh, x, w, bias = mesh_of({"x": 4}), integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+    mesh, x, w, bias = mesh_of({"x": 4}), cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
 
     def layer(x, w, bias):
         return jaxmp.linear(x, w, bias, activation="relu")
@@ -235,7 +203,6 @@ def test_empty_products_and_their_gradients(case, m, k, n, lead, alpha):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_mapped_gradients_without_columns(activation):
-    cases.require(None)
     loss = functools.partial(lambda activation, x, w: jaxmp.linear(x, w, activation=activation).sum(), activation)
     assert jax.vmap(jax.grad(loss), (0, None))(jnp.ones((3, 2, 6)), jnp.ones((6, 0))).shape == (3, 2, 6)
 
@@ -243,7 +210,6 @@ def test_mapped_gradients_without_columns(activation):
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(("batch", "k"), [(0, 6), (3, 0), (0, 0)])
 def test_mapped_weights_of_no_extent(batch, k, transpose_b):
-    cases.require(None)
     w = jnp.ones((batch, 5, k) if transpose_b else (batch, k, 5))
     product = functools.partial(jaxmp.matmul, transpose_b=transpose_b)
     np.testing.assert_array_equal(jax.vmap(product, (None, 0))(jnp.ones((4, k)), w), np.zeros((batch, 4, 5)))

@@ -73,17 +73,8 @@ def test_errors(args, options, error, message):
     assert message in str(caught.value)
 
 
-def test_mlp_refuses():
-    x, w = np.zeros((16, 16), E4M3), np.zeros((16, 16), np.float32)
-    with pytest.raises(
-        NotImplementedError, match=r"mlp: x has dtype float8_e4m3fn; .*call jaxmp.matmul for each product"
-    ):
-        jaxmp.mlp(x, w, None, w, None, activation="relu")
-
-
 def test_ranks_that_differ_in_the_scale_of_a_tensor_are_told():
     """Inside shard_map each device has its own scalar, and only one of them could be meant."""
-    cases.require("host")
     mesh = cases.BY_NAME["ag"].jax_mesh(AxisType.Auto)
 
     def local(a, b):

@@ -2,7 +2,6 @@
 
 import pickle
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,7 +33,6 @@ def on_shards(name):
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_refused_at_lowering_names_the_function(name, jit):
-    cases.require("host")
     with pytest.raises(NotImplementedError) as caught:
         jit(CALLS[name])(A)
     assert str(caught.value).startswith(f'{name}: implementation="cublasmp" is not available on platform')
@@ -43,7 +41,6 @@ def test_what_is_refused_at_lowering_names_the_function(name, jit):
 @pytest.mark.parametrize("name", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_what_is_refused_on_shards_names_the_function(name):
     require_devices(2)
-    cases.require("host")
     with pytest.raises(NotImplementedError, match=f"^{name}: implementation="):
         jax.jit(on_shards(name))(jnp.ones((4, 4)))
 

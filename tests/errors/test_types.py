@@ -4,7 +4,6 @@ also where no kernel multiplies them. Results and cotangents are as weak as JAX'
 import functools
 import itertools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,11 +32,6 @@ def of(module):
         "einsum": functools.partial(module.einsum, "ij,jk->ik"),
         "dot_general": lambda a, b, **options: lax_like.dot_general(a, b, NN, **options),
     }
-
-
-@pytest.fixture(autouse=True)
-def on_host():
-    cases.require("host")
 
 
 def preferred(dtype):
@@ -171,29 +165,6 @@ def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
             np.testing.assert_allclose(got, want, rtol=step, err_msg=str(pair))
 
 
-@pytest.mark.parametrize("narrow", ["int8", "uint4", "float8_e4m3fn", "float4_e2m1fn"])
-def test_weights_of_few_bits_beside_wide_operands(narrow, rng):
-    """Without promotion, as in `lax.dot_general`: with an epilog, to another type, and with gradients."""
-    x, w = jnp.asarray(rng.integers(-2, 3, (8, 16)), jnp.bfloat16), jnp.asarray(rng.integers(0, 4, (16, 8)))
-    w, bias = w.astype(narrow), jnp.arange(8, dtype=jnp.bfloat16)
-
-    def run(dot_general, linear):
-        def loss(x):
-            return (dot_general(x, w, NN) * bias[None]).sum()
-
-        wide = [dot_general(x.astype(t), w, NN, preferred_element_type="float32") for t in ("bfloat16", "float16")]
-        relu = linear(x, w, bias, activation="relu", preferred_element_type="bfloat16")
-        return [*wide, dot_general(w.T, x.T, NN), relu, jax.grad(loss)(x)]
-
-    def linear_of_jax(x, w, bias, *, activation, preferred_element_type):
-        return jax.nn.relu(lax.dot_general(x, w, NN, preferred_element_type=preferred_element_type) + bias[None])
-
-    got = jax.jit(functools.partial(run, jaxmp.dot_general, jaxmp.linear))()
-    for g, w_ in zip(got, jax.jit(functools.partial(run, lax.dot_general, linear_of_jax))(), strict=True):
-        assert g.dtype == w_.dtype
-        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w_, np.float32))
-
-
 def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 64), (64, 8)))
     want = jnp.asarray(np.asarray(a, np.float64) @ np.asarray(b, np.float64), jnp.bfloat16)
@@ -255,23 +226,19 @@ def type_of(x):
     return x.dtype.name, x.weak_type
 
 
-# Functions of two arrays and a module's products.
+# Functions of two arrays and a module's products, some of them with options.
 PRODUCTS = {
-    "matmul": lambda m, a, b: m.matmul(a, b),
-    "float32": lambda m, a, b: m.matmul(a, b, preferred_element_type="float32"),
-    "vectors": lambda m, a, b: m.matmul(a[0], b[:, 0]),
+    "matmul": lambda m, a, b, **options: m.matmul(a, b, **options),
+    "vectors": lambda m, a, b, **options: m.matmul(a[0], b[:, 0], **options),
     "batches": lambda m, a, b: m.matmul(jnp.stack([a, a]), jnp.stack([b, b])),
-    "einsum": lambda m, a, b: m.einsum("ij,jk->ki", a, b),
-    "transpose": lambda m, a, b: m.einsum("ij->ji", a),
+    "einsum": lambda m, a, b, **options: m.einsum("ij,jk->ki", a, b, **options),
+    "transpose": lambda m, a, b, **options: m.einsum("ij->ji", a, **options),
     "sum": lambda m, a, b: m.einsum("ij->j", a, preferred_element_type="bfloat16"),
     "sums": lambda m, a, b: m.einsum("ij,kl->il", a, b),
-    "three": lambda m, a, b: m.einsum("ij,jk,kl->il", a, b, a),
+    "three": lambda m, a, b, **options: m.einsum("ij,jk,kl->il", a, b, a, **options),
     "numbers": lambda m, a, b: m.einsum(",ij->ij", 2.0, a),
-    "dot_general": lambda m, a, b: (jaxmp if m is jaxmp else lax).dot_general(a, b, NN),
-    "dot_general to bfloat16": lambda m, a, b: (jaxmp if m is jaxmp else lax).dot_general(
-        a, b, NN, preferred_element_type="bfloat16"
-    ),
-    "linear": lambda m, a, b: jaxmp.linear(a, b) if m is jaxmp else a @ b,
+    "dot_general": lambda m, a, b, **options: of(m)["dot_general"](a, b, **options),
+    "linear": lambda m, a, b, **options: (jaxmp.linear if m is jaxmp else m.matmul)(a, b, **options),
     "bias": lambda m, a, b: jaxmp.linear(a, b, b[0]) if m is jaxmp else a @ b + b[:1],
     "bias of bfloat16": lambda m, a, b: (
         jaxmp.linear(a, b, b[0].astype("bfloat16")) if m is jaxmp else a @ b + b[:1].astype("bfloat16")
@@ -281,6 +248,8 @@ PRODUCTS = {
     ),
     "fuse": lambda m, a, b: jaxmp.fuse(lambda a, b: (a @ b, a @ a * 2.0))(a, b)[0] if m is jaxmp else a @ b,
 }
+PRODUCTS["float32"] = functools.partial(PRODUCTS["matmul"], preferred_element_type="float32")
+PRODUCTS["dot_general to bfloat16"] = functools.partial(PRODUCTS["dot_general"], preferred_element_type="bfloat16")
 
 
 def _half(x):
@@ -384,7 +353,7 @@ def test_explicit_types_of_64_bits(explicit_x64, wide):
     a = jnp.ones((3, 3))
     for name in ("matmul", "vectors", "einsum", "transpose", "three", "dot_general", "linear"):
         for module in (jnp, jaxmp):
-            multiply = functools.partial(WITH_PREFERRED[name], module, a, wide)
+            multiply = functools.partial(PRODUCTS[name], module, a, a, preferred_element_type=wide)
             if explicit_x64 == "error":
                 with pytest.raises(ValueError, match=f"Explicitly requested dtype {wide}"):
                     multiply()
@@ -398,14 +367,3 @@ def test_explicit_types_of_64_bits(explicit_x64, wide):
             is_wide = explicit_x64 == "allow"
             assert d.dtype == (wide if is_wide else {"float64": "float32", "complex128": "complex64"}[wide]), name
             np.testing.assert_array_equal(d, np.full(d.shape, {"three": 9, "transpose": 1}.get(name, 3)))
-
-
-WITH_PREFERRED = {
-    "matmul": lambda m, a, wide: m.matmul(a, a, preferred_element_type=wide),
-    "vectors": lambda m, a, wide: m.matmul(a[0], a, preferred_element_type=wide),
-    "einsum": lambda m, a, wide: m.einsum("ij,jk", a, a, preferred_element_type=wide),
-    "transpose": lambda m, a, wide: m.einsum("ij->ji", a, preferred_element_type=wide),
-    "three": lambda m, a, wide: m.einsum("ij,jk,kl", a, a, a, preferred_element_type=wide),
-    "dot_general": lambda m, a, wide: (jaxmp if m is jaxmp else lax).dot_general(a, a, NN, preferred_element_type=wide),
-    "linear": lambda m, a, wide: (jaxmp.linear if m is jaxmp else m.matmul)(a, a, preferred_element_type=wide),
-}

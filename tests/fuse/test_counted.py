@@ -17,14 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (8, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def explained(fn, *args):

@@ -16,15 +16,11 @@ import jaxmp
 from jaxmp._src.fuse import emit
 from jaxmp._src.spec.refusal import NotAvailable
 
+# In float64 another rounding of gelu is far from a wrong step.
+pytestmark = pytest.mark.usefixtures("promotion_of_users", "x64")
+
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 8, 4, 8
 SPECS = (P(("data", "model"), None), P(None, None, "model"), P(None, "model", None), P(None, "model"))
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it(x64):
-    """And float64, in which another rounding of gelu is far from a wrong step."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def step_of(activation, *, reverse=False, is_sharded=False):

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 ROWS, ALL_ROWS, COLUMNS, CONTRACTED = (
     P("data", None, None),
     P("data", "model", None),
@@ -118,12 +120,6 @@ def operands(model, mesh=None):
     if mesh is None:
         return list(arrays.values())
     return [jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()]
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(params=["explicit", "auto", "none"])

@@ -16,15 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 M, K, N = 6, 16, 24
 DECODED = rf"convert .*tensor<({K}x{N}|{N}x{K})x(i8|i4|f8E4M3FN)>"
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """As models have it."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def decode(q, s, dtype):

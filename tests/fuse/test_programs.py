@@ -14,14 +14,10 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._src.fuse import templates
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (6, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @jax.custom_vjp
@@ -127,19 +123,6 @@ def test_a_policy_keeps_what_it_keeps_of_dot_general():
         )
         found = jaxmp.explain(fused, quiet=True)(X, W)
         assert found.calls + found.left == str(jax.make_jaxpr(plain)(X, W)).count("dot_general"), str(found)
-
-
-def test_composes_with_jvp_vmap_and_closed_over_tracers():
-    fused = jaxmp.fuse(layer)
-    for w, g in zip(jax.jvp(layer, (X, W), (X, W)), jax.jvp(fused, (X, W), (X, W)), strict=True):
-        np.testing.assert_array_equal(w, g)
-    batch = jnp.stack([X, -X])
-    np.testing.assert_array_equal(jax.vmap(layer, (0, None))(batch, W), jax.vmap(fused, (0, None))(batch, W))
-
-    def closing(w):
-        return jaxmp.fuse(lambda x: layer(x, w))(X).sum()
-
-    np.testing.assert_array_equal(jax.grad(lambda w: layer(X, w).sum())(W), jax.grad(closing)(W))
 
 
 def test_what_only_looks_like_a_pattern_keeps_its_value():

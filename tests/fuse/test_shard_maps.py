@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._src.fuse import gathers
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 DATA, BOTH, ACROSS = P("data"), P("data", "model"), P(None, "data")
 gather = functools.partial(lax.all_gather, tiled=True)
 scatter = functools.partial(lax.psum_scatter, tiled=True)
@@ -100,12 +102,6 @@ CASES = (
     Case("needed elsewhere", lambda x, w: (lambda g: x @ g + g.sum())(gather(w, "data")), (X, W), (DATA, DATA), DATA,
          "-", "- - -"),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,10 @@ from flax import nnx
 
 import jaxmp
 
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
 X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (4, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_users_have_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def same(f):

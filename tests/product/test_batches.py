@@ -17,15 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
-
-
-def integers(rng, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32)
-
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
@@ -47,7 +41,7 @@ def product(pattern, **options):
 
 
 def operands(mesh, pattern, rng, dtype=np.float32):
-    values = [integers(rng, 8, 4, 12).astype(dtype), integers(rng, 8, 12, 16).astype(dtype)]
+    values = [cases.integers(rng, 8, 4, 12).astype(dtype), cases.integers(rng, 8, 12, 16).astype(dtype)]
     return values, [cases.put(x, mesh, spec) for x, spec in zip(values, PATTERNS[pattern][:2], strict=True)]
 
 
@@ -56,7 +50,6 @@ def operands(mesh, pattern, rng, dtype=np.float32):
 
 @OVER_PATTERNS
 def test_one_product_and_one_collective(pattern, rng):
-    cases.require(None)
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern)
@@ -74,7 +67,6 @@ def test_one_product_and_one_collective(pattern, rng):
 @pytest.mark.parametrize("options", [{"implementation": "host"}, {"determinism": "batch"}], ids=str)
 @OVER_PATTERNS
 def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
-    cases.require("host")
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern, **options)
@@ -87,16 +79,13 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", False), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
     """Where ranks share a product, and where its operands are narrower than its sums."""
-    cases.require("host")
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):
         for n, is_large in ((size, True), (size - 4, False)):
             specs = PATTERNS["all_gather" if is_shared else "local"]
-            a, b = (
-                jax.ShapeDtypeStruct((4, *shape), dtype, sharding=NamedSharding(mesh_of(), spec))
-                for shape, spec in zip(((size, size), (size, n)), specs, strict=False)
-            )
+            shapes = zip(((size, size), (size, n)), specs, strict=False)
+            a, b = (cases.typed(mesh_of(), (4, *shape), *spec, dtype=dtype) for shape, spec in shapes)
             f = product("all_gather" if is_shared else "local")
             (row,) = jaxmp.explain(f)(a, b).rows
             calls = calls_of(compiled_text(f, a, b))
@@ -131,9 +120,8 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
 
 def test_every_auto_batch_is_counted(rng):
     """Two batches that are equal, and one in a loop."""
-    cases.require(None)
     mesh = mesh_of(AxisType.Auto)
-    x = cases.put(integers(rng, 8, 4, 4), mesh, P("x"))
+    x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
     batch = jax.vmap(jaxmp.matmul)
 
     def program(x):
@@ -145,7 +133,6 @@ def test_every_auto_batch_is_counted(rng):
 
 def test_auto_axes_are_partitioned(rng):
     """Under a bare jit the batch keeps its sharding, `explain` says who places it, and the program can be exported."""
-    cases.require(None)
     mesh = mesh_of(AxisType.Auto)
     (a, b), placed = operands(mesh, "local", rng)
     f = jax.jit(jax.vmap(jaxmp.matmul))
@@ -158,21 +145,11 @@ def test_auto_axes_are_partitioned(rng):
     assert jax.export.export(f)(*placed).out_avals[0].shape == (8, 4, 16)
 
 
-def test_a_further_batch_on_an_explicit_axis(rng):
-    cases.require(None)
-    with jax.set_mesh(mesh_of()):
-        a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
-        d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
-        np.testing.assert_array_equal(d, np.matmul(a, b))
-        assert d.sharding.is_equivalent_to(a.sharding, 4)
-
-
 def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
     """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
-    cases.require(None)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        a, b = (cases.put(integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
+        a, b = (cases.put(cases.integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
 
         def product(multiply):
             return jax.vmap(jax.shard_map(multiply, in_specs=(P("y"), P()), out_specs=P("y")))
@@ -180,21 +157,6 @@ def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
         np.testing.assert_array_equal(product(jaxmp.matmul)(a, b), np.matmul(a, b))
         with pytest.raises(ValueError, match="matmul_all_reduce: the enclosing shard_map is manual over"):
             product(functools.partial(jaxmp.matmul_all_reduce, axis_name="y"))(a, b)
-
-
-def test_the_policy_keeps_a_batch(rng):
-    a, b = integers(rng, 3, 4, 5), integers(rng, 3, 5, 6)
-
-    def loss(policy):
-        return jax.grad(
-            lambda a: jax.checkpoint(lambda a: jnp.sin(jax.vmap(jaxmp.matmul)(a, b)), policy=policy)(a).sum()
-        )
-
-    kept, again = (
-        str(jax.make_jaxpr(loss(policy))(a)).count("jaxmp_matmul[")
-        for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.nothing_saveable)
-    )
-    assert again == kept + 1
 
 
 def weighted(f):
@@ -244,7 +206,7 @@ AXES = {
 def test_transforms(axes, rng):
     """Derivatives of batches, and of batches of batches."""
     inner, outer = axes
-    a, b = integers(rng, 2, 3, 4), integers(rng, 2, 4, 3)
+    a, b = cases.integers(rng, 2, 3, 4), cases.integers(rng, 2, 4, 3)
     f, g = jaxmp.matmul, jnp.matmul
     if inner:
         a, b = (x if axis is None else np.stack([x, x + 1]) for x, axis in zip((a, b), outer, strict=True))
@@ -260,7 +222,7 @@ def test_transforms(axes, rng):
 def test_transforms_of_layers(activation, bias_axis, rng):
     """A layer for each index, as experts have one, with a bias of its own or one for all."""
     shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
-    args = tuple(jnp.asarray(integers(rng, *shape)) for shape in shapes)
+    args = tuple(jnp.asarray(cases.integers(rng, *shape)) for shape in shapes)
 
     def plain(x, w, bias):
         z = x @ w + bias[None]  # ranks are not promoted in these tests
@@ -272,36 +234,6 @@ def test_transforms_of_layers(activation, bias_axis, rng):
     assert_same(all_of(f, args), all_of(g, args))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("epilog", [Epilog.RELU_BIAS, Epilog.BIAS], ids=lambda epilog: epilog.name)
-def test_layers_in_shard_map(epilog, check_vma, rng):
-    """Experts inside of shard_map, gathered and then scattered."""
-    cases.require(None)
-    x, w = integers(rng, 3, 8, 4), integers(rng, 3, 4, 8)
-    bias, back = integers(rng, 3, 8), integers(rng, 3, 8, 4)
-
-    def layers(x, w, bias, back):
-        h = jaxmp.all_gather_matmul(x, w, "x", epilog=epilog, epilog_inputs={"bias": bias})
-        return jaxmp.matmul_reduce_scatter(h, back, "x")
-
-    mapped = jax.shard_map(
-        jax.vmap(layers),
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=(P(None, "x"), P(None, None, "x"), P(None, "x"), P(None, "x")),
-        out_specs=P(None, "x"),
-        check_vma=check_vma,
-    )
-
-    def plain(x, w, bias, back):
-        z = x @ w + bias[:, None]
-        return (jax.nn.relu(z) if epilog == Epilog.RELU_BIAS else z) @ back
-
-    values = x, w, bias, back
-    assert_same(jax.jit(mapped)(*values), plain(*values))
-    gradients = (jax.jit(jax.grad(lambda *args, f=f: f(*args).sum(), (0, 1, 2, 3)))(*values) for f in (mapped, plain))
-    assert_same(*gradients)
-
-
 def test_no_products_and_products_of_nothing():
     product = jax.vmap(jaxmp.matmul)
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
@@ -309,12 +241,9 @@ def test_no_products_and_products_of_nothing():
         np.testing.assert_array_equal(product(a, b), np.zeros((*shape[:2], 5)))
         da, db = jax.grad(lambda a, b: product(a, b).sum(), (0, 1))(a, b)
         assert (da.shape, db.shape) == (a.shape, b.shape)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 4, 0), (2, 3, 0, 4), (2, 0, 3, 4), (0, 2, 3, 4)], ids=str)
-def test_batches_of_batches_of_nothing(shape):
-    a, b = jnp.ones(shape), jnp.ones((*shape[:2], shape[3], 5))
-    np.testing.assert_array_equal(jax.vmap(jax.vmap(jaxmp.matmul))(a, b), np.zeros((*shape[:3], 5)))
+    for shape in ((2, 3, 4, 0), (2, 3, 0, 4), (2, 0, 3, 4), (0, 2, 3, 4)):
+        a, b = jnp.ones(shape), jnp.ones((*shape[:2], shape[3], 5))
+        np.testing.assert_array_equal(jax.vmap(product)(a, b), np.zeros((*shape[:3], 5)))
 
 
 def test_extents_that_are_not_known():
@@ -335,7 +264,7 @@ def test_sums_of_16_bits_are_rounded_once(rng):
 
 def test_lax_has_the_same_program(rng):
     """As many operations of each kind as `lax.dot_general`'s own batch has: nothing is copied."""
-    a, b = integers(rng, 4, 8, 8), integers(rng, 4, 8, 8)
+    a, b = cases.integers(rng, 4, 8, 8), cases.integers(rng, 4, 8, 8)
     ours, lax_s = (
         compiled_text(functools.partial(f, dimension_numbers=NUMBERS), a, b)
         for f in (jaxmp.dot_general, lax.dot_general)

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 
-import cases
 import pytest
 
 DEADLINE = 300  # seconds; the programs take a few
@@ -110,11 +109,9 @@ def run_program(program, devices):
 @pytest.mark.small("values", of=lambda devices: (devices > 2,))
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_independent_calls_between_collectives(devices):
-    cases.require("host")
     run_program(INDEPENDENT_CALLS.format(devices=devices, runs=200), devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_threads_running_one_program(devices):
-    cases.require("host")
     run_program(CONCURRENT_RUNS.format(devices=devices), devices)

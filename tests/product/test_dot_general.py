@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import calls_of, collectives_of, compiled_text, other_products_of
+from compiled import calls_of, collectives_of, other_products_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -74,7 +74,6 @@ SUBSCRIPTS = {
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_dimension_numbers(implementation, rng):
     """All of them in one program, as `lax` and `jnp` compute them."""
-    cases.require(implementation)
     shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
     operands = [[integers(rng, *shape) for shape in each] for each in shapes]
     others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
@@ -109,7 +108,6 @@ class Layout:
     out: P
     pattern: str
     collectives: tuple[str, ...] = ()
-    can_default: bool = False
 
     @property
     def operands(self):
@@ -138,20 +136,20 @@ LAYOUTS = (
     Layout("reduce over two dimensions", "bsd,bsf->df", P("x", "y"), P("x", "y"), P(), "all_reduce"),
     Layout("scatter over two dimensions", "bsd,bsf->df", P("x", "y"), P("x", "y"), P(("x", "y")), "reduce_scatter"),
     Layout("contraction of one operand", "bshk,hkd->bsd", P("x", None, "y"), P(), P("x", "y"), "reduce_scatter"),
+    Layout("whole rhs", "mk,kn->mn", P(None, "x"), P(), P(), "all_reduce"),
+    Layout("whole lhs", "mk,kn->mn", P(), P("x"), P(), "all_reduce"),
     Layout("a vector", "d,df->f", P("y"), P("y"), P("y"), "reduce_scatter"),
     Layout("an inner product", "ab,ab->", P("x", "y"), P("x", "y"), P(), "all_reduce"),
-    Layout("both columns", "bd,dhk->bhk", P(), P(None, "x", "y"), P(None, "x", "y"), "local", can_default=True),
-    Layout("an outer product", "ab,cd->abcd", P("x"), P(None, "y"), P("x", None, None, "y"), "local", can_default=True),
+    Layout("both columns", "bd,dhk->bhk", P(), P(None, "x", "y"), P(None, "x", "y"), "local"),
+    Layout("an outer product", "ab,cd->abcd", P("x"), P(None, "y"), P("x", None, None, "y"), "local"),
     Layout("finer", "bsd,dhk->bshk", P(), P(), P("x", None, None, "y"), "local"),
-    Layout(
-        "transposed operand", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local", can_default=True
-    ),
+    Layout("transposed operand", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local"),
     Layout("gathered rows", "bsd,dk->bsk", P("x", "y"), P(), P("x"), "local", ("all-gather",)),
     Layout("gathered columns", "bd,dhk->bhk", P("x"), P(None, None, "y"), P("x"), "local", ("all-gather",)),
     Layout("grid", "mk,kn->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
     Layout("grid of transposed operands", "km,nk->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
     # Batch dimensions.
-    Layout("batch", "bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y"), "local", can_default=True),
+    Layout("batch", "bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y"), "local"),
     Layout("batch of one operand", "bmk,bkn->bmn", P("x"), P(), P("x"), "local"),
     Layout("finer batch", "bmk,bkn->bmn", P(), P(), P(("x", "y")), "local"),
     Layout("batch, gathered", "mbk,kbn->bmn", P("y", "x"), P(None, "x", "y"), P("x", None, "y"), "all_gather"),
@@ -159,14 +157,6 @@ LAYOUTS = (
     Layout("batch, reduced", "bmk,bkn->bmn", P("x", None, "y"), P("x", "y"), P("x"), "all_reduce"),
     Layout("batch of grids", "bmk,bkn->bmn", *[P(None, "x", "y")] * 3, "grid"),
 )
-BY_NAME = {layout.id: layout for layout in LAYOUTS}
-SOME = [
-    BY_NAME[name]
-    for name in (
-        *("gather seq", "scatter size", "reduce over two dimensions", "transposed operand", "batch, gathered"),
-        "gathered columns",
-    )
-]
 MESH = cases.BY_NAME["local"]
 
 
@@ -191,7 +181,6 @@ def check(layout, got, values):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_explicit_axes(layout, rng):
     """Right, placed as asked for, one call of the pattern, and no communication beside it that nobody asked for."""
-    cases.require(None)
     values, mesh = layout.values(rng), MESH.jax_mesh()
     with jax.set_mesh(mesh):
         f = product_of(layout, implementation="host" if layout.is_batch else None)  # by itself XLA's: test_batches
@@ -206,81 +195,6 @@ def test_explicit_axes(layout, rng):
     assert [row.pattern for row in rows] == [layout.pattern]
 
 
-def test_eager_calls(rng):
-    """Also with the types' own result, which lies where `lax.dot_general` puts it."""
-    cases.require(None)
-    mesh, auto = MESH.jax_mesh(), MESH.jax_mesh(AxisType.Auto)
-    for layout in SOME:
-        values = layout.values(rng)
-        with jax.set_mesh(mesh):
-            check(layout, product_of(layout)(*placed(mesh, layout, values)), values)
-        f = product_of(layout, "einsum", in_shardings=(layout.lhs, layout.rhs), mesh=auto)
-        check(layout, f(*placed(auto, layout, values)), values)
-    for layout in (layout for layout in LAYOUTS if layout.can_default):
-        values, (numbers, _) = layout.values(rng), numbers_of(layout.subscripts)
-        with jax.set_mesh(mesh):
-            arguments = placed(mesh, layout, values)
-            got = jaxmp.dot_general(*arguments, numbers)
-            assert jax.typeof(got).sharding == jax.typeof(lax.dot_general(*arguments, numbers)).sharding
-        check(layout, got, values)
-
-
-def all_layouts(mesh, layouts, rng, program):
-    """What one compiled program makes of every layout."""
-    values = [layout.values(rng) for layout in layouts]
-    given = [placed(mesh, layout, x) for layout, x in zip(layouts, values, strict=True)]
-    run = cases.quick_jit(lambda given: [program(layout)(*x) for layout, x in zip(layouts, given, strict=True)])
-    with jax.set_mesh(mesh):
-        return zip(layouts, run(given), given, values, strict=True)
-
-
-@pytest.mark.parametrize("mode", ["in_shardings", "bare jit"])
-def test_automatic_axes(mode, rng):
-    """XLA's partitioner chooses under a bare jit; there `out_sharding` is a constraint."""
-    cases.require(None)
-    mesh = MESH.jax_mesh(AxisType.Auto)
-
-    def product(layout):
-        options = {} if mode == "bare jit" else {"in_shardings": (layout.lhs, layout.rhs), "mesh": mesh}
-        return product_of(layout, **options)
-
-    layouts = [layout for layout in LAYOUTS if mode != "bare jit" or layout.pattern != "grid"]
-    for layout, got, _, values in all_layouts(mesh, layouts, rng, product):
-        check(layout, got, values)
-
-
-def test_gradients(rng):
-    """Integers stay exact through both gradients of a quadratic loss; each lies as its operand does."""
-    cases.require(None)
-
-    def gradient(f):
-        return jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1))
-
-    found = all_layouts(MESH.jax_mesh(), LAYOUTS, rng, lambda layout: gradient(product_of(layout)))
-    for layout, got, given, values in found:
-        want = gradient(functools.partial(jnp.einsum, layout.subscripts))(*values)
-        for x, y, operand in zip(got, want, given, strict=True):
-            np.testing.assert_array_equal(np.asarray(x), y, err_msg=layout.id)
-            assert x.sharding.is_equivalent_to(operand.sharding, x.ndim), layout.id
-
-
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["lhs", "rhs", "both"])
-def test_vmap(in_axes, rng):
-    cases.require(None)
-    mesh, given, want = MESH.jax_mesh(), [], []
-    for layout in SOME:
-        values, operands = layout.values(rng), list(layout.operands)[:2]
-        values = [x if axis is None else np.stack([x, -x, 2 * x]) for x, axis in zip(values, in_axes, strict=True)]
-        specs = [spec if axis is None else P(None, *spec) for axis, (_, spec) in zip(in_axes, operands, strict=True)]
-        given.append([cases.put(x, mesh, spec) for x, spec in zip(values, specs, strict=True)])
-        want.append(jax.vmap(functools.partial(jnp.einsum, layout.subscripts), in_axes)(*values))
-    with jax.set_mesh(mesh):
-        got = cases.quick_jit(
-            lambda given: [jax.vmap(product_of(layout), in_axes)(*x) for layout, x in zip(SOME, given, strict=True)]
-        )(given)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
 # Products of shards, as (subscripts, specs of lhs, rhs and the result).
 LOCAL = (
     ("bsd,dhk->bshk", P("x", "y"), P(), P("x", "y")),
@@ -292,7 +206,6 @@ LOCAL = (
 @pytest.mark.parametrize("check_vma", [True, False], ids=["typed", "untyped"])
 @pytest.mark.parametrize(("subscripts", "lhs", "rhs", "out"), LOCAL, ids=[row[0] for row in LOCAL])
 def test_inside_shard_map_the_product_is_local(subscripts, lhs, rhs, out, check_vma, rng):
-    cases.require(None)
     layout = Layout("", subscripts, lhs, rhs, out, "local")
     numbers, _ = numbers_of(subscripts)
     values, mesh = layout.values(rng), MESH.jax_mesh(AxisType.Auto)
@@ -304,20 +217,8 @@ def test_inside_shard_map_the_product_is_local(subscripts, lhs, rhs, out, check_
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_types_and_precision_are_those_of_matmul(rng):
-    cases.require(None)
-    a, b = (integers(rng, 4, 4).astype(jnp.bfloat16) for _ in range(2))
-    numbers = (((1,), (0,)), ((), ()))
-    assert jaxmp.dot_general(a, b, numbers).dtype == jnp.bfloat16
-    wide = jaxmp.dot_general(a, b, numbers, "highest", jnp.float32)
-    assert wide.dtype == jnp.float32
-    np.testing.assert_array_equal(wide, a.astype(np.float32) @ b.astype(np.float32))
-    np.testing.assert_array_equal(jaxmp.einsum("ij,jk->ik", a, b, preferred_element_type=jnp.float32), wide)
-
-
 @pytest.mark.parametrize("shapes", [((0, 4), (4, 8)), ((4, 0), (0, 8)), ((0, 0), (0, 0))], ids=str)
 def test_empty_operands(shapes):
-    cases.require(None)
     mesh = MESH.jax_mesh()
     lhs, rhs = (np.ones(shape, np.float32) for shape in shapes)
     layout = Layout("", "mk,kn->mn", P("x", "y"), P("y"), P("x"), "all_reduce")
@@ -327,48 +228,8 @@ def test_empty_operands(shapes):
 
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
     """Dimensions that lie together, in either order, cost no transposition."""
-    cases.require(None)
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
         numbers, _ = numbers_of(subscripts)
         lhs, rhs = (integers(rng, *(4 for _ in letters)) for letters in subscripts.split("->")[0].split(","))
         jaxpr = jax.make_jaxpr(functools.partial(jaxmp.dot_general, dimension_numbers=numbers))(lhs, rhs)
         assert "transpose[" not in str(jaxpr), subscripts
-
-
-def test_explain_counts_the_calls_of_a_batch():
-    cases.require(None)
-    x = jax.ShapeDtypeStruct((2, 3, 4, 5), "float32")
-    (row,) = jaxmp.explain(lambda a, b: jaxmp.einsum("bhqd,bhkd->bhqk", a, b))(x, x).rows
-    assert (row.count, row.pattern, row.local_shapes) == (6, "local", ((4, 5), (4, 5), (4, 4)))
-
-
-@pytest.mark.parametrize("which", ["lhs", "rhs"])
-def test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction(which, rng):
-    """And nothing is gathered, whichever of the two it is."""
-    mesh = cases.BY_NAME["local"].jax_mesh()
-    lhs, rhs = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
-    specs = {"lhs": (P(None, "x"), P(None, None)), "rhs": (P(None, None), P("x", None))}[which]
-
-    def product(lhs, rhs):
-        return jaxmp.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), out_sharding=P(None, None))
-
-    with jax.set_mesh(mesh):
-        placed = [cases.put(x, mesh, spec) for x, spec in zip((lhs, rhs), specs, strict=True)]
-        (row,) = jaxmp.explain(product)(*placed).rows
-        d = jax.jit(product)(*placed)
-    assert row.pattern == "all_reduce"
-    np.testing.assert_array_equal(np.asarray(d), lhs @ rhs)
-
-
-def test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings(rng):
-    cases.require(None)
-    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
-    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
-    options = {"in_shardings": (P(None, "y"), P("x", None)), "out_sharding": P("x", "y"), "mesh": mesh}
-
-    def product(b, a):
-        return jaxmp.einsum("kn,mk->mn", b, a, **options)
-
-    placed = cases.put(b, mesh, P(None, "y")), cases.put(a, mesh, P("x", None))
-    np.testing.assert_array_equal(np.asarray(jax.jit(product)(*placed)), a @ b)
-    assert calls_of(compiled_text(product, *placed)) == ["local"]

@@ -8,7 +8,6 @@ import functools
 import re
 import types
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,6 @@ from jaxmp._src.sharding import eager_calls, sharded_call
 
 @pytest.fixture(autouse=True)
 def cold():
-    cases.require("host")
     eager_calls.kept.cache_clear()
     eager_calls.kept_traced.cache_clear()
 
@@ -150,13 +148,6 @@ def test_an_equal_option_of_another_type_is_judged(operands):
         jaxmp.matmul(a, b, epilog_inputs=[c])
 
 
-def test_an_error_is_raised_again(operands):
-    a, b, _ = operands
-    for _ in range(3):
-        with pytest.raises(ValueError, match="b has k=4 but a has k=8"):
-            jaxmp.matmul(a, b[:4])
-
-
 @pytest.mark.parametrize(
     "alpha", [jnp.float32(2), np.float32(2), np.asarray(2, np.float32)], ids=["jax", "np", "array"]
 )
@@ -225,19 +216,6 @@ def test_the_mesh_around_a_call_counts(operands):
             np.testing.assert_array_equal(e, want)
         with pytest.raises(ValueError, match="needs a mesh"):
             jaxmp.matmul(a, b, out_sharding=P("x", None))
-
-
-def test_meshes_of_other_devices_are_not_mixed_up(operands):
-    require_devices(8)
-    a, b, _ = operands
-    for _ in range(2):
-        for order in ([0, 1], [2, 3], [1, 0]):
-            mesh = Mesh(np.array(jax.devices())[order], ("x",), axis_types=(AxisType.Explicit,))
-            x = jax.device_put(a, NamedSharding(mesh, P("x", None)))
-            y = jax.device_put(b, NamedSharding(mesh, P(None, None)))
-            d = jaxmp.matmul(x, y, out_sharding=P("x", None))
-            assert d.sharding == NamedSharding(mesh, P("x", None))
-    assert misses() == 3
 
 
 def test_ambient_meshes_of_other_devices_are_not_mixed_up(operands):
@@ -331,9 +309,11 @@ def test_contractions_under_a_mesh_are_judged_each_time(operands):
     assert misses() == 1
 
 
-def test_a_wrong_contraction_is_refused_again(operands):
+def test_an_error_is_raised_again(operands):
     a, b, _ = operands
     for _ in range(2):
+        with pytest.raises(ValueError, match="b has k=4 but a has k=8"):
+            jaxmp.matmul(a, b[:4])
         with pytest.raises(ValueError, match=re.escape("subscripts 'ij,jk->iz' are not valid")):
             jaxmp.einsum("ij,jk->iz", a, b)
         with pytest.raises(ValueError, match="determinism must be one of"):

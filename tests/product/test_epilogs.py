@@ -6,7 +6,6 @@ beside a relu that is right; a gelu of the wrong form (the erf and the tanh form
 
 import functools
 
-import bounds
 import cases
 import drawn
 import jax
@@ -34,6 +33,9 @@ GRIDS = (
     (3, 2, (2, 11, 2)),
     (2, 4, (3, 65, 1)),
     (2, 2, (3, 129, 2)),
+    (1, 1, (2, 127, 2)),
+    (2, 1, (2, 128, 2)),
+    (1, 2, (2, 300, 2)),
 )
 OF_MASKS = (Epilog.RELU_AUX, Epilog.RELU_AUX_BIAS, Epilog.DRELU, Epilog.DRELU_BGRAD)
 MASKED = [
@@ -60,17 +62,8 @@ def test_masks_and_gradients_are_exact(case, epilog, options, rng):
     drawn.check_on(trial, ["integers"], rng)
 
 
-@pytest.mark.parametrize("columns", [1, 7, 8, 9, 127, 128, 129, 300])
-def test_the_relu_mask_has_one_bit_per_column_and_zeros_behind(columns, rng):
-    """Columns that end within a byte, at a byte and at the padding to 128 bits."""
-    case = cases.BY_NAME[("local", "ag-data", "ar-data", "grid")[columns % 4]].replace(per_shard=(2, columns, 2))
-    case = case.replace(epilog=Epilog.RELU_AUX)
-    drawn.check_on(suite.Trial(case), ["integers", "normal"], rng)
-
-
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
-    cases.require(implementation)
     a, b = jnp.zeros((2, 3)), jnp.ones((3, 4))
     f = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX, implementation=implementation)
     d, aux = f(a, b)
@@ -83,26 +76,13 @@ def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
 @pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
 def test_activations_of_extreme_values(epilog, implementation):
     """Large values pass or vanish without overflow; NaN stays NaN."""
-    cases.require(implementation)
     z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
     d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
 
 
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-def test_gelu_is_the_tanh_form(implementation):
-    cases.require(implementation)
-    z = np.linspace(-6, 6, 1001, dtype=np.float32)[None]
-    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=Epilog.GELU, implementation=implementation)
-    z = z.astype(np.float64)
-    want = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-    # In float32 1 + tanh may cancel for negative z, so the error allowed is relative to z rather than to gelu(z).
-    bounds.judge("gelu", d, want, 4 * bounds.unit_roundoff("float32") * np.abs(z))
-
-
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_complex_bias_c_and_scalars(case, rng):
-    cases.require(None)
     case = case.replace(per_shard=(3, 5, 2), dtype="complex64", conjugation=(True, False))
     mode = EXPLICIT
     a, b = case.integers(rng)
@@ -118,7 +98,6 @@ def test_complex_bias_c_and_scalars(case, rng):
 @pytest.mark.parametrize("name", ["ar-data", "local"])
 def test_allreduce_is_what_the_pattern_does(name, rng):
     """Joined with every epilog and alone, on the pattern that it names and on a single rank."""
-    cases.require(None)
     mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
 
     def program(given):
@@ -147,7 +126,6 @@ AUX = ("relu_aux", "gelu_aux")
 def test_the_derivative_of_gelu_far_out_is_that_of_relu():
     z = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.nan], np.float32)
     for implementation in cases.IMPLEMENTATIONS:
-        cases.require(implementation)
         d = jaxmp.matmul(
             jnp.ones((1, 2)),
             jnp.ones((2, 7)),
@@ -161,7 +139,6 @@ def test_the_derivative_of_gelu_far_out_is_that_of_relu():
 @pytest.mark.parametrize("name", ["local", "rs-transposed", "ag-transposed"])
 def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
     """Also where XLA applies it: to a product that is computed transposed, and, with k = 0, to a sum over nothing."""
-    cases.require(None)
     far = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.inf, np.nan], np.float32)
     case, mode = cases.BY_NAME[name].replace(per_shard=(1, len(far), 1)), modes.BY_ID["explicit"]
     m, n, k = case.extents
@@ -203,7 +180,6 @@ def test_the_numbers_are_those_of_cublasmp():
 
 def test_a_bias_that_ranks_share_beside_weights_of_their_own(rng):
     """The call of the weights' gradient sums over no ranks here, and the bias's has to."""
-    cases.require(None)
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     a, b, bias, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 3), (2, 3, 4), (4,), (2, 5, 4)))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ragged import activated, assert_same, derivatives, integers, reference, with_bias
+from ragged import assert_same, derivatives, integers, reference
 
 import jaxmp
 
@@ -65,16 +65,6 @@ def test_offset_and_bfloat16():
         got = jax.jit(lambda x, w: (ours(x, w), *jax.vjp(ours, x, w)[1](ours(x, w))))(*sharded(mesh, x, w))
     theirs = functools.partial(reference, sizes=sizes, first=2)
     assert_same(got, (theirs(x, w), *jax.vjp(theirs, x, w)[1](theirs(x, w))))
-
-
-def test_bias_and_activation():
-    (x, w), bias, sizes = operands(), integers((GROUPS, N), 2), SIZES["uneven"]
-    mesh, _ = of(AxisType.Explicit, 4, sizes)
-    theirs = functools.partial(with_bias, sizes=sizes)
-    with jax.set_mesh(mesh):
-        ours = functools.partial(activated, sizes=jnp.array(sizes))
-        got = jax.jit(lambda *each: (ours(*each), *jax.vjp(ours, *each)[1](ours(*each))))(*sharded(mesh, x, w, bias))
-    assert_same(got, (theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](theirs(x, w, bias))))
 
 
 def test_weights_of_a_group_without_rows_reach_nothing():

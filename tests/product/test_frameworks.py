@@ -12,12 +12,11 @@ import sys
 import bounds
 import cases
 import equinox
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import calls_of, collectives_of, other_products_of
+from compiled import calls_of, collectives_of, compiled_text, other_products_of
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -28,6 +27,7 @@ import jaxmp.flax
 MESH = cases.BY_NAME["local"]
 ROWS, COLUMNS = P("x", "y"), P("x", None, "y")
 BATCH, LENGTH, WIDTH, HIDDEN = 4, 6, 8, 16
+IN, OUT, FEATURES = 6, 8, P("x", None)
 AXIS_TYPES = pytest.mark.parametrize(
     "axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"]
 )
@@ -47,10 +47,10 @@ def judge(got, want, dtype="float32", roundings=256):
 class Mlp(nnx.Module):
     """Column-parallel, then row-parallel; `out_sharding` only where the axes are explicit."""
 
-    def __init__(self, dot_general, is_explicit, dtype=None):
+    def __init__(self, dot_general, is_explicit):
         rngs, self.is_explicit = nnx.Rngs(0), is_explicit
         metadata = [{"out_sharding": (None, "y")}, {"out_sharding": ("y", None)}] if is_explicit else [{}, {}]
-        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "bias_init": nnx.initializers.normal()}
+        layer = {"dot_general": dot_general, "rngs": rngs, "bias_init": nnx.initializers.normal()}
         self.up = nnx.Linear(WIDTH, HIDDEN, kernel_metadata=metadata[0], **layer)
         self.down = nnx.Linear(HIDDEN, WIDTH, kernel_metadata=metadata[1], **layer)
 
@@ -59,59 +59,33 @@ class Mlp(nnx.Module):
         return self.down(nnx.gelu(self.up(x, **columns)), **rows)
 
 
-class Heads(nnx.Module):
-    """Several features at once, as attention's projections have them."""
-
-    def __init__(self, dot_general, is_explicit, dtype=None):
-        rngs, self.is_explicit = nnx.Rngs(0), is_explicit
-        metadata = [{"out_sharding": (None, "y", None)}, {"out_sharding": ("y", None, None)}]
-        metadata = metadata if is_explicit else [{}, {}]
-        layer = {"dot_general": dot_general, "rngs": rngs, "dtype": dtype, "use_bias": False}
-        self.split = nnx.LinearGeneral(WIDTH, (4, 3), kernel_metadata=metadata[0], **layer)
-        self.merge = nnx.LinearGeneral((4, 3), WIDTH, axis=(-2, -1), kernel_metadata=metadata[1], **layer)
-
-    def __call__(self, x):
-        columns, rows = ({"out_sharding": spec} if self.is_explicit else {} for spec in (COLUMNS, ROWS))
-        return self.merge(self.split(x, **columns), **rows)
-
-
 @nnx.jit
 def loss_and_gradients(model, x):
     return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2), argnums=(0, 1))(model, x)
 
 
-def run(model, dot_general, axis_type, x, dtype=None):
+def run(dot_general, axis_type, x):
     """[loss, gradients...] on the mesh, or on one device where `axis_type` is None."""
     if axis_type is None:
-        return jax.tree.leaves(loss_and_gradients(model(dot_general, False, dtype), x))
+        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, False), x))
     mesh = MESH.jax_mesh(axis_type)
     with jax.set_mesh(mesh):
         x = cases.put(x, mesh, ROWS)
-        return jax.tree.leaves(loss_and_gradients(model(dot_general, axis_type == AxisType.Explicit, dtype), x))
+        return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, axis_type == AxisType.Explicit), x))
 
 
 @pytest.mark.small("values")
 @AXIS_TYPES
-@pytest.mark.parametrize("model", [Mlp, Heads])
-def test_nnx(model, axis_type, rng):
-    cases.require(None)
+def test_nnx(axis_type, rng):
     x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-    got, want = (run(model, f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
+    got, want = (run(f, axis_type, x) for f in (jaxmp.dot_general, jax.lax.dot_general))
     judge(got, want)
     if axis_type == AxisType.Explicit:
         assert all(g.sharding.is_equivalent_to(w.sharding, g.ndim) for g, w in zip(got, want, strict=True))
 
 
-def test_nnx_in_bfloat16_with_float32_parameters(rng):
-    cases.require(None)
-    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-    got, want = (run(Mlp, f, AxisType.Explicit, x, jnp.bfloat16) for f in (jaxmp.dot_general, jax.lax.dot_general))
-    judge(got, want, "bfloat16", 8)
-
-
 def test_nnx_model_that_the_program_makes_itself():
     """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
-    cases.require(None)
 
     @nnx.jit(static_argnums=0)
     def create(dot_general):
@@ -122,52 +96,27 @@ def test_nnx_model_that_the_program_makes_itself():
         judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
 
 
-def test_nnx_layers_are_the_fused_calls():
+@pytest.mark.parametrize(
+    ("make", "shape", "spec", "calls"),
+    [
+        (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
+        (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
+    ],
+)
+def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
     """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
-    cases.require(None)
     mesh = MESH.jax_mesh()
-    for model in (Mlp, Heads):
-        with jax.set_mesh(mesh):
-            x = cases.put(np.ones((BATCH, LENGTH, WIDTH), np.float32), mesh, ROWS)
-            graph, state = nnx.split(model(jaxmp.dot_general, True))
-            text = jax.jit(lambda state, x, graph=graph: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
-        assert calls_of(text) == ["all_gather", "reduce_scatter"]
-        assert not collectives_of(text)
-
-
-class LinenMlp(flax.linen.Module):
-    dot_general: object
-
-    @flax.linen.compact
-    def __call__(self, x):
-        x = flax.linen.gelu(flax.linen.Dense(HIDDEN, dot_general=self.dot_general)(x))
-        x = flax.linen.DenseGeneral((4, 4), dot_general=self.dot_general)(x)
-        return flax.linen.DenseGeneral(WIDTH, axis=(-2, -1), dot_general=self.dot_general)(x)
-
-
-@AXIS_TYPES
-def test_linen(axis_type, rng):
-    """Linen's layers have no `out_sharding`, so here they are data-parallel: no contraction is sharded."""
-    cases.require(None)
-    x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
-
-    def gradients(dot_general):
-        module = LinenMlp(dot_general)
-        params = module.init(jax.random.key(0), x)
-        program = jax.jit(jax.value_and_grad(lambda params, x: jnp.sum(module.apply(params, x) ** 2), (0, 1)))
-        if axis_type is None:
-            return jax.tree.leaves(program(params, x))
-        mesh = MESH.jax_mesh(axis_type)
-        with jax.set_mesh(mesh):
-            params = jax.tree.map(lambda p: cases.put(p, mesh, P()), params)
-            return jax.tree.leaves(program(params, cases.put(x, mesh, ROWS)))
-
-    judge(gradients(jaxmp.dot_general), gradients(jax.lax.dot_general))
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(make())
+        x = cases.put(np.ones(shape, np.float32), mesh, spec)
+        text = compiled_text(lambda state, x: nnx.merge(graph, state)(x), state, x)
+    assert calls_of(text) == calls
+    assert not collectives_of(text)
+    assert not other_products_of(text)
 
 
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
 def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
-    cases.require(None)
     x, w, bias = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 6), (6, 6), (6,)))
     kept, bias_kept = kind(jnp.asarray(w)), kind(jnp.asarray(bias))
     for got, want in (
@@ -181,8 +130,6 @@ def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
 
 # jaxmp's own layers, against those of the libraries followed by the activation ------------------------------------
 
-IN, OUT = 6, 8
-FEATURES = P("x", None)
 ACTIVATIONS = {
     None: lambda z: z,
     "relu": jax.nn.relu,
@@ -202,7 +149,6 @@ def of_nnx(layer, is_explicit, **options):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.small("values")
 def test_nnx_layer(activation, axis_type, dtype, rng):
-    cases.require(None)
     x, is_explicit = cases.normal(rng, (4, IN), "float32"), axis_type == AxisType.Explicit
     mesh = None if axis_type is None else MESH.jax_mesh(axis_type)
 
@@ -222,17 +168,6 @@ def test_nnx_layer(activation, axis_type, dtype, rng):
     got = run(jaxmp.flax.Linear, lambda y: y, activation=activation)
     want = run(nnx.Linear, lambda y: ACTIVATIONS[activation](y))
     judge(got, want, dtype or "float32", 32)
-
-
-def test_nnx_is_one_call():
-    mesh = MESH.jax_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        graph, state = nnx.split(of_nnx(jaxmp.flax.Linear, True, activation="gelu"))
-        x = cases.put(np.ones((4, IN), np.float32), mesh, FEATURES)
-        text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
-    assert calls_of(text) == ["local"]
-    assert not collectives_of(text)
-    assert not other_products_of(text)
 
 
 def test_nnx_parameters_are_those_of_the_plain_layer():
@@ -255,7 +190,6 @@ def test_nnx_takes_no_other_product():
 @pytest.mark.small("values")
 def test_equinox(activation, dtype, rng):
     """A vector, under vmap, and rows at once; a plain layer's leaves are loaded from a file first."""
-    cases.require(None)
     plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
     ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
     file = io.BytesIO()
@@ -282,7 +216,6 @@ def test_equinox_parameters_are_those_of_the_plain_layer():
 
 
 def test_equinox_scalars_and_an_activation_that_learns():
-    cases.require(None)
     for sizes in (("scalar", 3), (3, "scalar"), ("scalar", "scalar")):
         ours = jaxmp.equinox.Linear(*sizes, activation="tanh", key=jax.random.key(4))
         plain = equinox.nn.Linear(*sizes, key=jax.random.key(4))

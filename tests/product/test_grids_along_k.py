@@ -30,7 +30,6 @@ LAYOUTS = {
 
 @pytest.fixture(params=["hostmp", "cuBLASMp's forms", "xla"])
 def implementation(request, monkeypatch):
-    cases.require(None)
     if request.param == "cuBLASMp's forms":
         monkeypatch.setattr(backend, "capabilities_of", lambda library: Capabilities())
     jax.clear_caches()  # the form is chosen at lowering
@@ -45,15 +44,11 @@ def mesh():
         yield mesh
 
 
-def integers(rng, shape):
-    return rng.integers(-3, 4, shape).astype(np.float32)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_and_gradients(layout, implementation, mesh, rng):
     spec_a, spec_b, out, grid = LAYOUTS[layout]
     n = 64 if layout.startswith("features") else 8  # what is gathered is the smaller operand
-    values = integers(rng, (4, 8, 16)), integers(rng, (16, n)), integers(rng, (4, 8, n)), integers(rng, n)
+    values = [cases.integers(rng, *shape) for shape in ((4, 8, 16), (16, n), (4, 8, n), (n,))]
     specs = spec_a, spec_b, out, P(out[2] if len(out) > 2 else None)
     a, b, c, bias = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True))
 
@@ -86,7 +81,7 @@ def test_results_and_gradients(layout, implementation, mesh, rng):
 @pytest.mark.parametrize("layout", ["weights", "features beside data parallelism"])
 def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rng):
     spec_a, spec_b, out, _ = LAYOUTS[layout]
-    a, b = integers(rng, (4, 8, 16)), integers(rng, (2, 16, 8))
+    a, b = cases.integers(rng, 4, 8, 16), cases.integers(rng, 2, 16, 8)
     a, b = a + 1j * a[::-1], b + 1j * b[::-1]
     a, b = (
         jax.device_put(x.astype(np.complex64), NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, P(None, *spec_b)))
@@ -108,10 +103,7 @@ def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
     """Of few rows it is cheaper to move those than to gather the weights."""
 
     def patterns(rows):
-        a, b = (
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("x")))
-            for shape in ((rows, 1024), (1024, 1024))
-        )
+        a, b = (cases.typed(mesh, shape, "x") for shape in ((rows, 1024), (1024, 1024)))
         f = functools.partial(jaxmp.matmul, out_sharding=P("x"))
         return [row.pattern for row in jaxmp.explain(f)(a, b).rows if row.operation == "matmul"]
 
@@ -121,7 +113,7 @@ def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
 
 @pytest.mark.parametrize("determinism", ["batch", "topology"])
 def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh, rng):
-    a, b = (jax.device_put(integers(rng, (8, 8)), NamedSharding(mesh, P("x"))) for _ in range(2))
+    a, b = (jax.device_put(cases.integers(rng, 8, 8), NamedSharding(mesh, P("x"))) for _ in range(2))
     f = functools.partial(jaxmp.matmul, out_sharding=P("x"), determinism=determinism)
     assert "grid" not in {row.pattern for row in jaxmp.explain(f)(a, b).rows}
     np.testing.assert_array_equal(jax.jit(f)(a, b), np.asarray(a) @ np.asarray(b))
@@ -137,7 +129,6 @@ def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh
 )
 @pytest.mark.parametrize("product", [jaxmp.matmul, functools.partial(jaxmp.einsum, "mk,kn->mn")])
 def test_no_gathered_operand_is_kept_for_the_backward_pass(product, specs, out, mesh):
-    cases.require(None)
     a, b = (jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec)) for spec in specs)
     _, pull = jax.vjp(functools.partial(product, out_sharding=out), a, b)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(pull) if x.ndim)

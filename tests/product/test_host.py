@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.lowering.ffi_call import mesh_position
 
 ROWS, COLUMNS, RESULT = P("y", "x"), P("x", None), P("y", None)
 
@@ -32,22 +31,6 @@ def test_a_program_of_one_call_has_nothing_to_compile(mesh, rng):
     text = jax.jit(product).lower(*operands).compile().as_text()
     operations = set(re.findall(r"^ *(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", text, re.MULTILINE))
     assert operations == {"parameter", "partition-id", "custom-call"}
-
-
-def test_every_device_knows_its_place_in_the_mesh(mesh, rng):
-    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 6), (6, 4)))
-    left, right = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, ROWS), (b, COLUMNS)))
-    for spec in (RESULT, P(("y", "x"), None)):
-        product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=NamedSharding(mesh, spec)))
-        np.testing.assert_array_equal(product(left, right), a @ b)
-
-
-def test_the_place_among_some_axes(mesh):
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=P("y", "x"), check_vma=False)
-    def places():
-        return mesh_position((("x", 2),))[None, None]
-
-    np.testing.assert_array_equal(jax.jit(places)(), [[0, 1], [0, 1]])
 
 
 def test_long_rows_are_multiplied_by_xla(mesh_of):

@@ -40,8 +40,7 @@ OF_MLP = {
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
     """The derivative and the gradients of both biases are parts of products; XLA applies silu."""
-    cases.require(None)
-    rows, _ = passes("mlp", layout, "float32", rng, activation=activation)
+    rows, collectives = passes("mlp", layout, "float32", rng, activation=activation)
     forward, pattern, beside = OF_MLP[layout]
     calls = [row for row in rows if row.operation.startswith("matmul")]
     fused = f"D{activation.upper()}_BGRAD"
@@ -50,7 +49,8 @@ def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
     assert {row.pattern for row in calls[:2]} == forward
     assert len(calls) == 6
     others = sorted(row.operation for row in rows if not row.operation.startswith("matmul"))
-    assert others == beside or activation == "silu"
+    if activation != "silu":
+        assert others == beside == [name.replace("-", "_") for name in collectives]
 
 
 # Layout: the collectives beside the calls: those of x, of the cotangent of y for w_down, and of the gradient of x.
@@ -64,7 +64,6 @@ OF_GATED = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_x_travels_once(dtype, layout, rng):
     """Of a gradient: every collective beside the calls, in the trace and in the compiled program."""
-    cases.require(None)
     rows, collectives = passes("gated_mlp", layout, dtype, rng)
     calls = [row for row in rows if row.operation.startswith("matmul")]
     others = sorted(row.operation.replace("_", "-") for row in rows if not row.operation.startswith("matmul"))
@@ -80,7 +79,6 @@ KEPT = {"linear": 1, "gated_mlp": 3}
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", KEPT)
 def test_reverse_mode_keeps_each_preactivation_once(layer, dtype, rng):
-    cases.require(None)
     operands = [jnp.asarray(v, dtype) for v in operands_of(data(layer, "tensor parallel", rng))]
     operands[0] = operands[0][:5]
     _, pull = jax.vjp(functools.partial(getattr(jaxmp, layer), activation="silu"), *operands)
@@ -92,7 +90,6 @@ def test_reverse_mode_keeps_each_preactivation_once(layer, dtype, rng):
 
 
 def test_the_forward_pass_stores_no_aux(rng):
-    cases.require(None)
     operands = operands_of(data("mlp", "tensor parallel", rng))
     rows = jaxmp.explain(functools.partial(jaxmp.mlp, activation="gelu"))(*operands).rows
     assert [row.epilog for row in rows] == ["GELU_BIAS", "BIAS"]
@@ -103,7 +100,6 @@ def test_the_forward_pass_stores_no_aux(rng):
 
 def test_a_vector_eager_calls_and_jax_functions(rng):
     """By name, and by the function of JAX of that name; relu and gelu in either case as an epilog."""
-    cases.require(None)
     x, w = (cases.normal(rng, shape, "float32") for shape in ((5,), (5, 4)))
     for name, function in (("relu", jax.nn.relu), ("gelu", jax.nn.gelu), ("silu", jax.nn.silu), ("swish", jax.nn.silu)):
         got = [jaxmp.linear(x, w, activation=activation) for activation in (name, function)]
@@ -115,7 +111,6 @@ def test_a_vector_eager_calls_and_jax_functions(rng):
 
 def test_the_product_is_rounded_once():
     """With 1 + 2^-9, which bfloat16 rounds to 1: the activation sees it as it was summed."""
-    cases.require(None)
     x = jnp.asarray([[1.0, 2.0**-9]], jnp.bfloat16)
     y = jaxmp.linear(x, jnp.ones((2, 1), jnp.bfloat16), activation=lambda z: (z - 1) * 512)
     assert float(y[0, 0]) == 1.0
@@ -126,7 +121,6 @@ def test_the_product_is_rounded_once():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_function_may_learn(dtype, rng):
     """A parameter that an activation closes over has a gradient, eager and compiled, and is never remembered."""
-    cases.require(None)
     x, w = (jnp.asarray(rng.integers(-3, 4, shape), dtype) for shape in ((4, 3), (3, 5)))
 
     def loss(layer, slope):
@@ -144,7 +138,6 @@ def test_a_function_may_learn(dtype, rng):
 
 
 def test_low_precision_operands(rng):
-    cases.require(None)
     a, b = (jnp.asarray(rng.integers(-2, 3, (16, 16)), jnp.float8_e4m3fn) for _ in range(2))
     z = a.astype(jnp.float32) @ b.astype(jnp.float32).T
     options = {"transpose_b": True, "preferred_element_type": jnp.bfloat16, "scaling": Scaling()}
@@ -154,21 +147,16 @@ def test_low_precision_operands(rng):
 
 # Refusals: the layer, options or shapes of operands, the error.
 ERRORS = [
-    ("linear", {"activation": "elu"}, ValueError, "linear: activation must be one of relu, gelu, silu, swish,"),
     ("linear", {"activation": 3}, ValueError, "or a function of an array, got 3"),
     ("linear", {"activation": lambda z: z.sum(0)}, ValueError, "activation must be elementwise"),
     ("linear", {"activation": "silu", "determinism": "batch"}, NotImplementedError, "with determinism='batch' activ"),
-    ("linear", {"activation": "silu", "dtype": "int8"}, NotImplementedError, "a result of int32 activation is"),
     ("mlp", {"activation": "elu"}, ValueError, "mlp: activation must be one of relu, gelu, silu"),
     ("mlp", {"activation": None}, ValueError, "mlp: activation must be a name or a function, got None"),
     ("mlp", {"activation": "silu", "determinism": "batch"}, NotImplementedError, "mlp (x @ w_in): with determ"),
-    ("mlp", {"axis_name": "model"}, ValueError, "mlp: works on the shards inside shard_map"),
     ("mlp", {"alpha": 2.0}, TypeError, "mlp() got an unexpected keyword argument 'alpha'"),
     ("mlp", {"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
     ("mlp", {"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
     ("mlp", {"w_in": (8, 6)}, ValueError, "pass w_in.T if it is stored (n, k)"),
-    ("mlp", {"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): w_out has k=7 but hidden has k=8"),
-    ("mlp", {"b_in": (4,)}, ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
     ("mlp", {"x": (6,)}, ValueError, "mlp: x must have at least 2 dimensions, got 1"),
     ("gated_mlp", {"activation": "elu"}, ValueError, "gated_mlp: activation must be one of relu, gelu, silu"),
     ("gated_mlp", {"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
@@ -184,14 +172,11 @@ ERRORS = [
 
 @pytest.mark.parametrize(("layer", "change", "error", "message"), ERRORS, ids=lambda x: str(x)[:20])
 def test_bad_input(layer, change, error, message):
-    cases.require(None)
-    dtype = change.get("dtype", "float32")
     shapes = {name: (5, 6) if name == "x" else shape for name, shape in SHAPES[layer].items()}
     shapes = {"x": (16, 16), "w": (16, 16)} if layer == "linear" else shapes
     options = {} if layer == "gated_mlp" else {"activation": "gelu"}
-    options |= {name: value for name, value in change.items() if name not in (*shapes, "dtype")}
-    options |= {"transpose_b": True} if dtype == "int8" else {}
-    operands = [jnp.zeros(change.get(name, shape), dtype) for name, shape in shapes.items()]
+    options |= {name: value for name, value in change.items() if name not in shapes}
+    operands = [jnp.zeros(change.get(name, shape)) for name, shape in shapes.items()]
     with pytest.raises(error) as caught:
         getattr(jaxmp, layer)(*operands, **options)
     assert message in str(caught.value)

@@ -116,7 +116,6 @@ def judge(name, got, want, major, dtype="float32"):
 
 
 def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
-    cases.require(None)
     mesh = MESH.jax_mesh(AxisType.Explicit if mode == "explicit" else AxisType.Auto)
     x, (specs, _) = data(layer, layout, rng, dtype), specs_of(layer, layout)
     f = MODES[mode](layer, mesh, layout, activation=activation)
@@ -170,7 +169,6 @@ def without(f, missing):
 )
 def test_any_bias_may_be_missing(layer, missing, rng):
     """Of integers with a relu, so equal to the bit."""
-    cases.require(None)
     mesh, x = MESH.jax_mesh(), data(layer, "sequence parallel", rng, "float32", integers)
     specs, _ = specs_of(layer, "sequence parallel")
 
@@ -194,7 +192,6 @@ HIDDEN = {
 
 @pytest.mark.parametrize("layout", HIDDEN)
 def test_hidden_sharding(layout, rng, monkeypatch):
-    cases.require(None)
     rows, columns, down, hidden, out = HIDDEN[layout]
     monkeypatch.setitem(LAYOUTS, "hidden", (rows, columns, P(hidden[-1]), down, P(None), out))
     mesh = MESH.jax_mesh()
@@ -215,7 +212,6 @@ def test_hidden_sharding(layout, rng, monkeypatch):
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_types_without_a_mesh(dtype, implementation, rng):
-    cases.require(implementation)
     x = data("mlp", "tensor parallel", rng, dtype)
     with jax.enable_x64(dtype == "float64"):
         f = functools.partial(jaxmp.mlp, activation="gelu", implementation=implementation)
@@ -225,7 +221,6 @@ def test_types_without_a_mesh(dtype, implementation, rng):
 
 def test_gated_layers_without_a_mesh(rng, standard_promotion):
     """Eager; operands of two types as jnp promotes them; an empty batch; no activation, and one that learns."""
-    cases.require(None)
     x, *rest = operands_of(data("gated_mlp", "tensor parallel", rng, "float32", integers))
     for rows in (x, x.astype(jnp.bfloat16), x[:0]):
         got = jaxmp.gated_mlp(rows, *rest, activation=None)

@@ -121,17 +121,6 @@ def test_bits_are_those_of_the_wide_type():
                 check_same(d, each[:rows])
 
 
-def test_no_copy_of_the_narrow_operand_is_made():
-    """XLA's program holds the call on the narrow operand and no conversion."""
-    a, b = numbers(1, (M, K), "bfloat16"), numbers(2, (K, N), "int8")
-    text = jax.jit(product).lower(a, b).compile().as_text()
-    assert "jaxmp_matmul" in text
-    assert " convert(" not in text
-    other = jax.jit(functools.partial(product, implementation="xla"))
-    assert " convert(" in other.lower(a, b).compile().as_text()
-    check_same(other(a, b), jax.jit(product)(a, b))
-
-
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
 def test_public_functions_make_no_copy_of_weights(narrow):
     """Neither what is lowered nor what is compiled, on one device and on a mesh, holds a conversion of the weights."""

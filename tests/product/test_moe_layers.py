@@ -124,15 +124,14 @@ def test_parameters_of_flax_lie_as_asked():
         assert layer(X)[0].shape == X.shape
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"), ({"top_k": 1, "scores": "max"}, "scores must be")],
-)
-def test_errors(options, message):
+ERRORS = [
+    (X, {"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
+    (X, {"top_k": 1, "scores": "max"}, "scores must be"),
+    (X[..., :-1], {"top_k": 1}, r"x must have shape \(\.\.\., \d+\), got"),
+]
+
+
+@pytest.mark.parametrize(("x", "options", "message"), ERRORS)
+def test_errors(x, options, message):
     with pytest.raises(ValueError, match=f"^MoE: {message}"):
-        of_equinox(params_of(), X, **options)
-
-
-def test_features_of_another_number_are_refused():
-    with pytest.raises(ValueError, match=r"^MoE: x must have shape \(\.\.\., \d+\), got"):
-        of_equinox(params_of(), X[..., :-1], top_k=1)
+        of_equinox(params_of(), x, **options)

@@ -2,7 +2,6 @@
 
 import functools
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ import jaxmp
 
 
 def test_sparse_operands(rng):
-    cases.require(None)
     dense = rng.integers(-2, 3, (6, 4)).astype(np.float32) * (rng.random((6, 4)) < 0.4)
     w = rng.integers(-2, 3, (4, 5)).astype(np.float32)
     x, batch = sparse.BCOO.fromdense(dense), sparse.BCOO.fromdense(np.stack([dense, 2 * dense]), n_batch=1)

@@ -26,6 +26,7 @@ BIAS_SPECS = [
     (P(None, "p"), P(None, "p"), P(None, "p"), P()),
     (P(), P(None, None, "p"), P(), P(None, "p")),
     (P("p"), P("p"), P("p"), P()),
+    (P("p"), P("p"), P("p"), P("p")),
 ]
 
 

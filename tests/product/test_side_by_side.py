@@ -50,6 +50,8 @@ def every_function(rng):
     for x, y in ((a, b), (a, b[:, 0]), (a[0], b), (a[0], b[:, 0]), (a, batch), (np.asarray(a), b), (a, np.asarray(b))):
         jnp.matmul(x, y)
         jnp.dot(x, y) if y.ndim < 3 else x @ y
+    for x, y in ((batch, a[:, 0]), (b[:, 0], batch), (batch, batch.mT), (batch[:, None], batch.mT)):
+        x @ y
     np.asarray(a) @ b, a @ np.asarray(b)
     jnp.matmul(np.ones((2, 3), np.float32), np.ones((3, 2), np.float32))
     jnp.einsum("ij,jk->ki", a, b), jnp.einsum("ij,jk,kl->il", a, b, a), jnp.einsum("ij->j", a)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cases
 import pytest
 
 HERE = Path(__file__).resolve().parents[1]
@@ -19,7 +18,6 @@ HERE = Path(__file__).resolve().parents[1]
     ("program", "shares"), [("block-cyclic", 20), ("all-gather", 12), ("local", 6), ("partitioned", 8)]
 )
 def test_a_changed_program_is_refused_or_runs(program, shares):
-    cases.require(None)
     ended = subprocess.run(
         [sys.executable, str(HERE / "tampered.py"), program, "0", str(shares)],
         env=os.environ | {"PYTHONPATH": str(HERE)},

@@ -19,27 +19,15 @@ import numpy as np
 import pytest
 import reference
 from jax.experimental import jet
-from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
 BATCH = 3
-EXPORT_CHECKS = [
-    jax.export.DisabledSafetyCheck.custom_call(name) for name in ("jaxmp_matmul", "jaxmp_partitioned_matmul")
-]
 
 
 def loss_of(f):
     """A loss that is quadratic in the product, so that second derivatives have something to find."""
     return lambda a, b, w: jnp.sum(w * f(a, b) ** 2)
-
-
-def forward(f, x):
-    return f(x["a"], x["b"])
-
-
-def grad(f, x):
-    return jax.grad(loss_of(f), (0, 1))(x["a"], x["b"], x["w"])
 
 
 def jvp(f, x):
@@ -133,7 +121,6 @@ CASES = [
     for case in cases.MATRIX
 ]
 MATRIX = modes.pairs(modes.MODES, CASES)
-EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.is_jitted], CASES)
 
 
 def columns(mode, case, transform, **more):
@@ -146,57 +133,10 @@ def columns(mode, case, transform, **more):
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_transform(mode, case, transform, implementation):
-    cases.require(implementation)
     with mode.scope(case):
         f = mode.product(case, implementation=implementation)
         got = mode.run(functools.partial(transform, f), placed(mode, case))
     judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
-
-
-@pytest.mark.small("values", of=lambda mode, case: (mode, case))
-@pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_types_and_ahead_of_time_compilation(mode, case):
-    """The type is known before anything runs, and is the one that the result then has, sharding included."""
-    cases.require(None)
-    with mode.scope(case):
-        x, f = placed(mode, case), mode.product(case)
-        abstract = jax.eval_shape(f, x["a"], x["b"])
-        result = jax.jit(f).lower(x["a"], x["b"]).compile()(x["a"], x["b"])
-    judge_all(f"{mode.id} {case.name} aot", result, expected(forward, EXTENTS))
-    assert (abstract.shape, abstract.dtype) == (result.shape, result.dtype) == ((12, 4), jnp.float32)
-    if mode.axis_type == jax.sharding.AxisType.Explicit:
-        assert _entries(abstract.sharding.spec) == _entries(jax.typeof(result).sharding.spec) == _entries(case.out)
-
-
-def _entries(spec):
-    return tuple(spec) + (None,) * (2 - len(spec))
-
-
-@pytest.mark.small("values", of=columns)
-@pytest.mark.parametrize("transform", [forward, grad], ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize(("mode", "case"), EXPORTABLE)
-def test_export_round_trip(mode, case, transform):
-    """Serialised, deserialised and run on the four devices of the mesh."""
-    cases.require(None)
-    with mode.scope(case):
-        x = placed(mode, case)
-        program = jax.jit(functools.partial(transform, mode.product(case)))
-        exported = jax.export.export(program, disabled_checks=EXPORT_CHECKS)(x)
-        assert exported.nr_devices == (1 if mode.axis_type is None else 4)
-        got = jax.jit(jax.export.deserialize(exported.serialize()).call)(x)
-    judge_all(f"{mode.id} {case.name} exported {transform.__name__}", got, expected(transform, EXTENTS))
-
-
-@pytest.mark.parametrize("axis", ["data", "model"])
-def test_vmap_over_a_mesh_axis_sharded_batch(axis, mesh_of, rng):
-    """A batch that is itself sharded (data-parallel examples), with a local and a gathering product under it."""
-    cases.require(None)
-    mesh = mesh_of({"data": 2, "model": 2})
-    a, b = rng.standard_normal((4, 6, 8)).astype(np.float32), rng.standard_normal((8, 4)).astype(np.float32)
-    with jax.set_mesh(mesh):
-        left, right = jax.device_put(a, P(axis, None, None)), jax.device_put(b, P(None, None))
-        got = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(axis, None, None)))(left, right)
-    bounds.judge_product("batch", got, a.astype(np.float64), b.astype(np.float64), operands="float32")
 
 
 def test_taylor_mode(rng):

@@ -5,10 +5,11 @@ Silently wrong without these: advice whose bytes are not those of the call, or a
 
 import itertools
 
+import cases
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 import jaxmp
 from jaxmp._src.advise.advise import lower_bound
@@ -20,8 +21,8 @@ ALL = jaxmp.advise(64, 32, 128, 8, dtype=F32, quiet=True).choices
 @pytest.mark.parametrize("choice", ALL, ids=lambda c: f"{c.splits} {dict(c.mesh)}".replace(" ", "-"))
 def test_a_choice_is_one_call_and_takes_what_explain_says(choice, mesh_of):
     mesh = mesh_of(dict(choice.mesh), AxisType.Explicit)
-    a = jax.ShapeDtypeStruct((64, 32), F32, sharding=NamedSharding(mesh, choice.a))
-    b = jax.ShapeDtypeStruct((32, 128), F32, sharding=NamedSharding(mesh, choice.b))
+    a = cases.typed(mesh, (64, 32), *choice.a)
+    b = cases.typed(mesh, (32, 128), *choice.b)
     with jax.set_mesh(mesh):
         found = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, out_sharding=choice.d), quiet=True, hardware="h100-8")(
             a, b

@@ -360,38 +360,11 @@ def test_shards_that_should_be_copies_are_compared(mesh_of):
 # Errors and texts ------------------------------------------------------------------------------------------------
 
 X = np.ones((8, 2), np.float32)
-ERRORS = [
-    (lambda: audit(X), TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
-    (lambda: audit(jnp.sin, X, vary="rows"), ValueError, '"batch", "mesh" or "processes", got \'rows\''),
-    (lambda: audit(jnp.sin, X, vary="mesh", batch_argnums=0), ValueError, 'batch_argnums is for vary="batch"'),
-    (lambda: audit(jnp.sin, X, vary="processes"), ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
-    (lambda: audit(jnp.sin, X, vary="mesh"), ValueError, "operands on one mesh of at least 2 devices, got no mesh"),
-    (lambda: audit(jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), TypeError, "takes arrays, got ShapeDtypeStruct"),
-    (lambda: audit(lambda: 1), ValueError, "needs an argument with arrays, got none"),
-    (lambda: audit(jnp.sin, X[:1]), ValueError, "one batch of at least 2 rows, got first extents [1]"),
-    (
-        lambda: audit(jnp.add, X, X[:2], batch_argnums=(0, 1)),
-        ValueError,
-        "got first extents [2, 8]; pass batch_argnums=",
-    ),
-    (lambda: audit(jnp.sin, X, batch_argnums=1), ValueError, "has to number some of the 1 arguments, got 1"),
-    (
-        lambda: audit(lambda x: jax.new_ref(x)[...], X),
-        NotImplementedError,
-        "mutable arrays, found get of one at test_audit.py:",
-    ),
-    (lambda: audit(jnp.sin, X, vry="mesh"), TypeError, "did you mean vary=?"),
-    (lambda: jax.jit(lambda x: audit(jnp.sin, x).compared)(X), TypeError, "call it outside of jit"),
-]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
-def test_errors_name_the_argument_and_the_remedy(call, kind, message):
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
-
-
-def test_an_array_of_the_mesh_has_to_be_an_argument(mesh_of):
+def test_arrays_are_arguments_and_known(mesh_of):
+    with pytest.raises(TypeError, match="call it outside of jit"):
+        jax.jit(lambda x: audit(jnp.sin, x).compared)(X)
     mesh = mesh_of({"x": 2})
     with jax.set_mesh(mesh):
         x, hidden = put(mesh, X, "x"), put(mesh, X, "x")

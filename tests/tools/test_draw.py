@@ -5,6 +5,7 @@ Silently wrong without these: a picture that says a device holds what another on
 
 import xml.etree.ElementTree as ET
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +21,7 @@ SHAPES = (64, 32), (32, 128), (64, 128)
 
 
 def drawing_of(mesh, specs, shapes=SHAPES, **options):
-    operands = [
-        jax.ShapeDtypeStruct(shape, F32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes[:2], specs[:2], strict=True)
-    ]
+    operands = [cases.typed(mesh, shape, *spec) for shape, spec in zip(shapes[:2], specs[:2], strict=True)]
     with jax.set_mesh(mesh):
         return jaxmp.draw(lambda a, b: jaxmp.matmul(a, b, out_sharding=specs[2], **options))(*operands)
 

@@ -6,9 +6,9 @@ machine's rate for another type's.
 
 import itertools
 
+import cases
 import jax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -107,10 +107,7 @@ def test_explain_predicts_each_call(mesh_of, capsys):
     """An all-gather whose transfer is longer than its product, on a machine with memories of its own."""
     mesh = mesh_of({"x": 4})
     machine = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e12, link_bandwidth=1e6)
-    a, b = (
-        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((16, 32), P("x", None)), ((32, 8), P(None, "x")))
-    )
+    a, b = (cases.typed(mesh, shape, *spec) for shape, spec in (((16, 32), P("x", None)), ((32, 8), P(None, "x"))))
 
     def product(a, b):
         return jaxmp.matmul(a, b, out_sharding=P(None, "x"))
@@ -134,10 +131,7 @@ def test_explain_predicts_each_call(mesh_of, capsys):
 def test_host_calls_on_a_shared_processor_move_nothing_over_links(mesh_of):
     mesh = mesh_of({"x": 4})
     shared = jaxmp.Hardware("shared", {"float32": 1e9}, memory_bandwidth=1e9, link_bandwidth=1e3, is_shared=True)
-    a, b = (
-        jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, spec))
-        for spec in (P("x", None), P(None, "x"))
-    )
+    a, b = (cases.typed(mesh, (16, 16), *spec) for spec in (P("x", None), P(None, "x")))
 
     def product(a, b, implementation):
         return jaxmp.matmul(a, b, out_sharding=P(None, "x"), implementation=implementation)
@@ -159,8 +153,8 @@ def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
         step = lambda x, _: (jax.sharding.reshard(jaxmp.matmul(x, b), P("x", None)), None)  # noqa: E731
         return jax.lax.scan(step, a, length=3)[0]
 
-    a = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P("x", None)))
-    b = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P(None, None)))
+    a = cases.typed(mesh, (16, 16), "x", None)
+    b = cases.typed(mesh, (16, 16), None, None)
     with jax.set_mesh(mesh):
         found = jaxmp.explain(program, quiet=True, hardware=SIMPLE)(a, b)
     assert found.seconds == pytest.approx(3 * sum(time.total for time in found.times))
@@ -168,7 +162,7 @@ def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
     def gradient(a, b):
         return jax.grad(lambda b: jaxmp.matmul(a, b, out_sharding=P(None, "x")).sum())(b)
 
-    b = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P(None, "x")))
+    b = cases.typed(mesh, (16, 16), None, "x")
     with jax.set_mesh(mesh):
         found = jaxmp.explain(gradient, quiet=True, hardware=SIMPLE)(a, b)
     gathers = [time for row, time in zip(found.rows, found.times, strict=True) if row.operation == "all_gather"]

@@ -1,0 +1,234 @@
+"""Wrong calls of the functions beside `matmul`, and of `matmul` on block-cyclic matrices.
+
+Without these, dimension numbers, subscripts or layouts that do not fit could give a product of something else, or put an
+element in another place than the layout says. A message begins with the function; " ... " stands for any text.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from test_block_cyclic import lay, mesh_over
+from test_dot_general import MESH, numbers_of
+
+import jaxmp
+from jaxmp import BlockCyclic
+
+# dot_general, einsum, and products of groups of rows
+A3, B3 = np.zeros((4, 6, 8), np.float32), np.zeros((8, 6, 2), np.float32)
+PLAIN = (((2,), (0,)), ((), ()))
+X, W, S = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([2, 3])
+TOKENS, SIZES, BIAS = jnp.ones((8, 4)), jnp.array([3, 0, 4, 0]), jnp.ones((4, 4))
+EXPERTS = GATE, UP, DOWN = jnp.ones((4, 4, 4)), jnp.ones((4, 4, 4)), jnp.ones((4, 4, 8))
+
+
+def numbers(contracting, *ragged, groups=()):
+    return lax.RaggedDotDimensionNumbers((contracting, ((), ())), ragged, groups)
+
+
+ROWS = np.ones((8, 2), np.float32)
+MATRICES = numbers(((1,), (1,)), 0, groups=[0])
+# (function, arguments, options, exception, message)
+WRONG = [
+    ("dot_general", ([[1.0]], B3, PLAIN), {}, TypeError, "lhs must be an array, got list"),
+    ("dot_general", (A3, B3, ((2,), (0,))), {}, ValueError, "dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), got ((2,), (0,))"),
+    ("dot_general", (A3, B3, (((2, 1), (0,)), ((), ()))), {}, ValueError, "dimension_numbers name 2 contracting dimensions of lhs, (2, 1), but 1 of rhs, (0,)"),
+    ("dot_general", (A3, B3, (((2,), (0,)), ((1,), ()))), {}, ValueError, "dimension_numbers name 1 batch dimensions of lhs, (1,), but 0 of rhs, ()"),
+    ("dot_general", (A3, B3, (((2,), (1,)), ((), ()))), {}, ValueError, "contracting dimension 2 of lhs has extent 8 but dimension 1 of rhs 6 (shapes (4, 6, 8), (8, 6, 2))"),
+    ("dot_general", (A3, B3, (((2,), (0,)), ((0,), (1,)))), {}, ValueError, "batch dimension 0 of lhs has extent 4 but dimension 1 of rhs 6 (shapes (4, 6, 8), (8, 6, 2))"),
+    ("dot_general", (A3, B3, (((3,), (0,)), ((), ()))), {}, ValueError, "dimension_numbers name dimension 3 of lhs, which has 3 (shape (4, 6, 8))"),
+    ("dot_general", (A3, B3, (((1,), (1,)), ((1,), (1,)))), {}, ValueError, "dimension_numbers use a dimension of lhs twice, (1,) and (1,)"),
+    ("einsum", (0, A3, B3), {}, TypeError, "subscripts must be a string such as 'ij,jk->ik', got int"),
+    ("einsum", ("ij,jk->ik", A3, [1.0]), {}, TypeError, "b must be an array, got list"),
+    ("einsum", ("abc->abc", A3, B3), {}, ValueError, "subscripts 'abc->abc' are not valid"),
+    ("einsum", ("ab,bc->ac", A3, B3), {}, ValueError, "subscripts 'ab,bc->ac' give a 2 indices, but it has 3 dimensions (shape (4, 6, 8))"),
+    ("einsum", ("aac,cde->ade", A3, B3), {}, ValueError, "index 'a' has extent 4 in a but 6 in a (shapes (4, 6, 8), (8, 6, 2))"),
+    ("einsum", ("abc,bde->acde", A3, B3), {}, ValueError, "index 'b' has extent 6 in a but 8 in b (shapes (4, 6, 8), (8, 6, 2))"),
+    ("einsum", ("abc,cde,a->bde", A3, B3, A3[0, 0]), {}, ValueError, "index 'a' has extent 4 in operands[0] but 8 in operands[2]"),
+    ("einsum", ("abc,cde,a->bde", A3, B3, None), {}, TypeError, "operands[2] must be an array, got NoneType"),
+    ("einsum", (A3, [0, 1], B3, [1, 2]), {}, ValueError, "subscripts [[0, 1], [1, 2]] give a 2 indices, but it has 3 dimensions"),
+    ("einsum", ("abc,cde->abz", A3, B3), {}, ValueError, "subscripts 'abc,cde->abz' are not valid: Output character 'z'"),
+    ("ragged_dot", (X[0], W, S), {}, ValueError, "x must have 2 dimensions, got 1 (shape (4,))"),
+    ("ragged_dot", ([[1.0]], W, S), {}, TypeError, "x must be an array, got list"),
+    ("ragged_dot", (X, W[0], S), {}, ValueError, "w must have 3 dimensions, got 2 (shape (4, 5))"),
+    ("ragged_dot", (X[:, :3], W, S), {}, ValueError, "w has k=4 but x has k=3 (global shapes (6, 3), (2, 4, 5))"),
+    ("ragged_dot", (X, W, S[:1]), {}, ValueError, "group_sizes must have shape (2,) ... got (1,)"),
+    ("ragged_dot", (X, W, S[None]), {}, ValueError, "group_sizes must have shape (2,) ... got (1, 2)"),
+    ("ragged_dot", (X, W, S[:1], S[:1]), {}, ValueError, "with n of at least 2 ... got"),
+    ("ragged_dot", (X, W, S.astype(float)), {}, TypeError, "group_sizes must be an array of integers, got dtype float32"),
+    ("ragged_dot", (X, W, [2, 3]), {}, TypeError, "group_sizes must be an array, got list"),
+    ("ragged_dot", (X, W, S, X[0, 0]), {}, TypeError, "group_offset must be an array of integers, got dtype float32"),
+    ("ragged_dot", (X, W, S, S), {}, ValueError, "group_offset must have shape () or (1,), got (2,)"),
+    ("ragged_dot", (X.astype(int), W.astype(int), S), {}, NotImplementedError, "operands of dtype int32 and int32 are not"),
+    ("ragged_dot", (X.astype("int8"), W.astype("int8"), S), {}, NotImplementedError, "convert both to bfloat16"),
+    ("ragged_dot", (X, W, S), {"preferred_element_type": "bfloat16"}, NotImplementedError, "available: float32"),
+    ("ragged_dot", (X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
+    ("ragged_dot", (X, W, S), {"implementation": "cublasmp"}, NotImplementedError, "has no product of groups"),
+    ("ragged_dot", (X, W, S), {"implementation": "cpu"}, ValueError, "implementation must be one of"),
+    ("ragged_dot", (X, W, S), {"implementation": "xla", "determinism": "batch"}, NotImplementedError, "XLA is asked for"),
+    ("ragged_dot", (X, W, S), {"out_sharding": P("p")}, ValueError, "needs a mesh"),
+    ("ragged_dot", (X, W, S), {"beta": X}, TypeError, "unexpected keyword argument 'beta'"),
+    ("ragged_dot", (X, W, S), {"bias": X[0]}, ValueError, "bias must have shape (2, 5), ... of w, got (4,)"),
+    ("ragged_dot", (X, W, S), {"bias": X}, ValueError, "bias must have shape (2, 5), ... of w, got (6, 4)"),
+    ("ragged_dot", (X.astype("bfloat16"), W.astype("bfloat16"), S), {"bias": W[:, 0]}, TypeError, "bias has dtype float32 but the result has dtype bfloat16"),
+    ("ragged_dot", (X, W, S), {"activation": "softmax"}, ValueError, "activation must be one of relu"),
+    ("ragged_dot", (X, W, S), {"activation": "silu", "determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
+    ("ragged_dot_general", (X, W, S, PLAIN), {}, ValueError, "must be a jax.lax.RaggedDotDimensionNumbers"),
+    ("ragged_dot_general", (X, W, S, numbers(((1,), (1,)), 0, 1, groups=[0])), {}, ValueError, "with one ragged dimension of lhs, got"),
+    ("ragged_dot_general", (X, W, S, numbers(((1,), (1,)), 2, groups=[0])), {}, ValueError, "must be one of its 2, got 2"),
+    ("ragged_dot_general", (X, W, S, numbers(((1,), (1,)), 0)), {}, ValueError, "must have one free dimension of rhs, got"),
+    ("ragged_dot_general", (X, X, S, numbers(((0,), (0,)), 0, groups=[1])), {}, ValueError, "must have no dimension of rhs, got"),
+    ("ragged_dot_general", (X[:, :2], W, S, MATRICES), {}, ValueError, "contracting dimension 1 of lhs has extent 2"),
+    ("ragged_dot_general", (X, W, S[:1], MATRICES), {}, ValueError, "group_sizes must have shape (2,), got (1,)"),
+    ("ragged_dot_general", (X, W, S.astype(float), MATRICES), {}, TypeError, "group_sizes must be an array of integers"),
+    ("ragged_dot_general", (X.astype("int8"), W.astype("int8"), S, MATRICES), {}, NotImplementedError, "convert both to bfloat16"),
+    ("moe_mlp", (TOKENS[0], *EXPERTS, SIZES), {}, ValueError, "x must have 2 dimensions, got 1"),
+    ("moe_mlp", (TOKENS, GATE, UP[:, :3], DOWN, SIZES), {}, ValueError, "w_up has k=3 but x has k=4"),
+    ("moe_mlp", (TOKENS, GATE[:3], UP, DOWN, SIZES), {}, ValueError, "w_gate must have w_up's shape (4, 4, 4), got (3, 4, 4)"),
+    ("moe_mlp", (TOKENS, GATE, UP, DOWN[:, :3], SIZES), {}, ValueError, "w_down must have shape (4, 4, n), got (4, 3, 8)"),
+    ("moe_mlp", (TOKENS, GATE, None, DOWN, SIZES), {}, TypeError, "w_up must be an array, got NoneType"),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES[:3]), {}, ValueError, "group_sizes must have shape (4,), ... of w_up, got (3,)"),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"b_down": BIAS}, ValueError, "b_down must have shape (4, 8), ... of w_down"),
+    ("moe_mlp", (TOKENS, None, UP, DOWN, SIZES), {"b_gate": BIAS}, ValueError, "b_gate needs w_gate"),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"activation": "elu"}, ValueError, "activation must be one of relu"),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not'),
+    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
+    ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "int32 are not"),
+    ("audit", (ROWS,), {}, TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
+    ("audit", (jnp.sin, ROWS), {"vary": "rows"}, ValueError, '"batch", "mesh" or "processes", got \'rows\''),
+    ("audit", (jnp.sin, ROWS), {"vary": "mesh", "batch_argnums": 0}, ValueError, 'batch_argnums is for vary="batch"'),
+    ("audit", (jnp.sin, ROWS), {"vary": "processes"}, ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
+    ("audit", (jnp.sin, ROWS), {"vary": "mesh"}, ValueError, "operands on one mesh of at least 2 devices, got no mesh"),
+    ("audit", (jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), {}, TypeError, "takes arrays, got ShapeDtypeStruct"),
+    ("audit", (lambda: 1,), {}, ValueError, "needs an argument with arrays, got none"),
+    ("audit", (jnp.sin, ROWS[:1]), {}, ValueError, "one batch of at least 2 rows, got first extents [1]"),
+    ("audit", (jnp.add, ROWS, ROWS[:2]), {"batch_argnums": (0, 1)}, ValueError, "got first extents [2, 8]; pass batch_argnums="),
+    ("audit", (jnp.sin, ROWS), {"batch_argnums": 1}, ValueError, "has to number some of the 1 arguments, got 1"),
+    ("audit", (lambda x: jax.new_ref(x)[...], ROWS), {}, NotImplementedError, "mutable arrays, found get of one at test_functions.py:"),
+    ("audit", (jnp.sin, ROWS), {"vry": "mesh"}, TypeError, "did you mean vary=?"),
+]  # fmt: skip
+
+
+def check_refused(call, function, exception, message):
+    with pytest.raises(exception) as raised:
+        call()
+    assert str(raised.value).startswith((f"{function}: ", f"{function}() "))
+    for part in message.split(" ... "):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options", "exception", "message"), WRONG, ids=[f"{row[0]}: {row[-1]}" for row in WRONG]
+)
+def test_wrong_arguments(function, arguments, options, exception, message, standard_promotion):
+    check_refused(lambda: getattr(jaxmp, function)(*arguments, **options), function, exception, message)
+
+
+# Block-cyclic matrices -------------------------------------------------------------------------------------------
+
+M = np.ones((4, 6), np.float32)
+SQUARE, TURNED = BlockCyclic((2, 2), (2, 3)), BlockCyclic((2, 2), (3, 2))
+
+
+def laid(x=M, layout=SQUARE, grid=(2, 2), **options):
+    return lay(x, layout, **{"mesh": mesh_over(grid)} | options)
+
+
+def product(b=None, **options):
+    return jaxmp.matmul(laid(), laid(M.T, TURNED) if b is None else b, **options)
+
+
+def with_c():
+    c = laid(np.ones((4, 4), np.float32), BlockCyclic((2, 2), (2, 2), (1, 0)))
+    return product(c=c, beta=1.0, out_sharding=BlockCyclic((2, 2), (2, 2)))
+
+
+def inside_shard_map():
+    return jax.shard_map(lambda x: laid(x).data, mesh=mesh_over((2, 2)), in_specs=P("x", "y"), out_specs=P("x", "y"))(M)
+
+
+# (call, function, exception, message)
+WRONG_LAYOUTS = [
+    (lambda: BlockCyclic((2, 2), (2,)), "BlockCyclic", ValueError, "block must be a pair of integers of at least 1, got (2,)"),
+    (lambda: BlockCyclic((2, 2), (0, 1)), "BlockCyclic", ValueError, "block must be a pair of integers of at least 1, got (0, 1)"),
+    (lambda: BlockCyclic((2, 0), (1, 1)), "BlockCyclic", ValueError, "grid must be a pair of integers of at least 1, got (2, 0)"),
+    (lambda: BlockCyclic((2, 2), (1.5, 1)), "BlockCyclic", TypeError, "block must be a pair of integers, got (1.5, 1)"),
+    (lambda: BlockCyclic(2, (1, 1)), "BlockCyclic", TypeError, "grid must be a pair of integers, got 2"),
+    (lambda: BlockCyclic((2, 2), (1, 1), (2, 0)), "BlockCyclic", ValueError, "first=(2, 0) must be a process of the grid (2, 2)"),
+    (lambda: BlockCyclic((2, 2), (1, 1), (-1, 0)), "BlockCyclic", ValueError, "first must be a pair of integers of at least 0"),
+    (lambda: laid(layout=(2, 2)), "to_block_cyclic", TypeError, "layout must be a jaxmp.BlockCyclic, got tuple"),
+    (lambda: laid([[1.0]]), "to_block_cyclic", TypeError, "x must be an array, got list"),
+    (lambda: laid(M[0]), "to_block_cyclic", ValueError, "x must have 2 dimensions, got 1 (shape (6,))"),
+    (lambda: laid(mesh=None), "to_block_cyclic", ValueError, "there is no mesh; pass mesh="),
+    (lambda: laid(axes="xy"), "to_block_cyclic", ValueError, "axes must be a pair, the mesh axes of the process rows"),
+    (lambda: laid(axes=("x", "z")), "to_block_cyclic", ValueError, "axis 'z' is not in the mesh, which has ('x', 'y')"),
+    (lambda: laid(axes=("x", "x")), "to_block_cyclic", ValueError, "axis names ('x', 'x') repeat"),
+    (lambda: laid(layout=BlockCyclic((2, 4), (1, 1))), "to_block_cyclic", ValueError, "layout has the grid (2, 4) but the mesh axes (('x',), ('y',)) have (2, 2)"),
+    (lambda: jaxmp.to_block_cyclic(laid(), BlockCyclic((1, 4), (2, 3))), "to_block_cyclic", ValueError, "x lies on a (2, 2) grid but layout has (1, 4)"),
+    (inside_shard_map, "to_block_cyclic", ValueError, "takes global arrays, so it cannot be called inside shard_map"),
+    (lambda: jaxmp.from_block_cyclic(M), "from_block_cyclic", TypeError, "x must be a jaxmp.BlockCyclicArray, got ndarray"),
+    (lambda: product(jnp.asarray(M.T)), "matmul", TypeError, "b must be a jaxmp.BlockCyclicArray as the other operands are, got"),
+    (lambda: jaxmp.matmul(jnp.asarray(M.T), laid()), "matmul", TypeError, "a must be a jaxmp.BlockCyclicArray as the other operands are"),
+    (lambda: product(laid(layout=TURNED)), "matmul", ValueError, "b has k=4 but a has k=6 (global shapes (4, 6), (4, 6))"),
+    (lambda: product(laid(M.T, BlockCyclic((2, 2), (2, 2)))), "matmul", ValueError, "along k, a has blocks of 3 but b has 2; they must be equal: lay b out in blocks of 3, or a in blocks of 2"),
+    (lambda: product(laid(M.T, BlockCyclic((1, 4), (3, 2)), (1, 4))), "matmul", ValueError, "a lies on axes (('x',), ('y',)) of mesh {'x': 2, 'y': 2} but b on"),
+    (lambda: product(out_sharding=P("x", "y")), "matmul", TypeError, "out_sharding must be a jaxmp.BlockCyclic, got P"),
+    (lambda: product(out_sharding=BlockCyclic((2, 2), (4, 2))), "matmul", ValueError, "along m, a has blocks of 2 but the result has 4; they must be equal"),
+    (lambda: product(out_sharding=BlockCyclic((2, 2), (2, 5))), "matmul", ValueError, "along n, b has blocks of 2 but the result has 5"),
+    (lambda: product(out_sharding=BlockCyclic((4, 1), (2, 2))), "matmul", ValueError, "out_sharding has the grid (4, 1) but a lies on (2, 2)"),
+    (lambda: product(epilog=jaxmp.Epilog.RELU), "matmul", NotImplementedError, "epilog is not available for block-cyclic operands; leave it out"),
+    (lambda: product(in_shardings=(P(), P())), "matmul", NotImplementedError, "in_shardings is not available for block-cyclic operands"),
+    (lambda: product(beta=1.0), "matmul", ValueError, "beta=1.0 was given without c"),
+    (lambda: product(conjugate_a=True), "matmul", TypeError, "conjugate_a=True needs a complex operand"),
+    (lambda: product(comm=jaxmp.CommOptions(algorithm="split_p2p")), "matmul", ValueError, "comm.algorithm='split_p2p' needs the pattern"),
+    (with_c, "matmul", ValueError, "c has the layout BlockCyclic(grid=(2, 2), block=(2, 2), first=(1, 0)) but the result"),
+    # NumPy would make an array of one object of it.
+    (lambda: np.asarray(laid()), "BlockCyclicArray", TypeError, "is no array as it lies; take jaxmp.from_block_cyclic"),
+    (lambda: jnp.asarray(laid()), "BlockCyclicArray", TypeError, "is no array as it lies; take jaxmp.from_block_cyclic"),
+    (lambda: jaxmp.einsum("ij,jk->ik", laid(), laid()), "einsum", TypeError, "a must be an array, got BlockCyclicArray"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "function", "exception", "message"), WRONG_LAYOUTS, ids=[f"{row[1]}: {row[-1]}" for row in WRONG_LAYOUTS]
+)
+def test_wrong_layouts(call, function, exception, message):
+    check_refused(call, function, exception, message)
+
+
+# Shardings of contractions ---------------------------------------------------------------------------------------
+
+# id: (subscripts, specs of lhs, rhs and the result, message)
+WRONG_SHARDINGS = {
+    "contraction without out_sharding": ("bsd,dhk->bshk", P(None, None, "x"), P("x"), None, "dot_general: the contraction is sharded over axis 'x' and it is ambiguous how the result should be sharded; pass out_sharding"),
+    "contractions disagree": ("bsd,dhk->bshk", P(None, None, "x"), P("y"), None, "dot_general: the contraction is sharded over axis 'x' in lhs and 'y' in rhs and it is ambiguous how the result should be sharded"),
+    "batches disagree": ("bmk,bkn->bmn", P("x"), P("y"), None, "dot_general: batch dimension 0 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; pass out_sharding, or reshard one of them"),
+    "rows and columns on one axis": ("bsd,dhk->bshk", P(None, "x"), P(None, None, "x"), None, "dot_general: rows of lhs and columns of rhs are both sharded over axis 'x'"),
+    "not divided": ("bsd,dhk->bshk", P(), P(), P(None, None, None, ("x", "y")), "dot_general: dimension 3 of the result has extent 2, which axis ('x', 'y') of size 4 does not divide"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("subscripts", "lhs", "rhs", "out", "message"), WRONG_SHARDINGS.values(), ids=WRONG_SHARDINGS)
+def test_wrong_sharding(subscripts, lhs, rhs, out, message):
+    extents = {"k": 2} if "h" in subscripts else {}
+    a, b = (np.zeros([extents.get(x, 4) for x in side], np.float32) for side in subscripts.split("->")[0].split(","))
+    mesh = MESH.jax_mesh()
+    dims, _ = numbers_of(subscripts)
+    a, b = cases.put(a, mesh, lhs), cases.put(b, mesh, rhs)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
+        jaxmp.dot_general(a, b, dims, out_sharding=out)
+
+
+def test_out_sharding_inside_shard_map():
+    mesh = MESH.jax_mesh(AxisType.Auto)
+    body = functools.partial(jaxmp.dot_general, dimension_numbers=PLAIN, out_sharding=P())
+    with pytest.raises(ValueError, match="dot_general: out_sharding was given inside shard_map, where operands are"):
+        jax.shard_map(body, mesh=mesh, in_specs=(P(), P()), out_specs=P())(A3, B3)
