@@ -84,7 +84,8 @@ def test_numbers_of_every_size(name, rng):
         if name != "nvfp4":
             back = quantize.dequantize(q, scale)
             bounds.judge(f"{name} {size} back", back, wide, 2.0**-23 * np.abs(wide))
-            np.testing.assert_array_equal(quantize.expand(scale, q) * q.astype(jnp.float32), back)
+            if np.asarray(scale).astype(np.float64).min() >= 2.0**-126:  # smaller ones are 0 for XLA's products
+                np.testing.assert_array_equal(quantize.expand(scale, q) * q.astype(jnp.float32), back)
         if not 2.0**-126 <= one * w_one < 2.0**128:  # no alpha of float32
             continue
         other = w_one * scaled(w, w_scale).T
