@@ -321,6 +321,7 @@ Status ShareArena(int process, const std::string& described) {
 }
 
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers) {
+  if (readers == 0) return InvalidArgument("jaxmp: a block that nobody reads would be free while it is written");
   std::lock_guard<std::mutex> lock(registry().mutex);
   JAXMP_ASSIGN_OR_RETURN(LocalArena * own, MakeLocalArena(registry()));
   return own->Allocate(bytes, readers);

@@ -21,9 +21,8 @@ StatusOr<std::string> DescribeLocalArena();
 // this process learns its number.
 Status ShareArena(int process, const std::string& described);
 
-// A block of this process's arena: `bytes` to write at `data`, until ReleaseBlock has been called `readers` times, at
-// least once.
-// Where there is no memory, the token is 0, and whoever reads that hears why: so all readers do.
+// A block of this process's arena: `bytes` to write at `data`, until ReleaseBlock has been called `readers` times. An
+// error for no readers. Where there is no memory, the token is 0, and whoever reads that hears why: so all readers do.
 struct Block {
   uint64_t token = 0;  // where it lies, and which block in that place it is
   char* data = nullptr;

@@ -108,7 +108,6 @@ StatusOr<uint64_t> WriteOperand(const SharedCollective& call, int64_t position, 
     return InvalidArgument("jaxmp: a collective of ", nranks, " ranks has an operand of ", arrays.operand_bytes,
                            " bytes, which are to be in ", pieces, " pieces");
   }
-  if (nranks == 1) return InvalidArgument("jaxmp: a collective of one rank has nobody to read its operand");
   JAXMP_ASSIGN_OR_RETURN(const Block block, AllocateBlock(arrays.operand_bytes, static_cast<uint32_t>(nranks - 1)));
   if (block.token != 0) Write(call, RankOf(call, position), nranks, arrays, block.data);
   return block.token;

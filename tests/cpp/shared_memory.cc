@@ -34,6 +34,7 @@ void ReadAndRelease(uint64_t token, size_t bytes, char byte) {
 
 TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   CHECK(ShareArena(0, *DescribeLocalArena()).ok());
+  CHECK_CONTAINS(AllocateBlock(1, 0).status().message(), "nobody reads");
   const Block first = *AllocateBlock(100000, 2), second = *AllocateBlock(1, 1);
   CHECK(first.token % kPages != second.token % kPages);
   Fill(first, 7, 100000);

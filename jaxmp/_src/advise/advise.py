@@ -232,7 +232,9 @@ def _ranked(found: list[tuple[Mesh, Way]], capacity: float) -> Iterator[Choice]:
     for mesh, way in sorted(found, key=lambda x: (x[1].memory > capacity, x[1].time.total, x[1].memory)):
         call, fits, is_efficient = way.call, way.memory <= capacity, way.memory < least
         a, b, d = map(partition_spec, call.layout)
-        yield Choice(call.pattern.value, str(call), mesh, a, b, d, *way[1:4], fits, is_efficient)
+        yield Choice(
+            call.pattern.value, str(call), mesh, a, b, d, way.time, way.memory, way.bytes_moved, fits, is_efficient
+        )
         least = min(least, way.memory)
 
 

@@ -41,8 +41,11 @@ Mesh = tuple[tuple[str, int], ...]
 
 
 class Way(NamedTuple):
-    """A call; its time; the bytes of a, b and d that a device holds; those that it receives in the call; and how often
-    it runs: once for each index of a batch that a device has."""
+    """A way to run a product.
+
+    `memory` are the bytes of a, b and d on a device, `bytes_moved` the bytes that it receives in one call. The call
+    runs `runs` times, once for each index of a batch that a device has.
+    """
 
     call: Contraction
     time: CallTime

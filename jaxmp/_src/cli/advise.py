@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0; extents and numbers of devices that no sharding divides are an error of the command."""
     if not options.json:
-        rich("table")  # ahead of the work, for its error
+        rich("table")  # raises before the work where rich is missing
     try:
         return (_run_program if ":" in options.what[0] else _run_product)(options)
     except ValueError as error:

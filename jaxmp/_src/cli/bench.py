@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """1 where the results of the two do not agree."""
     if not options.json:
-        rich("progress")  # ahead of the work, for its error
+        rich("progress")  # raises before the work where rich is missing
     dtype, names = dtype_of(options.dtype), _patterns(options)
     devices = require_devices(options.mesh)
     results, wrong = [], []

@@ -65,7 +65,7 @@ def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
 def program(
     place: str, types: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """The function at "FILE.py:NAME" and arguments of these types, of which it has to take so many."""
+    """The function at "FILE.py:NAME", and arguments of these types; an error if it takes another number of them."""
     function, arguments = _load(place), [argument_of(text, mesh) for text in types]
     try:
         inspect.signature(function).bind(*arguments)

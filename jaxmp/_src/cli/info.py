@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts())
         return 0
-    rich("table")  # ahead of the work, for its error
+    rich("table")  # raises before the work where rich is missing
     for title, section in facts().items():
         rows = [(name, _text(value)) for name, value in section.items()]
         print_table(title, ("", ""), rows)

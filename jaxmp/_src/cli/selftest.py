@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """1 where a check fails."""
     if not options.json:
-        output.rich("progress")  # ahead of the work, for its error
+        output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
     if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
         platform = jax.default_backend()

@@ -4,8 +4,8 @@ Each device writes to its process's memory and comes to the barrier of the call;
 others'. XLA's own collectives (gloo) send over sockets what lies in the memory of the same machine.
 
 Such a call is pending until all have come. In a loop or branch that would let collectives of XLA's behind it start
-ahead of those inside, in another order on each rank. There the call is two, of which none waits: the first writes, an
-all-gather of XLA's says where each rank's operand lies, and the second reads.
+ahead of those inside, in another order on each rank. There two calls stand in its place, and neither waits: the first
+writes, an all-gather of XLA's tells every rank where the others have written, and the second reads.
 """
 
 from __future__ import annotations
@@ -82,24 +82,25 @@ class SharedMemory:
         native.register()
         # Over some axes of the call's group, as in a grid, smaller groups communicate.
         others = [name for name, _ in self.site.axes if name not in axes]
+        position = self.site.position()
         attributes = {
+            "groups": process_barrier.numbered(self.site.axes, others).reshape(-1),
             "ranks": process_barrier.numbered(self.site.axes, axes).reshape(-1),
             "outer": np.int64(math.prod(x.shape[:dimension])),
             "sums": np.int64(is_sum),
         }
-        groups = process_barrier.numbered(self.site.axes, others).reshape(-1)
 
-        def run(part: str, out: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
-            signature = self.site.attributes(self.call, self.fields) | {"groups": groups}
-            # What is written once is read once.
-            call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, out, has_side_effect=part != "all")
-            result: jax.Array = call(*operands, self.site.position(), part=part, **signature, **attributes)
+        def run(part: str, of: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+            # XLA may not repeat, merge or leave out one half alone: what is written once is read once.
+            call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, of, has_side_effect=part != "all")
+            all_attributes = self.site.attributes(self.call, self.fields) | attributes
+            result: jax.Array = call(*operands, position, part=part, **all_attributes)
             return result
 
-        result = jax.ShapeDtypeStruct(shape, x.dtype)
+        whole = jax.ShapeDtypeStruct(shape, x.dtype)
         with jax.enable_x64(True):  # attributes are 64-bit
             if not self.site.is_in_body:
-                return run("all", result, x)
+                return run("all", whole, x)
             (x,) = self.site.barrier(self.call, self.fields, [x])
             place = run("write", jax.ShapeDtypeStruct((1,), np.uint64), x)
-            return run("read", result, x, lax.all_gather(place, axes, tiled=True))
+            return run("read", whole, x, lax.all_gather(place, axes, tiled=True))
