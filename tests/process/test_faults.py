@@ -144,7 +144,7 @@ def test_rank_0_ends_while_the_backends_start(tmp_path):
     job, ranks = run(tmp_path, "backend", 3)
     for rank in ranks[1:]:
         assert rank.status == 1, job.all_logs()
-        assert "DistributedError: rank 0 has ended" in re.sub(r"rank [12]: .*?: rank 0", "rank 0", rank.log)
+        assert re.search(r"DistributedError: .*rank 0 has ended", rank.log), job.all_logs()
 
 
 @pytest.mark.parametrize("scenario", ["absent", "absent-of-rank-0"])
