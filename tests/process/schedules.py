@@ -43,16 +43,15 @@ def main(initialize, process):
     programs = max(len(given), asked.get("programs", 0))
     initialize()
     wrong = 0
-    for i in range(programs):
-        rng = random.Random(1000 * seed + i)
-        drawn = given[i] if i < len(given) else draw(rng)
-        print(f"program {i}: {drawn}")
+    for i in range(0, programs, 2):  # two programs are in flight at a time
+        pair = [given[j] if j < len(given) else draw(random.Random(1000 * seed + j)) for j in (i, i + 1)][: programs - i]
+        print(f"programs {i}, {i + 1}: {pair}")
         native.extension().set_schedule_noise(process * 7919 + i + 1, asked.get("microseconds", 300))
-        bad = run(drawn, np.random.default_rng(i), runs=asked.get("runs", 4))
+        bad = run(pair, np.random.default_rng(i), runs=asked.get("runs", 4))
         if bad:
-            print(f"WRONG program {i} of seed {seed}: {bad} results of {drawn}")
+            print(f"WRONG programs {i}, {i + 1} of seed {seed}: {bad} results of {pair}")
         wrong += bad
-        if i % 20 == 19:
+        if i % 20 == 18:
             jax.clear_caches()
     print(f"RAN {programs} programs, {wrong} results are wrong")
     assert not wrong
@@ -132,8 +131,17 @@ def program(drawn: dict, mm):
     return jax.grad(loss, argnums=(0, 1), has_aux=True) if drawn["grad"] else forward
 
 
-def run(drawn: dict, data: np.random.Generator, *, runs: int) -> int:
-    """The number of results that differ from one device's."""
+def run(programs: list[dict], data: np.random.Generator, *, runs: int) -> int:
+    """The number of results of the programs, run in turns, that differ from one device's."""
+    compiled, wanted = zip(*(prepared(drawn, data, runs) for drawn in programs), strict=True)
+    got = [[step(i) for step in compiled] for i in range(runs)]  # all of them in flight
+    want = [[plain(i) for plain in wanted] for i in range(runs)]
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return sum(not is_equal(one, np.asarray(other)) for one, other in pairs)
+
+
+def prepared(drawn: dict, data: np.random.Generator, runs: int):
+    """(a run of this program by its number, the same on one device)."""
     is_explicit = drawn["axes"] == "explicit"
     is_line = drawn["mesh"] == "x"
     shape = (jax.device_count(),) if is_line else (jax.process_count(), jax.local_device_count())
@@ -149,17 +157,17 @@ def run(drawn: dict, data: np.random.Generator, *, runs: int) -> int:
                 return jaxmp.linear(a, b, bias, out_sharding=spec)
             return lax.with_sharding_constraint(jaxmp.linear(a, b, bias), NamedSharding(mesh, spec))
 
-        step = jax.jit(program(drawn, ours))
         placed_w = {name: put(mesh, x, SPECS[name]) for name, x in w.items()}
         placed = [[put(mesh, x, IN if is_line else IN_OF_BOTH) for x in xs] for xs in inputs]
-        compiled = step.lower(placed_w, placed[0], True).compile()
-        every_call_has_a_number_of_its_own(compiled.as_text())
-        got = [compiled(placed_w, xs, i % 2 == 0) for i, xs in enumerate(placed)]  # all of them in flight
+        compiled = jax.jit(program(drawn, ours)).lower(placed_w, placed[0], True).compile()
+    every_call_has_a_number_of_its_own(compiled.as_text())
     plain = jax.jit(program(drawn, lambda a, b, spec, bias=0: jnp.matmul(a, b) + bias))
-    with jax.default_device(jax.local_devices()[0]):
-        want = [plain(w, xs, i % 2 == 0) for i, xs in enumerate(inputs)]
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return sum(not is_equal(one, np.asarray(other)) for one, other in pairs)
+
+    def on_one_device(i):
+        with jax.default_device(jax.local_devices()[0]):
+            return plain(w, inputs[i], i % 2 == 0)
+
+    return lambda i: compiled(placed_w, placed[i], i % 2 == 0), on_one_device
 
 
 def every_call_has_a_number_of_its_own(text: str):
