@@ -187,7 +187,7 @@ def shutdown() -> None:
     """Leave the job: wait for the others to leave it too, then end JAX's part.
 
     At the end of a program this happens by itself. JAX cannot be initialized again while a backend exists; after
-    `jax.extend.backend.clear_backends()` it can.
+    `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
 
     Raises:
       DistributedError: a process has ended without leaving, or does not answer.

@@ -34,8 +34,8 @@ VICTIM = 0 if SCENARIO.endswith(("-of-rank-0", "opening", "backend", "joining"))
 IS_VICTIM = VICTIM == PROCESS
 
 
-def initialize(**options):
-    jaxmp.distributed.initialize(f"{os.environ.get('HOST', '127.0.0.1')}:{PORT}", NPROCESSES, PROCESS, **options)
+def initialize(port=PORT, **options):
+    jaxmp.distributed.initialize(f"{os.environ.get('HOST', '127.0.0.1')}:{port}", NPROCESSES, PROCESS, **options)
 
 
 if "+" in SCENARIO:
@@ -324,7 +324,7 @@ def begin_again():
     except RuntimeError as error:
         print("SECOND", error)
     jaxmp.distributed.shutdown()
-    initialize(timeout=5)
+    initialize(int(os.environ["NEXT_PORT"]), timeout=5)
     check(product(*operands(make_mesh())), 48)
     try:
         jax.jit(product)(*operands(make_mesh()))  # nobody waits for it

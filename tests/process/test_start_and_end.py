@@ -62,7 +62,8 @@ def test_a_job_does_without_shared_memory_where_there_is_none(tmp_path, limits, 
 
 
 def test_a_job_logs_who_joins_and_leaves_and_begins_once(tmp_path):
-    job, ranks = run(tmp_path, "begin-again", 2, env={"all": {"JAXMP_LOG": "distributed"}})
+    env = {"JAXMP_LOG": "distributed", "NEXT_PORT": str(free_port())}
+    job, ranks = run(tmp_path, "begin-again", 2, env={"all": env})
     for i, rank in enumerate(ranks):
         assert rank.status == 0, job.all_logs()
         assert "SECOND initialize: this process is part of a job already" in rank.log
