@@ -87,7 +87,7 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
 
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
-	$(TEST)/bin/pytest tests/process $(ARGS)
+	$(TEST)/bin/pytest $(PARALLEL) tests/process $(ARGS)
 
 .PHONY: test-clients
 test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
