@@ -213,6 +213,11 @@ WORDS = [
         [((8, 16), "data")] * 2,
         "^both operands are sharded over data along dimensions of the result",
     ),
+    (
+        jax.grad(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x) @ w.T) ** 2), (0, 1)),  # both products have one name
+        [((64, 32), "data", "model"), ((16, 32), "data")],
+        r"^(?!.*\(but not)",
+    ),
     (lambda x: jnp.tanh(x) + x.T, [((16, 16), "data")], "data shards dimension 0 of x, transposed, and data shards"),
 ]
 
@@ -222,3 +227,54 @@ def test_every_row_says_what_asks_for_it(fn, args, words, rows_of):
     rows = rows_of(fn, *args)
     assert rows
     assert all(re.search(words, row.cause) for row in rows), rows
+
+
+def along_a_dimension(x):
+    h = jnp.tanh(x)
+    last = h[:, -1] * 2
+    most = jax.lax.cummax(x, 1)
+    near = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 3), (1, 1), "SAME")
+    return last, most, near, jnp.tile(x, (1, 2))
+
+
+def asked_ahead(x):
+    y = jnp.tanh(x * 2)
+    y = jnp.exp(y)
+    return jax.lax.with_sharding_constraint(y, P("model")) + 1
+
+
+def asked_ahead_by_a_result(x):
+    return jnp.tanh(x * 2) + 1
+
+
+def turned_carry(x):
+    def body(_, carry):
+        carry = jnp.sin(carry)
+        return carry.T
+
+    return jax.lax.fori_loop(0, 3, body, x)
+
+
+def turned_ahead(x):
+    def body(_, carry):
+        return jnp.exp((carry / 2).T)
+
+    return jax.lax.fori_loop(0, 3, body, x)
+
+
+# (function, line and kind of the cause of each of its rows)
+BLAMED = [
+    (along_a_dimension, {(2, "slice"), (3, "cumulative"), (4, "window"), (5, "reshape")}),
+    (asked_ahead, {(3, "constraint")}),
+    (asked_ahead_by_a_result, {(1, "out_shardings")}),
+    (turned_carry, {(3, "carry")}),
+    (turned_ahead, {(4, "carry")}),
+]
+
+
+@pytest.mark.parametrize(("fn", "blamed"), BLAMED, ids=[fn.__name__ for fn, _ in BLAMED])
+def test_the_line_that_asks_is_blamed_not_one_that_xla_moves_the_data_to(fn, blamed, rows_of):
+    is_asked = fn is asked_ahead_by_a_result
+    rows = rows_of(jax.jit(fn, out_shardings=P("model")) if is_asked else fn, ((16, 16), None, "model"))
+    assert {(row.line, row.cause_kind) for row in rows} == {(line_in(fn, line), kind) for line, kind in blamed}
+    assert {row.cause.split()[0] for row in rows if row.cause_kind == "cumulative"} <= {"cummax"}

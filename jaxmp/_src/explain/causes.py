@@ -30,13 +30,12 @@ _ALONG = {
     **dict.fromkeys(("sort", "top_k", "approx_top_k"), ("sort", "runs along")),
     **dict.fromkeys(("argmax", "argmin", "reduce"), ("reduction", "runs along")),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("cumulative", "runs along")),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window"), ("cumulative", "runs along")),
     **dict.fromkeys(("fft", "rev", "cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"), ("whole", "runs along")),
     **dict.fromkeys(("slice", "split", "dynamic_slice"), ("slice", "cuts")),
     "dynamic_update_slice": ("slice", "writes along"),
     **dict.fromkeys(("concatenate", "pad", "roll"), ("slice", "moves data along")),
     **dict.fromkeys(
-        ("conv_general_dilated", "reduce_window_max"),
+        ("conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
         ("window", "has windows that reach over the borders of shards of"),
     ),
     "gather": ("lookup", "looks up along"),
@@ -45,6 +44,8 @@ _ALONG = {
 }
 # Functions of jax.numpy that other operations make up.
 _NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
+# What a window over a whole dimension computes; JAX makes windows of these.
+_CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
 _RESULT, _CARRY = "result", "carry"
 
 
@@ -89,6 +90,8 @@ class _Search(Lies):
             dims = next(filter(None, sharded), [])
             text = f"a lookup along {self.which(dims)}: each device looks up in its shard, and adds zeros for the rest"
             return Cause("lookup", text, self.shard_another(dims), line)
+        if cause := self._for_cut(self.collective):
+            return cause
         if "scatter" in name or source.opcode == "scatter":
             text = f"each device over {over} adds its part of a scatter" + (", the gradient of a lookup" * is_gradient)
             return Cause("gradient" if is_gradient else "scatter", text, "shard the updates as the array", line)
@@ -110,9 +113,9 @@ class _Search(Lies):
 
     def _for_sum_of_products(self, line: str, is_gradient: bool) -> Cause:
         products = [each for each in self.program.wholes(self.source) if each[1].opcode == "dot"]
-        pairs = (zip(summed(*each, 0), summed(*each, 1), strict=True) for each in products)
-        over = (found for each in pairs if (found := [pair for pair in each if any(map(self.axes_of, pair))]))
-        dims = [each for pair in next(over, []) for each in pair]
+        pairs = [[*zip(summed(*each, 0), summed(*each, 1), strict=True)] for each in products]
+        over = ([pair for pair in each if test(map(self.axes_of, pair))] for test in (all, any) for each in pairs)
+        dims = [each for pair in next(filter(None, over), []) for each in pair]
         dims = dims or [each for place in products[:1] for side in (0, 1) for each in summed(*place, side)]
         has = [each for each in dims if self.axes_of(each)] or dims
         lacks = [each for each in dims if each not in has]
@@ -163,8 +166,7 @@ class _Search(Lies):
         if reader == _RESULT:
             return self._result(lies, made)
         if reader == _CARRY:
-            text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
-            return Cause("carry", text, "constrain the carry to one sharding, at the start and in the body", made)
+            return self._carry(self.module.line(through) or made)
         assert isinstance(reader, Instruction)
         line, found = self.module.line(reader), self._edge(reader, through)
         if reader.opcode == "while":
@@ -175,7 +177,9 @@ class _Search(Lies):
                 return self._constraint(found, asks)
         if reader.opcode == "dot" or reader.primitive == "dot_general":
             return self._for_product(found, line, "backward, " * ("transpose(" in reader.op_name))
-        if reader.primitive == "reshape":
+        if cause := self._for_cut(reader):
+            return cause
+        if reader.primitive in ("reshape", "tile"):
             return self._for_reshape(found, line)
         name = next((name for scope, name in _NAMED.items() if f"({scope})" in reader.op_name), reader.primitive)
         if name in _ALONG:
@@ -227,6 +231,10 @@ class _Search(Lies):
         text = f"out_shardings want a result of the program with another sharding over {self.over}{have}"
         return Cause("out_shardings", text, "let out_shardings be those that the computation gives", line)
 
+    def _carry(self, line: str) -> Cause:
+        text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
+        return Cause("carry", text, "constrain the carry to one sharding, at the start and in the body", line)
+
     def _constraint(self, found: Edge | None, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
         who = "backward, " * ("transpose(" in asks.op_name) + ASKING[asks.primitive]
@@ -261,10 +269,20 @@ class _Search(Lies):
             own = (len(found[0].operands(found[1])[0].shapes[0][1]) - 1,)
         if own and dims and dims[0].dim not in own:
             return Cause(kind, f"XLA does not split {name} over {self.over}: each device does all of {what}", "", line)
+        if found is not None and kind == "window" and _is_cumulative(found[1]):
+            kind, does, name = "cumulative", "runs along", _CUMULATIVE.get(name, "a cumulative operation")
         name = "argmax or another reduction of pairs" if name == "reduce" else name
         text = f"{name} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
         return Cause(kind, text, self.shard_another(dims), line)
+
+    def _for_cut(self, each: Instruction) -> Cause | None:
+        """A slice of one element along a sharded dimension, which XLA moves where a reshape drops that dimension."""
+        for place, whole in self.program.wholes(each)[: each.primitive in ("squeeze", "reshape")]:
+            below = place.operands(whole)[0]
+            if below.opcode == "slice" and any(at.extents[at.dim] == 1 for at in self.sharded(place, whole, 0)):
+                return self._along("slice", (place, below, 0), self.origins.line(place, below))
+        return None
 
     def _for_reshape(self, found: Edge | None, line: str) -> Cause:
         change, where = "", self._operand()
@@ -286,8 +304,9 @@ class _Search(Lies):
         kept = [each for each in lost.sharded(place, dot, 1 - side) if each not in other]
         if kept:
             text = f"{when}this product sums {lost.dims(filter(lost.axes_of, mine))} and keeps {lost.dims(kept)}"
-            remedy = "shard what the product sums in both operands; weights as under FSDP jaxmp.matmul and fuse gather "
-            return Cause("shared axis", f"{text}: both lie over {lost.over}", f"{remedy}while they multiply", line)
+            remedy = "shard what the product sums in both operands; of weights that have to be gathered (FSDP), let "
+            remedy += "jaxmp.matmul or fuse gather while they multiply"
+            return Cause("shared axis", f"{text}: both lie over {lost.over}", remedy, line)
         if mine_k != other_k:
             differ = self._over_others(mine_k ^ other_k)
             text = f"{when}this product sums {differ.dims(mine)} over {joined(mine_k)} and {differ.dims(other)} over "
@@ -310,10 +329,18 @@ class _Search(Lies):
         return Cause("product", text, remedy or "jaxmp.matmul or fuse moves it while it multiplies", line)
 
     def _downstream(self, found: Edge) -> Cause | None:
-        """Who asks for a result that the axes do not shard."""
+        """Who asks for a result that the axes do not shard, or shard though no operand has it so."""
         (place, operation, _), whole = found, self.program.whole
         assert whole is not None
         dims = self.program.dims(place, operation)
+        asked = [(at, axis) for at in self.all(Dim(place, operation, "", 0)) for axis in self.axes_of(at)]
+        if asked and not any(self.origins.ahead(*each) for each in asked) and (met := self.origins.met(*asked[0])):
+            if met.instruction.primitive in ASKING:
+                return self._constraint(found, met.instruction)
+            if met.instruction.opcode == "while":
+                return self._carry(whole.line(met.instruction))
+            if not self.origins.ahead(met, asked[0][1]):
+                return self._result(self.sharded(*found), whole.line(operation))
         waiting, seen = [operation] * (not self.all(Dim(place, operation, "", 0))), {operation.name}
         while waiting:
             at = waiting.pop(0)
@@ -358,6 +385,12 @@ class _Search(Lies):
         return self.origins.name(found[0])[0] if found else f"the result of {self.source.primitive}"
 
 
+def _is_cumulative(window: Instruction) -> bool:
+    """Whether a window, "size=1x64 pad=0_0x63_0", reaches over whole dimensions of a result that keeps them."""
+    sizes = window.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
+    return all(size in ("1", str(extent)) for size, extent in zip(sizes, window.shapes[0][1], strict=False))
+
+
 def _extents(each: Instruction) -> str:
     return "x".join(map(str, each.shapes[0][1]))
 
@@ -381,6 +414,7 @@ def _passes(user: Instruction) -> bool:
     if user.primitive in ASKING and user.opcode == "copy":
         return False
     # The program's own reshapes and cuts are no such ones.
-    own = {"reshape": "reshape", "slice": "slice", "split": "slice", "pad": "pad", "dynamic_slice": "dynamic-slice"}
+    own = {"reshape": "reshape", "tile": "reshape", "slice": "slice", "split": "slice", "pad": "pad"}
+    own["dynamic_slice"] = "dynamic-slice"
     is_handed_on = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
     return is_handed_on and own.get(user.primitive) != user.opcode

@@ -91,6 +91,11 @@ class Origins:
 
     def behind(self, start: Dim, axis: str) -> tuple[str, ...]:
         """What the value meets first on its way to the results: an operand that has it so, a constraint or a result."""
+        met = self.met(start, axis)
+        return (self.ahead(met, axis) or ("out_shardings",)) if met else ()
+
+    def met(self, start: Dim, axis: str) -> Dim | None:
+        """That dimension of what it meets, or of the results."""
         waiting, seen = [start], {start}
         while waiting and len(seen) < 500:
             at = waiting.pop(0)
@@ -98,12 +103,12 @@ class Origins:
                 if user in seen or axis not in self.axes(user):
                     continue
                 seen.add(user)
-                if found := self.ahead(user, axis):
-                    return found
+                if self.ahead(user, axis):
+                    return user
                 waiting.append(user)
             if at.computation.name == self._module.entry and at.instruction.is_root and not self._chooses_results:
-                return ("out_shardings",)
-        return ()
+                return at
+        return None
 
     @property
     def _module(self) -> hlo.Module:
