@@ -278,3 +278,14 @@ def test_the_line_that_asks_is_blamed_not_one_that_xla_moves_the_data_to(fn, bla
     rows = rows_of(jax.jit(fn, out_shardings=P("model")) if is_asked else fn, ((16, 16), None, "model"))
     assert {(row.line, row.cause_kind) for row in rows} == {(line_in(fn, line), kind) for line, kind in blamed}
     assert {row.cause.split()[0] for row in rows if row.cause_kind == "cumulative"} <= {"cummax"}
+
+
+def two_layers(w, v, x):
+    x = jnp.tanh(jnp.einsum("bsd,df->bsf", x, w))
+    return jnp.sum(jnp.tanh(jnp.einsum("bsd,df->bsf", x, v)))
+
+
+def test_sums_that_xla_has_combined_keep_their_lines(rows_of):
+    rows = rows_of(jax.grad(two_layers, (0, 1)), ((16, 64),), ((64, 32),), ((4, 8, 16), "data", "model"))
+    found = {(row.line, row.axes, "16" in row.shape) for row in rows}
+    assert found == {(line_in(two_layers, n), (axis,), n == 1) for n in (1, 2) for axis in ("data", "model")}, rows

@@ -147,8 +147,8 @@ def source(computation: Computation, collective: Instruction, operand: int) -> I
         # A lookup in a part of a table gives values where it finds them, and else zeros.
         if at.opcode == "select":
             part = 2 if computation.operands(at)[1].opcode == "broadcast" else 1
-        at, _ = behind(computation, at, part)
-        part = 0
+        at, index = behind(computation, at, part)
+        part = int(index or 0) * (at.kind in COLLECTIVES)  # of several arrays that XLA has combined
     return at if at.op_name and at.opcode != "parameter" else collective
 
 
