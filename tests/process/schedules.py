@@ -44,7 +44,8 @@ def main(initialize, process):
     initialize()
     wrong = 0
     for i in range(0, programs, 2):  # two programs are in flight at a time
-        pair = [given[j] if j < len(given) else draw(random.Random(1000 * seed + j)) for j in (i, i + 1)][: programs - i]
+        numbers = range(i, min(i + 2, programs))
+        pair = [given[j] if j < len(given) else draw(random.Random(1000 * seed + j)) for j in numbers]
         print(f"programs {i}, {i + 1}: {pair}")
         native.extension().set_schedule_noise(process * 7919 + i + 1, asked.get("microseconds", 300))
         bad = run(pair, np.random.default_rng(i), runs=asked.get("runs", 4))
