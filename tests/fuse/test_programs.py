@@ -346,6 +346,27 @@ def test_types_and_values_stay_what_they_are(name):
         np.testing.assert_array_equal(*(jax.grad(lambda x, f=f: f(x, w).sum())(x) for f in (fn, jaxmp.fuse(fn))))
 
 
+WEAK = {"float": jnp.full((4, 4), 2.0), "integer": jnp.full((4, 4), 2), "complex": jnp.full((4, 4), 2j)}
+OTHERS = {"weak": WEAK["float"], "weak integer": WEAK["integer"]}
+OTHERS |= {dtype: jnp.ones((4, 4), dtype) for dtype in ("float32", "bfloat16", "complex64")}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("kind", WEAK)
+def test_gradients_of_weakly_typed_operands_have_their_types(kind, other):
+    def fn(a, b):
+        return jax.nn.relu(a @ b)
+
+    def gradient(f, *operands):
+        y, pull = jax.vjp(f, *operands)
+        return y, pull(jnp.ones_like(y))
+
+    for operands in ((WEAK[kind], OTHERS[other]), (OTHERS[other], WEAK[kind])):
+        want = jax.make_jaxpr(lambda *xs: gradient(fn, *xs))(*operands).out_avals
+        for fused in (lambda *xs: gradient(jaxmp.fuse(fn), *xs), jaxmp.fuse(lambda *xs: gradient(fn, *xs))):
+            assert jax.make_jaxpr(fused)(*operands).out_avals == want
+
+
 def test_what_fn_refuses_is_still_refused():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
         jaxmp.fuse(jnp.matmul)(X, X)

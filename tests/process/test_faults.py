@@ -83,7 +83,7 @@ FAULTS = {
         r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)",
         60.0,
         spread=60.0,
-        env={2: {"LIMIT": f"FSIZE {1 << 20}"}},
+        env={2: {"LATER_LIMIT": f"FSIZE {1 << 20}"}},
     ),
     "shape": Fault(f"{DIFFERS}({other('k', 96, 48)})", 60.0, spread=1.0),
     "dtype": Fault(f"{DIFFERS}({other('dtype', 'bfloat16', 'float32')})", 60.0, spread=1.0),

@@ -45,8 +45,13 @@ def test_a_rank_that_ends_late_is_waited_for_by_all(tmp_path):
 
 @pytest.mark.parametrize(
     ("limits", "is_shared"),
-    [({"all": f"AS {20 << 30}"}, True), ({1: f"FSIZE {60 << 10}"}, False), ({"all": f"FSIZE {60 << 10}"}, False)],
-    ids=["addresses", "one rank's files", "all ranks' files"],
+    [
+        ({"all": f"AS {20 << 30}"}, True),
+        ({1: f"FSIZE {60 << 10}"}, False),
+        ({"all": f"FSIZE {60 << 10}"}, False),
+        ({1: f"FSIZE {1 << 20}"}, False),  # as a later block needs
+    ],
+    ids=["addresses", "one rank's files", "all ranks' files", "one rank's large files"],
 )
 def test_a_job_does_without_shared_memory_where_there_is_none(tmp_path, limits, is_shared):
     """As schedulers limit processes: too few addresses for the whole machine's memory, no file of a block's size."""

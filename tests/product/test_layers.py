@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layer_cases import ALL, LAYOUTS, MESH, SHAPES, data, operands_of, place, specs_of
 
 import jaxmp
+from jaxmp._src.spec import activations
 
 # Transforms: of a layer f and values x.
 
@@ -232,3 +233,22 @@ def test_gated_layers_without_a_mesh(rng, standard_promotion):
         for f in (jaxmp.gated_mlp, reference.gated_mlp)
     ]
     np.testing.assert_array_equal(*gradients)
+
+
+def _strong(z):
+    return z * jnp.float32(2)
+
+
+@pytest.mark.parametrize("activation", [*activations.FUNCTIONS, jax.nn.gelu, jax.nn.softplus, _strong])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_activations_of_weakly_typed_products_are_as_weak_as_those_of_jax(activation, has_bias, standard_promotion):
+    """jax.nn.gelu of a weak array is not weak, so what is multiplied by it afterwards has another type."""
+    x, w = jnp.full((2, 4), 2), jnp.full((4, 4), 0.5)
+    bias = w[0] if has_bias else None
+    f = {"gelu": jax.nn.gelu}.get(activation) or activations.FUNCTIONS.get(activation, activation)
+    h = f(x @ w + bias[None] if has_bias else x @ w)
+    for want, got in (
+        (h, jaxmp.linear(x, w, bias, activation=activation)),
+        (h @ w, jaxmp.mlp(x, w, bias, w, None, activation=activation)),
+    ):
+        assert jax.typeof(got) == jax.typeof(want)

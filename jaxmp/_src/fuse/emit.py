@@ -49,7 +49,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     rest = iter(extra)
     bias = None if product.bias is None else next(rest)
     c = None if product.c is None else next(rest)
-    x, w = x.astype(product.x.dtype), w.astype(product.w.dtype)
+    x, w = _in_type(product.x, x), _in_type(product.w, w)
     shared = _shared(product, options)
     if product.is_shared_by_name:
         return emit_shards.call(product, x, w, bias, c, shared)
@@ -86,7 +86,12 @@ def gradient(
         "transpose_b": product.w.contract == (1,),
         "out_sharding": out_sharding(product.result.aval),
     }
-    return [matmul(x.astype(product.x.dtype), w.astype(product.w.dtype), **given)]
+    return [matmul(_in_type(product.x, x), _in_type(product.w, w), **given)]
+
+
+def _in_type(operand: Operand, x: jax.Array) -> jax.Array:
+    """An operand in the type in which it is multiplied; weak where it was, for its cotangent is then as JAX's."""
+    return x if x.dtype == operand.dtype else x.astype(operand.dtype)
 
 
 def _shared(product: Product, options: Options) -> dict[str, Any]:

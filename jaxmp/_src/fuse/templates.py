@@ -86,7 +86,8 @@ def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | 
 def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
     """The equations that compute `function` of the argument of an activation and of one of these values."""
     (v,) = match.arguments
-    template = flat(function, (v.aval, match.output.aval))
+    has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    template = flat(function, (v.aval, match.output.aval)) if has_one else None
     return None if template is None else unify(graph, template, (v, cotangents))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Unpack, overload
 
 import jax
@@ -244,4 +245,8 @@ def dense(request: Request, activation: Activation | None) -> Any:
     spec, operands, shape = validated(request)
     activated.check_spec(spec)
     placement = meshes.place(request, shape)
-    return conversion.of_result(activated.activated_call(make_call(spec, placement, operands), found, operands))
+    d = activated.activated_call(make_call(spec, placement, operands), found, operands)
+    if conversion.is_weak:  # which the function, by its constants, may not leave it
+        weak = jax.eval_shape(found, jax.typeof(d).update(weak_type=True))
+        conversion = dataclasses.replace(conversion, is_weak=weak.weak_type)
+    return conversion.of_result(d)

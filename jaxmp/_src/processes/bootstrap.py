@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 import os
 import re
+import resource
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -145,10 +146,18 @@ def _share_arena(client: Any, key: str, process: int) -> str:
     arena = ""
     try:
         arena = native.own_arena()
+        _check_file_limit()
     except RuntimeError as error:
         client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
     client.key_value_set(f"{key}memory/{machine}/{process}", f"{container}-{os.getuid()} {arena}")
     return machine
+
+
+def _check_file_limit() -> None:
+    """Raise RuntimeError where the memory of a later call may be more than a file may have (`ulimit -f`)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # -1 is none
+        raise RuntimeError(f"File too large: this process may write {limit} bytes to a file, see ulimit -f")
 
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.jax_internals.jax_compat import convert
 from jaxmp._src.spec import precisions
-from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.epilogs import RULES, Epilog
 from jaxmp._src.spec.low_precision import FLOAT4, is_low_precision, is_mixed, is_scaled, operand_type, result_dtypes
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
 from jaxmp._src.spec.refusal import InvalidType, NotAvailable
@@ -118,6 +118,8 @@ def find(
     try:
         out, is_weak = (preferred, are_weak) if is_lax else of_jnp((a, b), preferred, added)
         out = _of_lax(*dtypes, out, precision)
+        is_gelu = asked[0] is not None and RULES[Epilog(asked[0])].activation == "gelu"
+        is_weak = is_weak and not is_gelu  # whose constants are not
     except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
         _check_weak(a, b)
         return None
