@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
-from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.spec.matmul_spec import accumulator
 
 
-def grouped_row(eqn: Any, line: str, count: int) -> Row:
-    """Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
+    """The row of operands and a result of these types. Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
 
     What experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
     """
-    spec: GroupedSpec = eqn.params["spec"]
-    x, w, bounds, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    x, w, bounds, d = avals
     (_, m, k), n, ndevices, nranks = x.shape, d.shape[-1], shards.mesh_size(x), spec.nranks
     groups = (bounds.shape[1] - 1) // nranks
     whole_groups, whole_m, whole_k, whole_n = spec.whole or (groups, m, k, n)
     repeats = 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
     is_cpu = jax_compat.default_platform() == "cpu"
-    is_host = is_cpu and not is_auto(x) and spec.implementation != "xla"
+    is_left = spec.is_global and spec.level.global_order
+    is_host = is_cpu and not is_left and spec.implementation != "xla"
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))
@@ -47,7 +47,7 @@ def grouped_row(eqn: Any, line: str, count: int) -> Row:
         if is_host and not spec.experts
         else "CPU devices of one process read the rows of their groups where they lie"
         if is_host
-        else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_cpu else 'here'}",
+        else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_left else 'here'}",
         algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
         bytes_moved=moved,

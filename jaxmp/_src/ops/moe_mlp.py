@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxmp._src.contraction.contraction import Dims, Layout
+from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated, ragged_dot
 from jaxmp._src.primitive.collectives import cast_varying
@@ -168,7 +168,8 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     if first.mode == meshes.Mode.XLA:
         raise ragged_dot.no_call(first)
     if first.mode != meshes.Mode.SHARDED:
-        return (RaggedCall(spec), RaggedCall(spec)), second.constraint
+        call = RaggedCall(ragged_dot.of_global(spec, first))
+        return (call, call), second.constraint
     rows = first.a[0]
     out = (rows, tuple(axis for axis in second.b[2] if axis not in rows)) if second.out is None else second.out
     dims = first.a, first.b, second.b, out
@@ -200,9 +201,9 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
         "gates": ("mr", None),
     }
     sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the choices of a row
-    experts = ragged.shared_axes(spec, mesh, Layout(x, w_in, d)) if w_in[0] == w_down[0] else ()
+    experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n))
-    call = ragged.split_call(second, where, splits, sizes, arrays, d, "h", experts)
+    call = ragged.split_call(second, where, splits, sizes, arrays, d, "hg", experts)
     first = dataclasses.replace(call.spec, whole=(g, m, k, h))
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
 

@@ -93,7 +93,7 @@ def product(
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
-    call = ragged.RaggedCall(spec)
+    call = ragged.RaggedCall(of_global(spec, placement))
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.XLA:
@@ -124,6 +124,11 @@ def jaxmp_activated_ragged_dot(
 
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
     return activated.activate(f or (lambda z: z), zs)
+
+
+def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
+    """The spec, which tells whether XLA's partitioner chooses the shardings."""
+    return dataclasses.replace(spec, is_global=placement.mode == meshes.Mode.AUTO)
 
 
 def no_call(placement: meshes.Placement) -> NotAvailable:

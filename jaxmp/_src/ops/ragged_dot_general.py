@@ -82,7 +82,7 @@ def ragged_dot_general(
     if placement.mode in (meshes.Mode.SHARDED, meshes.Mode.XLA):
         why = placement.why or "arrays with shardings take the dimension numbers of lax.ragged_dot alone"
         raise NotAvailable(f"{why}; call inside a shard_map over all axes of the mesh")
-    d: jax.Array = jaxmp_ragged_dot_general(spec, numbers, request.a, request.b, sizes)
+    d: jax.Array = jaxmp_ragged_dot_general(ragged_dot.of_global(spec, placement), numbers, request.a, request.b, sizes)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
