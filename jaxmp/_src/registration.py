@@ -25,7 +25,7 @@ from jaxmp._src.primitive.primitives import (
     by_batch,
     naming_by_spec,
 )
-from jaxmp._src.sharding import partitioner
+from jaxmp._src.sharding import partitioner, ragged
 from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
@@ -89,6 +89,12 @@ for _product in grouped.GROUPED:
 # The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
 jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED))
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, *grouped.GROUPED))
+jax_rules.register_checks(
+    grouped.sizes_p,
+    ragged.are_wrong,
+    "ragged_dot: group_sizes must not be negative, nor sum to more than the rows of x, got {}",
+)
+mlir.register_lowering(grouped.sizes_p, lambda ctx, sizes, **_: [sizes])
 
 mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])

@@ -227,7 +227,7 @@ def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
     local = dataclasses.replace(second, frame=None)
-    body = functools.partial(_on_shards, first, local, f)
+    body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:
         return body(operands)["d"]
     d: jax.Array = on_shards(second.frame, body, operands, "moe_mlp")["d"]

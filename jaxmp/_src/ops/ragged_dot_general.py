@@ -16,7 +16,7 @@ from jaxmp._src.ops import dot_general, ragged_dot
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes
-from jaxmp._src.sharding.ragged import bounds_of
+from jaxmp._src.sharding.ragged import bounds_of, checked
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
@@ -122,6 +122,7 @@ def jaxmp_ragged_dot_general(
     spec: GroupedSpec, numbers: _Numbers, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
+    sizes = checked({"sizes": sizes}, m)["sizes"]
     bounds = jax.vmap(lambda each: bounds_of(each, None, m, groups))(sizes.reshape(-1, groups))
     shape = numbers.result(lhs.shape, rhs.shape, groups)
     lead = *product.lhs_batch, *numbers.outer

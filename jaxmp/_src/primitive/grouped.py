@@ -44,6 +44,14 @@ partitioned_grouped_p = jax_compat.make_primitive(
 )
 GROUPED = (grouped_p, partitioned_grouped_p)
 
+# (sizes) -> sizes, the same: where `checkify` asks whether groups have more than `m` rows.
+sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
+sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
+jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
+    sizes_p.bind(jnp.moveaxis(*operands, *dims, 0), **params),
+    0,
+)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):

@@ -25,7 +25,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
-from jaxmp._src.primitive.grouped import GroupedSpec, grouped
+from jaxmp._src.primitive.grouped import GroupedSpec, grouped, sizes_p
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
@@ -107,15 +107,28 @@ class RaggedCall:
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
     """The first row of each group, and the end of the last one, for groups from `offset` on; sizes are clamped."""
 
-    def add(a: jax.Array, b: jax.Array) -> jax.Array:  # sums of sizes that are too large would overflow
-        return jnp.minimum(a + b, m)
-
-    ends = lax.associative_scan(add, _within(sizes, m))
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
         return bounds
     last = sizes.shape[0]
     return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
+
+
+def checked(operands: Operands, m: int) -> Operands:
+    """The operands, of which `checkify` looks at the sizes."""
+    return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
+
+
+def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
+    """Whether sizes are negative, or sum to more than m."""
+    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
+    ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
+    return (wide < 0).any() | (ends > m).any()
+
+
+def _ends(sizes: jax.Array, most: int) -> jax.Array:
+    """The sums of sizes up to each, or `most`: larger ones might overflow."""
+    return lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:
