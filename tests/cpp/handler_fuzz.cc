@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/barrier/messages.h"
@@ -99,7 +100,7 @@ TEST(CallsOfProcessesOfAnyKindAreAnsweredWithAnError) {
   signature.groups = {0, 0};
   FuzzProcessCall(ProcessBarrierExecute, ProcessBarrierSite(*Prepare(signature)));
   signature.has_tokens = true;
-  for (const auto& [sums, picks] : {std::pair{false, false}, {true, false}, {false, true}}) {
+  for (const auto& [sums, picks] : {std::pair(false, false), std::pair(true, false), std::pair(false, true)}) {
     SharedCollective call{*Prepare(signature), {1, 0}, picks ? size_t{1} : size_t{2}, sums, picks};
     for (const auto part : {CollectivePart::kAll, CollectivePart::kWrite, CollectivePart::kRead}) {
       FuzzProcessCall(ProcessCollectiveExecute,
