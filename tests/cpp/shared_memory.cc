@@ -324,7 +324,8 @@ TEST(RowsAreTakenAsTheTableSays) {
     write.picks.npicks = 0;
     tokens[call.ranks[static_cast<size_t>(position)]] = *WriteOperand(call, position, write);
   }
-  CHECK_CONTAINS(ReadOperands(call, 0, arrays(0, &operand, &none), tokens).message(), "rows are taken that no rank has");
+  CHECK_CONTAINS(ReadOperands(call, 0, arrays(0, &operand, &none), tokens).message(),
+                 "rows are taken that no rank has");
   for (int64_t position = 0; position < 4; ++position) {
     CHECK_EQ(ReadOperands(call, position, arrays(position, &operand, &result), tokens).message(), "");
     CHECK(result == (std::vector<float>{306, 307, 204, 205, 102, 103, 0, 1, -1, -1}));

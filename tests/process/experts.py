@@ -102,7 +102,7 @@ def has_the_bits_of_one_device(mesh, kind):
 def wanted(x, w, ct, sizes):
     ends = np.minimum(np.cumsum((0, *sizes)), M)
     d, dx, dw = np.zeros((M, N), "f"), np.zeros_like(x), np.zeros_like(w)
-    for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(ends)):
         rows = slice(begin, end)
         d[rows], dx[rows], dw[i] = x[rows] @ w[i], ct[rows] @ w[i].T, x[rows].T @ ct[rows]
     return d, dx, dw

@@ -47,5 +47,7 @@ def test_every_pattern_transform_and_epilog(name, tmp_path):
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
     counts = [[line for line in rank.log.splitlines() if line.startswith("RAN")] for rank in ranks]
     assert all(lines == counts[0] for lines in counts)
-    assert len(counts[0]) == sum(each in scenarios for each in ("order", "memory", "products", "experts", "schedules", "audited"))
+    assert len(counts[0]) == sum(
+        each in scenarios for each in ("order", "memory", "products", "experts", "schedules", "audited")
+    )
     print(*counts[0], sep="\n")

@@ -16,9 +16,10 @@ from jaxmp._src.spec.matmul_spec import accumulator
 
 
 def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
-    """The row of operands and a result of these types. Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+    """The row of operands and a result of these types.
 
-    What experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
+    Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together. What
+    experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
     """
     x, w, bounds, d = avals
     (_, m, k), n, ndevices, nranks = x.shape, d.shape[-1], shards.mesh_size(x), spec.nranks

@@ -57,12 +57,13 @@ def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], m
     """
 
     nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
+    assert_func: Any = _checkify.assert_func
 
     def check(*args: Any, **params: Any) -> Any:
         context, (error, enabled, *operands) = args[:nahead], args[nahead:]
         if _checkify.FailedCheckError in enabled:
             failed = _checkify.FailedCheckError(_checkify.get_traceback(), message, operands[0])
-            error = _checkify.assert_func(*context, error, are_wrong(*operands, **params), failed)
+            error = assert_func(*context, error, are_wrong(*operands, **params), failed)
         return error, primitive.bind(*operands, **params)
 
     _checkify.error_checks[primitive] = check

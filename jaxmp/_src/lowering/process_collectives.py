@@ -60,9 +60,7 @@ class SharedMemory:
         own = self._run(flat, (flat.size // nranks,), axes, 0, is_sum=True)
         return self._gather(own, axes, 0)[: x.size].reshape(x.shape)
 
-    def rows(
-        self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]
-    ) -> jax.Array:
+    def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """(m, ...), of which this rank takes rows from x (rows, ...) of all ranks.
 
         Each rank writes the first `written` (ranks,) of its rows. `table` (n, 4) says which to take: the rank, the

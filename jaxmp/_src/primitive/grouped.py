@@ -48,7 +48,7 @@ GROUPED = (grouped_p, partitioned_grouped_p)
 sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
 sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
 jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
-    sizes_p.bind(jnp.moveaxis(*operands, *dims, 0), **params),
+    sizes_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **params),
     0,
 )
 

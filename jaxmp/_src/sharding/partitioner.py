@@ -61,8 +61,8 @@ _observers_lock = threading.Lock()
 
 @contextlib.contextmanager
 def observe(callback: Observer) -> Iterator[None]:
-    """While open, `callback(spec, types of operands and results)` sees every call that the partitioner settles, and with None for the
-    types every batch of products that it has to place."""
+    """While open, `callback(spec, types of operands and results)` sees every call that the partitioner settles, and
+    with None for the types every batch of products that it has to place."""
     with _observers_lock:
         _observers.append(callback)
     try:

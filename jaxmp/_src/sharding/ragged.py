@@ -128,7 +128,8 @@ def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
 
 def _ends(sizes: jax.Array, most: int) -> jax.Array:
     """The sums of sizes up to each, or `most`: larger ones might overflow."""
-    return lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
+    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
+    return ends
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:
@@ -279,9 +280,7 @@ def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, st
     `e` are bounds, which no axis splits.
     """
     w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
-    x, w, e, d = (
-        ("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True)
-    )
+    x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
     return x, w, e, d
 
 
