@@ -85,7 +85,7 @@ def compared(calls, seconds, ratio):
 
 
 def measure(quick):
-    seconds, found = 0.05 if quick else 1.0, {"uneven": [], "capacity": [], "memory of groups": []}
+    seconds, found = 0.05 if quick else 1.0, {"uneven": [], "capacity": [], "grouped_memory": []}
     for dtype, ranks in itertools.product(TYPES, RANKS):
         mesh = mesh_of(ranks)
         with jax.set_mesh(mesh):
@@ -96,11 +96,11 @@ def measure(quick):
         ours, theirs = (in_child(name, number, dtype, is_gradient, script=__file__) for name in ("jaxmp", "lax"))
         row = {"m,k,n,groups": ",".join(map(str, GROUPS[number])), "type": dtype}
         row |= {"of": "gradient" if is_gradient else "product", "jaxmp MiB": ours / 2**20, "lax MiB": theirs / 2**20}
-        found["memory of groups"].append(row | {"jaxmp / lax": ours / theirs})
+        found["grouped_memory"].append(row | {"jaxmp / lax": ours / theirs})
     ratios = {
-        "uneven": (["devices", "type"], {"uneven / even": max, "uneven / even of the processor": max}),
-        "capacity": (["devices", "type"], {"slots / jaxmp": min, "slots / jaxmp of the processor": min}),
-        "memory of groups": (["of", "type"], {"jaxmp / lax": max}),
+        "uneven": (["devices", "type"], {"uneven / even of the processor": max}),
+        "capacity": (["devices", "type"], {"slots / jaxmp of the processor": min}),
+        "grouped_memory": (["of", "type"], {"jaxmp / lax": max}),
     }
     return {name: {"means": means(rows, *ratios[name]), "rows": rows} for name, rows in found.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
 from jaxmp._src.hardware.call_time import Transfer
@@ -58,8 +59,18 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         local_extents=_extents(spec, m, k, n),
         ndevices=ndevices,
         mesh=spec.mesh,
+        placement=_placement(spec),
         transfers=(Transfer.over(dict(spec.mesh), spec.experts, moved),) if moved else (),
     )
+
+
+def _placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes that shard x, w and the result; of matrices those of groups and of columns."""
+    if not spec.splits:
+        return ()
+    axes = dict(spec.splits)
+    rows, matrices = (axes["m"], axes["n"]), (axes["g"], axes["n"])
+    return ((axes["m"], axes["k"]), *((rows, matrices) if spec.is_contraction else (matrices, rows)))
 
 
 def _extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:

@@ -115,10 +115,11 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
         "is_transposed": spec.is_transposed,
         "is_fixed_order": spec.level.fixed_order,
     }
-    names = [name for name, _ in spec.mesh]
+    mesh, experts = (spec.mesh, spec.experts) if spec.nranks > 1 else ((), ())
+    names = [name for name, _ in mesh]
     axes = {
-        "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
-        "axes_row": np.array([names.index(axis) for axis in spec.experts], np.int64),
+        "mesh_shape": np.array([size for _, size in mesh], np.int64),
+        "axes_row": np.array([names.index(axis) for axis in experts], np.int64),
     }
     position = [mesh_position(spec.mesh)] if spec.nranks > 1 else []
     (m, k), types = x.shape[1:], "*".join(y.dtype.name for y in (x, w))

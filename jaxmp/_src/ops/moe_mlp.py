@@ -114,8 +114,6 @@ def layers(
     with naming("moe_mlp", b="w_up"):
         sizes = np.zeros(jnp.shape(request.b)[:1], int) if is_routed else groups["sizes"]
         spec, found = ragged_dot.validated(request, sizes, groups.get("offset"))
-        if spec.level.global_order:
-            raise spec.level.mesh_refusal("is not available", "call jaxmp.ragged_dot for each product")
         f = ragged_dot.activation_of(spec, activation)
     _check_weights(operands)
     operands |= groups if is_routed else {name: found[name] for name in ("sizes", "offset") if name in found}
@@ -167,6 +165,8 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     first, second = places
     if first.mode == meshes.Mode.XLA:
         raise ragged_dot.no_call(first)
+    if first.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:
         call = RaggedCall(ragged_dot.of_global(spec, first))
         return (call, call), second.constraint
@@ -204,7 +204,11 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n))
     call = ragged.split_call(second, where, splits, sizes, arrays, d, "hg", experts)
-    first = dataclasses.replace(call.spec, whole=(g, m, k, h))
+    rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
+    of_both = ("m", rows), ("g", groups)
+    first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))
+    of_second = dataclasses.replace(call.spec, splits=(*of_both, ("k", hidden), ("n", columns)))
+    call = dataclasses.replace(call, spec=of_second)
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
 
 

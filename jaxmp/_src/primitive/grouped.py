@@ -55,9 +55,13 @@ jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **param
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):
-    """What is multiplied; `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays
-    that a mesh shards, where the operands are shards of them; `mesh`: every mesh axis as (name, size), if there are
-    `experts`; `is_global`: operands are whole arrays, of which XLA's partitioner chooses the shardings."""
+    """What is multiplied.
+
+    `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays that a mesh shards,
+    where the operands are shards of them; `mesh`: every mesh axis as (name, size), and `splits` for each of m, k, g
+    and n the axes that split it, where jaxmp has split them; `is_global`: operands are whole arrays, of which XLA's
+    partitioner chooses the shardings.
+    """
 
     out_dtype: np.dtype
     is_contraction: bool = False
@@ -67,6 +71,7 @@ class GroupedSpec(Parts):
     whole: tuple[int, ...] = ()
     experts: tuple[str, ...] = ()
     mesh: Axes = ()
+    splits: tuple[tuple[str, tuple[str, ...]], ...] = ()
     is_global: bool = False
     function: str = "ragged_dot"
 
@@ -82,7 +87,8 @@ class GroupedSpec(Parts):
 
     def swapped(self) -> GroupedSpec:
         """The same with k and n in each other's place."""
-        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]))
+        splits = tuple(({"k": "n", "n": "k"}.get(index, index), axes) for index, axes in self.splits)
+        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]), splits=splits)
 
     def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
         """A product of rows under the same options."""

@@ -229,8 +229,8 @@ def _call_of(
     )
     out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
-    if experts:
-        spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.items()))
+    splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
+    spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.items()), splits=splits)
     return RaggedCall(spec, None, axes["m"], axes["g"], terms[contracted[0]], sums, scatters), out
 
 
