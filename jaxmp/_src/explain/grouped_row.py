@@ -12,6 +12,7 @@ from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.spec.matmul_spec import accumulator
 
@@ -30,6 +31,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     is_cpu = jax_compat.default_platform() == "cpu"
     is_left = spec.is_global and spec.level.global_order
     is_host = is_cpu and not is_left and spec.implementation != "xla"
+    apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh()) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))
@@ -47,6 +49,8 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         implementation="host" if is_host else "xla",
         why="CPU devices multiply groups of rows, each those that it has"
         if is_host and not spec.experts
+        else f"CPU devices exchange the rows of their groups, for {apart}"
+        if is_host and apart
         else "CPU devices of one process read the rows of their groups where they lie"
         if is_host
         else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_left else 'here'}",
