@@ -44,19 +44,23 @@ def child(name, pattern, shape, types):
     """Print the bytes that one contender adds to the process, at their peak."""
     calls, _ = contenders(pattern, RANKS, shape, types)
     jax.block_until_ready([call.args for call in calls.values()])  # operands still being made would count as peak
-    call = calls[name]
+    print(json.dumps(peak(calls[name])))
+
+
+def peak(call):
+    """The bytes that compiling and running add to the process, of a jitted function with its arguments."""
     trim()
     before = status("VmRSS")
     compiled = call.func.lower(*call.args).compile()
     trim()
     Path("/proc/self/clear_refs").write_text("5")  # the peak of running, not that of compiling
     for _ in range(3):
-        compiled(*call.args).block_until_ready()
-    print(json.dumps(status("VmHWM") - before))
+        jax.block_until_ready(compiled(*call.args))
+    return status("VmHWM") - before
 
 
-def in_child(*arguments):
-    command = [sys.executable, __file__, "--child", json.dumps(arguments)]
+def in_child(*arguments, script=__file__):
+    command = [sys.executable, script, "--child", json.dumps(arguments)]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | ALLOCATOR)
     return int(ran.stdout.split()[-1])
 

@@ -140,7 +140,7 @@ StatusOr<CollectivePart> PartOf(const std::string& name) {
 
 StatusOr<std::unique_ptr<ProcessCollectiveSite>> MakeCollectiveSite(const ffi::Dictionary& attributes) {
   SharedCollective call;
-  int64_t outer = 0, sums = 0;
+  int64_t outer = 0, sums = 0, picks = 0;
   std::string part_name;
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "part", &part_name));
   JAXMP_ASSIGN_OR_RETURN(const CollectivePart part, PartOf(part_name));
@@ -149,8 +149,9 @@ StatusOr<std::unique_ptr<ProcessCollectiveSite>> MakeCollectiveSite(const ffi::D
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "ranks", &call.ranks));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "outer", &outer));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "sums", &sums));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "picks", &picks));
   call.outer = outer > 0 ? static_cast<size_t>(outer) : 0;
-  call.sums = sums != 0;
+  call.sums = sums != 0, call.picks = picks != 0;
   JAXMP_RETURN_IF_ERROR(CheckCollective(call));
   return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)), part);
 }
@@ -163,7 +164,19 @@ StatusOr<CollectiveArrays> Decode(const SharedCollective& call, const ffi::AnyBu
                           static_cast<char*>(result.untyped_data()),
                           result.size_bytes(),
                           call.sums ? element.bytes : 1,
-                          element.add};
+                          element.add,
+                          {}};
+}
+
+// The tables of a collective in which ranks pick rows, arguments from `index` on; x has rows.
+StatusOr<Picks> ReadPicks(const ffi::RemainingArgs& args, size_t index, size_t nranks, const ffi::AnyBuffer& x) {
+  const auto written = args.get<ffi::AnyBuffer>(index), table = args.get<ffi::AnyBuffer>(index + 1);
+  const bool is_right = written.has_value() && table.has_value() && written->element_type() == ffi::S32 &&
+                        table->element_type() == ffi::S32 && written->element_count() == nranks &&
+                        table->element_count() % 4 == 0 && x.dimensions().size() > 0 && x.dimensions()[0] > 0;
+  if (!is_right) return InvalidArgument("jaxmp: a collective of rows takes rows, int32 by rank, and a table of int32");
+  return Picks{static_cast<const int32_t*>(written->untyped_data()), static_cast<const int32_t*>(table->untyped_data()),
+               table->element_count() / 4, x.size_bytes() / static_cast<size_t>(x.dimensions()[0])};
 }
 
 // The tokens of `nranks` ranks, one each.
@@ -178,7 +191,8 @@ Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi
              const ffi::RemainingRets& rets, std::function<void(const Status&)> done) {
   const SharedCollective& call = *site.call;
   const bool is_read = site.part == CollectivePart::kRead;
-  if (args.size() != (is_read ? 3 : 2) || rets.size() != 1) {
+  const size_t ntokens = is_read ? 1 : 0, ntables = call.picks ? 2 : 0;
+  if (args.size() != 2 + ntokens + ntables || rets.size() != 1) {
     return InvalidArgument("jaxmp: a collective takes an array, tokens to read, and a position, and gives an array");
   }
   JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, args.size() - 1));
@@ -186,7 +200,12 @@ Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi
   auto result = rets.get<ffi::AnyBuffer>(0);
   if (operand.has_error()) return InvalidArgument(operand.error().message());
   if (result.has_error()) return InvalidArgument(result.error().message());
-  JAXMP_ASSIGN_OR_RETURN(const CollectiveArrays arrays, Decode(call, *operand, **result));
+  JAXMP_ASSIGN_OR_RETURN(CollectiveArrays arrays, Decode(call, *operand, **result));
+  if (call.picks) {
+    JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
+    JAXMP_ASSIGN_OR_RETURN(arrays.picks, ReadPicks(args, 1 + ntokens, nranks, *operand));
+    if (site.part == CollectivePart::kWrite) arrays.picks.npicks = 0;
+  }
   if (site.part == CollectivePart::kWrite) {
     JAXMP_ASSIGN_OR_RETURN(uint64_t* token, Tokens(**result, 1));
     JAXMP_ASSIGN_OR_RETURN(*token, WriteOperand(call, position, arrays));

@@ -29,14 +29,15 @@ struct ProcessCollectiveSite : SiteType<ProcessCollectiveSite> {
 };
 
 // Once per call site: decodes the attributes program, index, repeat, call, fields, devices, processes, groups and
-// is_sequential (call_signature.h), and of a collective ranks, outer and sums (collective.h) and part ("all", "write"
-// or "read").
+// is_sequential (call_signature.h), and of a collective ranks, outer, sums and picks (collective.h) and part ("all",
+// "write" or "read").
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution. Of a barrier, arguments any arrays, then the device's position in the mesh; results
 // the same arrays, in the same memory where XLA can arrange it. Of a collective, one array each; of "write", the result
-// is the token of what was written, a uint64; of "read", the tokens of the group by rank follow the array.
+// is the token of what was written, a uint64; of "read", the tokens of the group by rank follow the array; where ranks
+// pick rows, the two tables of `Picks` come ahead of the position.
 XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame);
 

@@ -28,8 +28,32 @@ const std::vector<int64_t>& PositionsOf(const SharedCollective& call, int64_t po
   return signature.members[static_cast<size_t>(signature.groups[static_cast<size_t>(position)])].positions;
 }
 
+// The bytes that a rank writes.
+size_t BytesOf(const SharedCollective& call, size_t rank, const CollectiveArrays& arrays) {
+  const Picks& picks = arrays.picks;
+  return call.picks ? static_cast<size_t>(picks.written[rank]) * picks.row_bytes : arrays.operand_bytes;
+}
+
+Status CheckPicks(const SharedCollective& call, size_t nranks, const CollectiveArrays& arrays) {
+  const Picks& picks = arrays.picks;
+  const auto are_in = [&](int64_t first, int64_t count, size_t bytes) {
+    return first >= 0 && count >= 0 && static_cast<size_t>(first + count) * picks.row_bytes <= bytes;
+  };
+  bool is_right = true;
+  for (size_t rank = 0; rank < nranks; ++rank) {
+    is_right = is_right && are_in(0, picks.written[rank], arrays.operand_bytes);
+  }
+  for (const int32_t* pick = picks.table; is_right && pick != picks.table + 4 * picks.npicks; pick += 4) {
+    is_right = pick[0] >= 0 && static_cast<size_t>(pick[0]) < nranks && are_in(pick[3], pick[2], arrays.result_bytes) &&
+               are_in(pick[1], pick[2], BytesOf(call, static_cast<size_t>(pick[0]), arrays));
+  }
+  if (is_right) return {};
+  return InvalidArgument(call.signature->call, ": rows are taken that no rank has, or to where the result has none");
+}
+
 Status CheckResult(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays) {
   JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
+  if (call.picks) return CheckPicks(call, nranks, arrays);
   const size_t whole = call.sums ? arrays.operand_bytes : arrays.result_bytes;
   const size_t part = call.sums ? arrays.result_bytes : arrays.operand_bytes;
   if (whole == part * nranks) return {};
@@ -40,7 +64,7 @@ Status CheckResult(const SharedCollective& call, int64_t position, const Collect
 // What the others need of the operand: of a reduce-scatter all but this rank's part of the sum.
 void Write(const SharedCollective& call, size_t rank, size_t nranks, const CollectiveArrays& arrays, char* block) {
   if (!call.sums) {
-    Copy(block, arrays.operand, arrays.operand_bytes);
+    Copy(block, arrays.operand, BytesOf(call, rank, arrays));
     return;
   }
   const size_t row = arrays.operand_bytes / call.outer, piece = row / nranks;
@@ -60,6 +84,14 @@ void Gather(const SharedCollective& call, const std::vector<const char*>& blocks
       Copy(to, block + i * piece, piece);
       to += piece;
     }
+  }
+}
+
+void Pick(const std::vector<const char*>& blocks, const CollectiveArrays& arrays) {
+  const auto bytes = [&](int32_t rows) { return static_cast<size_t>(rows) * arrays.picks.row_bytes; };
+  for (size_t i = 0; i < arrays.picks.npicks; ++i) {
+    const int32_t* pick = arrays.picks.table + 4 * i;
+    Copy(arrays.result + bytes(pick[3]), blocks[static_cast<size_t>(pick[0])] + bytes(pick[1]), bytes(pick[2]));
   }
 }
 
@@ -103,13 +135,15 @@ StatusOr<size_t> RanksOf(const SharedCollective& call, int64_t position) {
 
 StatusOr<uint64_t> WriteOperand(const SharedCollective& call, int64_t position, const CollectiveArrays& arrays) {
   JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
+  if (call.picks) JAXMP_RETURN_IF_ERROR(CheckPicks(call, nranks, arrays));
+  const size_t rank = RankOf(call, position), bytes = BytesOf(call, rank, arrays);
   const size_t pieces = call.outer * (call.sums ? nranks : 1);
   if (arrays.operand_bytes % pieces != 0 || arrays.operand_bytes / pieces % arrays.element_bytes != 0) {
     return InvalidArgument("jaxmp: a collective of ", nranks, " ranks has an operand of ", arrays.operand_bytes,
                            " bytes, which are to be in ", pieces, " pieces");
   }
-  JAXMP_ASSIGN_OR_RETURN(const Block block, AllocateBlock(arrays.operand_bytes, static_cast<uint32_t>(nranks - 1)));
-  if (block.token != 0) Write(call, RankOf(call, position), nranks, arrays, block.data);
+  JAXMP_ASSIGN_OR_RETURN(const Block block, AllocateBlock(bytes, static_cast<uint32_t>(nranks - 1)));
+  if (block.token != 0) Write(call, rank, nranks, arrays, block.data);
   return block.token;
 }
 
@@ -126,10 +160,14 @@ Status ReadOperands(const SharedCollective& call, int64_t position, const Collec
       blocks[rank] = arrays.operand;
       continue;
     }
-    JAXMP_ASSIGN_OR_RETURN(blocks[rank], ReadBlock(processes[rank], tokens[rank], arrays.operand_bytes));
+    JAXMP_ASSIGN_OR_RETURN(blocks[rank], ReadBlock(processes[rank], tokens[rank], BytesOf(call, rank, arrays)));
   }
   const size_t own = RankOf(call, position);
-  call.sums ? Sum(call, own, blocks, arrays) : Gather(call, blocks, arrays);
+  if (call.picks) {
+    Pick(blocks, arrays);
+  } else {
+    call.sums ? Sum(call, own, blocks, arrays) : Gather(call, blocks, arrays);
+  }
   for (size_t rank = 0; rank < nranks; ++rank) {
     if (rank != own) ReleaseBlock(processes[rank], tokens[rank]);
   }

@@ -20,12 +20,20 @@ namespace jaxmp {
 using Add = void (*)(void* z, const void* x, const void* y, size_t count);
 
 // A call site. An operand of an all-gather is [outer, piece], its result [outer, ranks, piece]; a reduce-scatter takes
-// [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order.
+// [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order. Where a rank `picks`, operand
+// and result are rows, and it takes those that its table names.
 struct SharedCollective {
   std::shared_ptr<const CallSignature> signature;
   std::vector<int64_t> ranks;  // by position in the mesh: the place in its group
   size_t outer = 1;
-  bool sums = false;
+  bool sums = false, picks = false;
+};
+
+// How many of its rows each rank writes, by rank; and which of them this rank takes, `npicks` times (rank, first row,
+// number of rows, first row in the result). Other rows of the result are left as they are.
+struct Picks {
+  const int32_t *written, *table;
+  size_t npicks, row_bytes;
 };
 
 // Checks that the ranks of each group count from 0.
@@ -39,6 +47,7 @@ struct CollectiveArrays {
   size_t result_bytes;
   size_t element_bytes;
   Add add;
+  Picks picks{};
 };
 
 // The device at `position` has come from `origin`; `done` is called as ArriveWithToken's is.

@@ -14,7 +14,6 @@ from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.lowering.ffi_call import mesh_position_p
-from jaxmp._src.lowering.grouped import grouped_rule
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import grouped, jvp, primitives, transpose
 from jaxmp._src.primitive.collectives import collective_p, process_barrier_p, reshard_p
@@ -26,7 +25,7 @@ from jaxmp._src.primitive.primitives import (
     by_batch,
     naming_by_spec,
 )
-from jaxmp._src.sharding import partitioner
+from jaxmp._src.sharding import partitioner, ragged
 from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
@@ -77,18 +76,25 @@ _register(
     lower=lambda platform: mlir.lower_fun(primitives.activated_matmul_parts, multiple_results=False),
 )
 
-_register(
-    grouped.grouped_p,
-    abstract_eval=grouped.abstract_eval,
-    jvp=grouped.jvp_rule,
-    transpose=grouped.transpose_rule,
-    batch=grouped.batch_rule,
-    lower=grouped_rule,
-)
+for _product in grouped.GROUPED:
+    _register(
+        _product,
+        abstract_eval=grouped.abstract_eval,
+        jvp=grouped.jvp_rule,
+        transpose=grouped.transpose_rule,
+        batch=grouped.batch_rule,
+        lower=partitioner.grouped_rule,
+    )
 
 # The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
-jax_rules.register_saved((*PRODUCTS, grouped.grouped_p))
-jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, grouped.grouped_p))
+jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED))
+jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, *grouped.GROUPED))
+jax_rules.register_checks(
+    grouped.sizes_p,
+    ragged.are_wrong,
+    "ragged_dot: group_sizes must not be negative, nor sum to more than the rows of x, got {}",
+)
+mlir.register_lowering(grouped.sizes_p, lambda ctx, sizes, **_: [sizes])
 
 mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])

@@ -356,6 +356,7 @@ std::vector<Target> Targets() {
   process = With(process, {{"ranks", std::vector<int64_t>{1, 0}},
                            {"outer", int64_t{2}},
                            {"sums", int64_t{0}},
+                           {"picks", int64_t{0}},
                            {"part", std::string("all")}});
   targets.push_back(ProcessTarget<ProcessCollectiveSite>("a process collective", ProcessCollectiveInstantiate,
                                                          ProcessCollectiveExecute, process));

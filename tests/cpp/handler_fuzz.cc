@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/barrier/messages.h"
@@ -82,7 +83,7 @@ void FuzzProcessCall(XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), SiteType sit
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 300000);
     // Data of a real call are there; their dtypes and extents are not to be trusted, nor their number.
-    std::vector<Buffer> args = fuzzer.Buffers(fuzzer.Below(4)), rets = fuzzer.Buffers(fuzzer.Below(3));
+    std::vector<Buffer> args = fuzzer.Buffers(fuzzer.Below(6)), rets = fuzzer.Buffers(fuzzer.Below(3));
     for (std::vector<Buffer>* buffers : {&args, &rets}) {
       for (Buffer& buffer : *buffers) {
         if (!buffer.data) buffer.shape = {0};
@@ -99,8 +100,8 @@ TEST(CallsOfProcessesOfAnyKindAreAnsweredWithAnError) {
   signature.groups = {0, 0};
   FuzzProcessCall(ProcessBarrierExecute, ProcessBarrierSite(*Prepare(signature)));
   signature.has_tokens = true;
-  for (const bool sums : {false, true}) {
-    SharedCollective call{*Prepare(signature), {1, 0}, 2, sums};
+  for (const auto& [sums, picks] : {std::pair(false, false), std::pair(true, false), std::pair(false, true)}) {
+    SharedCollective call{*Prepare(signature), {1, 0}, picks ? size_t{1} : size_t{2}, sums, picks};
     for (const auto part : {CollectivePart::kAll, CollectivePart::kWrite, CollectivePart::kRead}) {
       FuzzProcessCall(ProcessCollectiveExecute,
                       ProcessCollectiveSite(std::make_shared<const SharedCollective>(call), part));

@@ -296,6 +296,43 @@ TEST(TheHalvesGiveTheSame) {
   }
 }
 
+// Rank r writes its first r + 1 rows of two numbers, and takes the last row of each rank, the highest rank's first.
+TEST(RowsAreTakenAsTheTableSays) {
+  SharedCollective call = *Job(/*sums=*/false).call;
+  CallSignature signature = *call.signature;
+  signature.members.clear();
+  signature.processes = {0, 0, 0, 0};
+  call.signature = *Prepare(signature), call.outer = 1, call.picks = true;
+  const size_t used = LocalArenaUse().used;
+  const std::vector<int32_t> written = {1, 2, 3, 4};
+  const std::vector<int32_t> table = {0, 0, 1, 3, 1, 1, 1, 2, 2, 2, 1, 1, 3, 3, 1, 0, 1, 0, 0, 4};
+  uint64_t tokens[4];
+  const auto arrays = [&](int64_t position, std::vector<float>* operand, std::vector<float>* result) {
+    operand->resize(8);
+    std::iota(operand->begin(), operand->end(), static_cast<float>(100 * call.ranks[static_cast<size_t>(position)]));
+    return CollectiveArrays{reinterpret_cast<const char*>(operand->data()),
+                            operand->size() * 4,
+                            reinterpret_cast<char*>(result->data()),
+                            result->size() * 4,
+                            1,
+                            nullptr,
+                            {written.data(), table.data(), table.size() / 4, 8}};
+  };
+  std::vector<float> operand, result(10, -1), none;
+  for (int64_t position = 0; position < 4; ++position) {
+    CollectiveArrays write = arrays(position, &operand, &none);
+    write.picks.npicks = 0;
+    tokens[call.ranks[static_cast<size_t>(position)]] = *WriteOperand(call, position, write);
+  }
+  CHECK_CONTAINS(ReadOperands(call, 0, arrays(0, &operand, &none), tokens).message(),
+                 "rows are taken that no rank has");
+  for (int64_t position = 0; position < 4; ++position) {
+    CHECK_EQ(ReadOperands(call, position, arrays(position, &operand, &result), tokens).message(), "");
+    CHECK(result == (std::vector<float>{306, 307, 204, 205, 102, 103, 0, 1, -1, -1}));
+  }
+  CHECK_EQ(LocalArenaUse().used, used);
+}
+
 TEST(AProcessComesWithItsLastDevice) {
   Job job(/*sums=*/false);
   const std::vector<std::vector<float>> operands = Operands(/*sums=*/false);

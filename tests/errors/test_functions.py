@@ -99,7 +99,6 @@ WRONG = [
     ("moe_mlp", (TOKENS, None, UP, DOWN, SIZES), {"b_gate": BIAS}, ValueError, "b_gate needs w_gate"),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"activation": "elu"}, ValueError, "activation must be one of relu"),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
-    ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "topology"}, NotImplementedError, 'determinism="topology" is not'),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
     ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "int32 are not"),
     ("audit", (ROWS,), {}, TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),

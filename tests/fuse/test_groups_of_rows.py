@@ -1,5 +1,6 @@
 """`fuse` and `explain` on products of groups of rows, exactly, on small integers."""
 
+import contextlib
 import functools
 
 import jax
@@ -80,15 +81,36 @@ def test_inside_shard_map():
     assert products(jaxmp.fuse(sharded), X, W) == [("ragged_dot", (4, 4, 6), 2 * 8 * 4 * 6)]
 
 
-@pytest.mark.parametrize(("level", "warns"), [("run_to_run", False), ("batch", True)])
-def test_automatic_axes_are_left_to_xla(level, warns, recwarn):
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(("of_x", "of_w"), [(P("p"), P("p")), (P("p"), P()), (P(), P(None, None, "p"))])
+def test_automatic_axes(of_x, of_w, is_known):
+    mesh = mesh_of(AxisType.Auto)
+    placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in ((X, of_x), (W, of_w))]
+    with jax.set_mesh(mesh) if is_known else contextlib.nullcontext():
+        fused, step = jaxmp.fuse(model), gradients(jaxmp.fuse(model))
+        assert_same(jax.jit(fused)(*placed), model(X, W))
+        assert_same(jax.jit(step)(*placed), gradients(model)(X, W))
+        shardings = {"out_shardings": tuple(y.sharding for y in placed)} if of_x == of_w else {}
+        compiled = jax.jit(step, **shardings).lower(*placed).compile().as_text()
+        assert compiled.count('custom_call_target="jaxmp_grouped"') == 3
+        assert not shardings or "all-" not in compiled  # ranks read what they need where it lies
+        of_all = [("ragged_dot", each, 2 * 8 * 4 * 6) for each in ((8, 4, 6), (4, 8, 6), (8, 6, 4))]
+        assert sorted(products(step, *placed)) == sorted(of_all)
+    (row,) = explained(jax.jit(fused))(*placed).rows
+    assert row.implementation == "host"
+    assert row.pattern == ("experts" if of_x == of_w else "split")
+
+
+def test_an_order_of_the_global_array_is_left_to_xla_on_automatic_axes():
+    fused, warns = jaxmp.fuse(model, determinism="topology"), functools.partial(pytest.warns, RuntimeWarning)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
-        fused = jaxmp.fuse(model, determinism=level)
-        assert_same(jax.jit(fused)(X, W), model(X, W))
-        (row,) = explained(jaxmp.fuse(model))(X, W).rows
+        with warns(match="does not hold for a product"):
+            got = jax.jit(fused)(X, W)
+        with warns(match="does not hold for a product"):
+            (row,) = explained(fused)(X, W).rows
+    assert_same(got, model(X, W))
     assert row.operation == "ragged_dot_general"
     assert "its partitioner chooses the shardings" in row.why
-    assert any("does not hold for a product" in str(each.message) for each in recwarn) == warns
 
 
 @pytest.mark.parametrize("level", ["batch", "topology"])

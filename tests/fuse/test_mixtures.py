@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -129,3 +130,27 @@ def test_an_exchange_of_tokens_runs_on_cpus():
 
     got = jax.jit(jax.value_and_grad(functools.partial(loss_of, jaxmp.fuse(sharded)), (0, 1)))(LAYER, X)
     judge(got, jax.value_and_grad(functools.partial(loss_of, one_each), (0, 1))(LAYER, X))
+
+
+@pytest.mark.parametrize("of_tokens", [P("p"), P(("p", "q")), P("q")], ids=str)
+def test_a_layer_of_the_users_on_automatic_axes(of_tokens):
+    """Experts over p, their columns over q; XLA chooses how the sorted rows lie."""
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    where = dict(zip(("router", "up", "down"), (P(), P("p", None, "q"), P("p", "q")), strict=True))
+
+    def place(layer):
+        every = jax.tree.leaves(layer)
+        placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(every, where.values(), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(layer), placed)
+
+    def constrained(layer, x):
+        y = layer(lax.with_sharding_constraint(x, NamedSharding(mesh, of_tokens)))
+        return lax.with_sharding_constraint(y, NamedSharding(mesh, of_tokens))
+
+    step = jax.value_and_grad(functools.partial(loss_of, constrained), (0, 1))
+    for fused in (jaxmp.fuse(step), jax.value_and_grad(functools.partial(loss_of, jaxmp.fuse(constrained)), (0, 1))):
+        got = equinox.filter_jit(fused)(place(LAYER), X)
+        judge(got, jax.value_and_grad(functools.partial(loss_of, dense), (0, 1))(LAYER, X))
+        rows = jaxmp.explain(fused, quiet=True)(place(LAYER), X).rows
+        found = [row for row in rows if "ragged" in row.operation]
+        assert [(row.operation, row.implementation) for row in found] == [("ragged_dot", "host")] * 6

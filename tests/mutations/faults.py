@@ -211,9 +211,9 @@ def tokens_are_not_sorted(original, x, order):
     return x
 
 
-@seeded("fuse.ragged:is_of_xla", "fuse/test_groups_of_rows.py::test_automatic_axes_are_left_to_xla")
-def groups_of_rows_on_automatic_axes_become_calls(original, eqn, options):
-    return False
+@seeded("sharding.ragged:shared_axes", "fuse/test_groups_of_rows.py::test_automatic_axes")
+def experts_gather_their_rows(original, spec, mesh, rows, groups):
+    return ()
 
 
 # C++ (faults.cc) -------------------------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ BODIES = {"inputs": [["towers"], ["inner"], ["loop"], ["cond"]], "axes": "explic
 AUTO = {"axes": "auto", "grad": True}
 # By processes x devices of each: the scenarios of one job, and the programs that schedules.py runs.
 JOBS = {
-    "4x1": ("memory+products+schedules+groups", DRAWN),
-    "2x2": ("order+memory+products+schedules+two-names+float_state+audited", DRAWN | {"given": [BESIDE_LOOPS]}),
+    "4x1": ("memory+products+schedules+groups+experts", DRAWN),
+    "2x2": ("order+memory+products+experts+schedules+two-names+float_state+audited", DRAWN | {"given": [BESIDE_LOOPS]}),
     "2x1": (
-        "order+schedules+two-names+float_state+audited",
+        "order+experts+schedules+two-names+float_state+audited",
         {"given": [BRANCHES] * 4, "runs": 6, "microseconds": 5000},
     ),
     "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
-    "2x2 over gloo": ("order+memory+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
+    "2x2 over gloo": ("order+memory+experts+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
 }
 
 
@@ -47,5 +47,7 @@ def test_every_pattern_transform_and_epilog(name, tmp_path):
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
     counts = [[line for line in rank.log.splitlines() if line.startswith("RAN")] for rank in ranks]
     assert all(lines == counts[0] for lines in counts)
-    assert len(counts[0]) == sum(each in scenarios for each in ("order", "memory", "products", "schedules", "audited"))
+    assert len(counts[0]) == sum(
+        each in scenarios for each in ("order", "memory", "products", "experts", "schedules", "audited")
+    )
     print(*counts[0], sep="\n")

@@ -83,7 +83,9 @@ def test_drawn_products_of_groups(number):
     if not axes:
         got = run(Product(**options), x, w, (tx, tw), ct)
     else:
-        options |= {"out_sharding": of_d} | ({"in_shardings": (of_x, of_w)} if kind == AxisType.Auto else {})
+        is_told = kind == AxisType.Auto and rng.choice((True, False))
+        is_asked = kind == AxisType.Explicit or is_told or rng.choice((True, False))
+        options |= ({"out_sharding": of_d} if is_asked else {}) | ({"in_shardings": (of_x, of_w)} if is_told else {})
         devices = jax.devices()[: math.prod(axes.values())]
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
         with jax.set_mesh(mesh):

@@ -142,6 +142,27 @@ def test_bits_do_not_know_the_mesh(dtype):
         assert_same(each, found[0])
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_bits_of_layers_do_not_know_the_mesh(has_bias):
+    rng, found = np.random.default_rng(0), []
+    shapes = (400, 300), (4, 300, 24), (4, 300, 24), (4, 24, 40), (400, 40)
+    *operands, ct = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    options = {"activation": "relu", "determinism": "topology", "group_sizes": jnp.array((90, 0, 301, 9))}
+    for name, width in (("b_gate", 24), ("b_up", 24), ("b_down", 40)) if has_bias else ():
+        options[name] = jnp.asarray(rng.normal(size=(4, width)), jnp.float32)
+    for ndevices in (1, 2, 4):
+        mesh = jax.make_mesh((ndevices,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ndevices])
+        ours = functools.partial(jaxmp.moe_mlp, in_shardings=(P("p"),) * 3, out_sharding=P("p"), **options)
+        with jax.set_mesh(mesh):
+            d, pull = jax.vjp(jax.jit(ours), *sharded(mesh, *operands))
+            found.append((d, *pull(*sharded(mesh, ct))))
+    for each in found[1:]:
+        assert_same(each, found[0])
+    refused = pytest.raises(NotImplementedError, match=r"^moe_mlp: .*is not available: XLA sums over \('p',\)")
+    with jax.set_mesh(mesh), refused:
+        jax.jit(functools.partial(ours, in_shardings=(P("p"), P(), P())))(*operands)
+
+
 def test_nothing_moves_beside_the_calls():
     mesh, ours = of(AxisType.Explicit, 4, SIZES["uneven"])
     with jax.set_mesh(mesh):

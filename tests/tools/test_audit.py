@@ -145,7 +145,7 @@ def test_products_of_groups_are_named_where_they_keep_no_rows(rng):
     found = audit(kept, x, w, sizes, batch_argnums=0)
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
     (eqn,) = (eqn for eqn in jax.make_jaxpr(jaxmp.ragged_dot)(x, w, sizes).eqns if operations.our_equation(eqn))
-    assert (operations.name_of(eqn), operations.kind_of(eqn)) == ("jaxmp_grouped (run_to_run)", "product")
+    assert (operations.name_of(eqn), operations.kind_of(eqn)) == ("jaxmp_partitioned_grouped (run_to_run)", "product")
     assert [operations.settled_by(eqn, vary) for vary in ("batch", "mesh")] == ['determinism="batch"', ""]
     assert "ragged groups" in operations.advice_on(eqn, "mesh")
 

@@ -145,3 +145,24 @@ def test_many_blocks_and_devices_are_left_out(mesh_of):
     assert (shown(8, 6), shown(6, 6)) == ([0, 1, 2, 3, None, 7], [0, 1, 2, 3, 4, 5])
     some = ((3,), (0, 1), (0, 1, 2), (0, 2, 4, 6), range(8), (0, 2, 4, 6, 7))
     assert [label(devices, 8) for devices in some] == ["3", "0 1", "0-2", "0 2 4 6", "all", "0 2 ... 7"]
+
+
+@pytest.mark.parametrize(("of_x", "of_w", "of_d"), [(P("p"), P("p"), P("p")), (P(), P("p", None, "q"), P(None, "q"))])
+def test_groups_lie_where_jax_puts_them(of_x, of_w, of_d, mesh_of):
+    """Those of the matrices of a product, and of the gradient in them."""
+    mesh = mesh_of({"p": 2, "q": 2}, AxisType.Explicit)
+    x, w = cases.typed(mesh, (8, 4), *of_x), cases.typed(mesh, (4, 4, 6), *of_w)
+
+    def product(x, w):
+        return jaxmp.ragged_dot(x, w, jnp.array([3, 0, 4, 0]), out_sharding=of_d)
+
+    with jax.set_mesh(mesh):
+        drawing = jaxmp.draw(jax.grad(lambda w, x: (product(x, w) ** 2).sum()))(w, x)
+    forward, backward = map(matrices, drawing.rows)
+    assert [(each.name, each.shape) for each in forward] == [("A", (8, 4)), ("B of groups", (4, 6)), ("D", (8, 6))]
+    assert [(each.name, each.shape) for each in backward] == [("A", (8, 4)), ("B", (8, 6)), ("D of groups", (4, 6))]
+    groups = holders(mesh, P(of_w[0], *of_w[2:]), (4, 6))
+    assert drawn_holders(forward[1]) == drawn_holders(backward[2]) == groups
+    assert drawn_holders(forward[0]) == holders(mesh, of_x, (8, 4))
+    assert ("reads those of other devices where they lie" in str(drawing)) == (of_x == of_w)
+    assert ET.fromstring(drawing.svg).tag.endswith("svg")

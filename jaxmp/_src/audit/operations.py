@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.primitive.grouped import grouped_p
+from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.primitive.primitives import PRODUCTS
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
-_OURS = {primitive.name for primitive in (*PRODUCTS, grouped_p)}
-_GROUPED = (grouped_p.name, "ragged_dot_general")  # a level that they always have: "batch"
+_OURS = {primitive.name for primitive in (*PRODUCTS, *GROUPED)}
+_GROUPED = (*(primitive.name for primitive in GROUPED), "ragged_dot_general")  # a level that they always have: "batch"
 # Equations whose jaxprs run once, as if they were written out.
 INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),

@@ -36,11 +36,16 @@ def matrices(row: Row) -> tuple[Matrix, ...]:
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
-    shapes = ((m, k), (k, n), (m, n))
-    received = _received(row)
+    shapes, received, names = ((m, k), (k, n), (m, n)), _received(row), ["A", "B", "D"]
+    if not row.has_matrices:  # a row of blocks for each part of the groups
+        of_groups = next(i for i, shape in enumerate(row.global_shapes) if len(shape) == 3)
+        k, m, n = (k, m, n) if of_groups == 1 else (m, k, n)
+        matrix, rows = (row.global_shapes[of_groups][0], n), (m, n)
+        shapes = ((m, k), matrix, rows) if of_groups == 1 else ((m, k), rows, matrix)
+        names[of_groups] += " of groups"
     return tuple(
         Matrix(name, shape, _grid(dims, dict(row.mesh)), _blocks(dims, row.mesh), frozenset(received.get(name, ())))
-        for name, shape, dims in zip("ABD", shapes, row.placement, strict=True)
+        for name, shape, dims in zip(names, shapes, row.placement, strict=True)
     )
 
 
@@ -112,6 +117,10 @@ def sentence(row: Row) -> str:
     """What happens, in one sentence, for a device of the first group."""
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
+    if not row.has_matrices:
+        return "each device multiplies its rows that are of its groups" + (
+            ", and reads those of other devices where they lie" if row.pattern == "experts" else ""
+        )
     received = _received(row)
     parts = [name for name in "AB" if received.get(name)]
     if not parts:

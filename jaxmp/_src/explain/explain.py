@@ -12,12 +12,14 @@ import jax
 
 from jaxmp._src.explain.arrays import is_array, returns_arrays, split_arrays
 from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
+from jaxmp._src.explain.grouped_row import grouped_row
 from jaxmp._src.explain.hlo import COLLECTIVES
 from jaxmp._src.explain.row import Row
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
@@ -181,8 +183,10 @@ def _observe() -> Iterator[tuple[list[Row], list[MatmulSpec]]]:
     batches: list[MatmulSpec] = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
-    def on_call(spec: MatmulSpec, avals: Sequence[ArrayType] | None) -> None:
-        if avals is None:
+    def on_call(spec: MatmulSpec | GroupedSpec, avals: Sequence[ArrayType] | None) -> None:
+        if isinstance(spec, GroupedSpec):
+            rows.append(grouped_row(spec, avals or ()))
+        elif avals is None:
             batches.append(spec)
         else:
             rows.append(matmul_row(spec, avals[0], avals[1], why=why))
@@ -203,7 +207,12 @@ def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:
             left.remove(match)
             found.append(
                 dataclasses.replace(
-                    match, count=row.count, line=row.line, global_shapes=row.global_shapes, extents=row.extents
+                    match,
+                    count=row.count,
+                    line=row.line,
+                    global_shapes=row.global_shapes,
+                    extents=row.extents,
+                    flops=row.flops if row.operation == "ragged_dot" else match.flops,
                 )
             )
     return found + left
@@ -211,6 +220,8 @@ def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:
 
 def _is_part_of(settled: Row, row: Row) -> bool:
     """Whether a settled call may be one group's part of this one: all of k for some rows and columns."""
+    if row.operation == "ragged_dot":
+        return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
     same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
     same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}

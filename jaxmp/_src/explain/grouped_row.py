@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.explain import shards
 from jaxmp._src.explain.row import Row
-from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.spec.matmul_spec import accumulator
 
 
-def grouped_row(eqn: Any, line: str, count: int) -> Row:
-    """Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
+    """The row of operands and a result of these types.
 
-    What experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
+    Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together. What
+    experts read of other ranks is what they do where the rows of each rank are evenly those of all experts.
     """
-    spec: GroupedSpec = eqn.params["spec"]
-    x, w, bounds, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    x, w, bounds, d = avals
     (_, m, k), n, ndevices, nranks = x.shape, d.shape[-1], shards.mesh_size(x), spec.nranks
     groups = (bounds.shape[1] - 1) // nranks
     whole_groups, whole_m, whole_k, whole_n = spec.whole or (groups, m, k, n)
     repeats = 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
     is_cpu = jax_compat.default_platform() == "cpu"
-    is_host = is_cpu and not is_auto(x) and spec.implementation != "xla"
+    is_left = spec.is_global and spec.level.global_order
+    is_host = is_cpu and not is_left and spec.implementation != "xla"
+    apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh()) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))
@@ -45,9 +49,11 @@ def grouped_row(eqn: Any, line: str, count: int) -> Row:
         implementation="host" if is_host else "xla",
         why="CPU devices multiply groups of rows, each those that it has"
         if is_host and not spec.experts
+        else f"CPU devices exchange the rows of their groups, for {apart}"
+        if is_host and apart
         else "CPU devices of one process read the rows of their groups where they lie"
         if is_host
-        else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_cpu else 'here'}",
+        else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_left else 'here'}",
         algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
         bytes_moved=moved,
@@ -57,8 +63,18 @@ def grouped_row(eqn: Any, line: str, count: int) -> Row:
         local_extents=_extents(spec, m, k, n),
         ndevices=ndevices,
         mesh=spec.mesh,
+        placement=_placement(spec),
         transfers=(Transfer.over(dict(spec.mesh), spec.experts, moved),) if moved else (),
     )
+
+
+def _placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes that shard x, w and the result; of matrices those of groups and of columns."""
+    if not spec.splits:
+        return ()
+    axes = dict(spec.splits)
+    rows, matrices = (axes["m"], axes["n"]), (axes["g"], axes["n"])
+    return ((axes["m"], axes["k"]), *((rows, matrices) if spec.is_contraction else (matrices, rows)))
 
 
 def _extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:

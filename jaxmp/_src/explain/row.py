@@ -40,7 +40,8 @@ class Row:
         `bytes_moved`, which on "host" counts whole operands, the part that a call over links moves.
       mesh: every axis of the mesh as (name, size), of which the last varies fastest from device to device.
       placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n), each as (of its rows, of its columns), as
-        the call computes them; empty for a collective, and where the mesh is not known.
+        the call computes them; empty for a collective, and where the mesh is not known. Of a matrix for each group,
+        as (of the groups, of its columns).
       line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is;
         for a layer of Flax, Equinox or Haiku, the line that calls the layer.
     """
@@ -73,6 +74,11 @@ class Row:
     transfers: tuple[Transfer, ...] = ()
 
     @property
+    def has_matrices(self) -> bool:
+        """Whether a, b and d are matrices, not one for each group."""
+        return self.operation != "ragged_dot"
+
+    @property
     def contraction(self) -> str:
         """What each mesh axis splits, and along which index it shards op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
-        return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement else ""
+        return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement and self.has_matrices else ""

@@ -24,7 +24,7 @@ from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.collectives import collective_p, reshard_p
-from jaxmp._src.primitive.grouped import grouped_p
+from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import ragged, shardings
@@ -99,8 +99,10 @@ def rows_of(
         elif eqn.primitive is activated_matmul_p:
             differ = varying[0], varying[-1]
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
-        elif eqn.primitive is grouped_p:
-            yield grouped_row(eqn, here, count)
+        elif eqn.primitive in GROUPED:
+            row = grouped_row(eqn.params["spec"], [*avals, eqn.outvars[0].aval], here, count)
+            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not _is_symbolic(avals)
+            yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
         elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
             yield from () if collective is None else (collective,)

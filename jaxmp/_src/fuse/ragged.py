@@ -19,7 +19,7 @@ from jaxmp._src.spec.refusal import NotAvailable
 def is_of_xla(eqn: Any, options: Options) -> bool:
     """Whether a call would be XLA's product too."""
     is_elsewhere = jax_compat.default_platform() != "cpu" or options.implementation == "xla"
-    return is_elsewhere or is_auto(eqn.invars[0].aval)
+    return is_elsewhere or (options.level.global_order and is_auto(eqn.invars[0].aval))
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -46,7 +46,7 @@ REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
-    "devices, and where its partitioner chooses the shardings",
+    'devices, and under determinism="topology" where its partitioner chooses the shardings',
     "blocks": "it multiplies blocks with scales (lax.scaled_dot), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",

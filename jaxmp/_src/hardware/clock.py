@@ -16,28 +16,30 @@ def interleaved(
     seconds: float = 0.5,
     rounds: tuple[int, int] = (7, 31),
     wait: Callable[[Any], Any] = jax.block_until_ready,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Seconds per call of each contender, the median of its rounds.
 
     Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
-    `seconds` per contender and number between the two of `rounds`. The order rotates, since whoever follows a large
+    `seconds` per contender and number between the two of `rounds`; `clock` may count the process's own time instead, of
+    all its threads, which other processes disturb less. The order rotates, since whoever follows a large
     product finds a cold cache.
     """
     names = list(contenders)
     for name in names:
         wait(contenders[name]())
-    once = {name: _turn(contenders[name], 1, wait) for name in names}
+    once = {name: _turn(contenders[name], 1, wait, clock) for name in names}
     calls = {name: max(1, math.ceil(1e-3 / once[name])) for name in names}
     count = min(max(rounds[0], math.ceil(seconds / max(once[n] * calls[n] for n in names))), rounds[1])
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(count):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(_turn(contenders[name], calls[name], wait))
+            samples[name].append(_turn(contenders[name], calls[name], wait, clock))
     return {name: statistics.median(samples[name]) for name in names}
 
 
-def _turn(call: Callable[[], Any], times: int, wait: Callable[[Any], Any]) -> float:
-    started = time.perf_counter()
+def _turn(call: Callable[[], Any], times: int, wait: Callable[[Any], Any], clock: Callable[[], float]) -> float:
+    started = clock()
     for _ in range(times):
         wait(call())
-    return (time.perf_counter() - started) / times
+    return (clock() - started) / times

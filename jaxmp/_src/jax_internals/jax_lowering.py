@@ -79,6 +79,11 @@ def operand_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
     return cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
 
 
+def result_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
+    """The types of its results."""
+    return cast(Sequence[jax.core.ShapedArray], ctx.avals_out)
+
+
 def device_count(ctx: LoweringContext) -> int:
     """The number of devices that the program which is being lowered is for."""
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
@@ -216,4 +221,5 @@ __all__ = [
     "platform",
     "program_name",
     "require_devices",
+    "result_types",
 ]

@@ -64,15 +64,15 @@ PARTITIONED = "jaxmp_partitioned_"
 
 
 def partitioned_call(
-    ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str
+    ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str, contracted: str
 ) -> Sequence[Any]:
     """The results of a custom call that XLA's partitioner replaces by what `register_partitioner` was told; shardings
-    propagate by `sharding_rule`, as that of `custom_partitioning`; along k last, as along what JAX's own product
-    contracts."""
+    propagate by `sharding_rule`, as that of `custom_partitioning`; along the index `contracted` last, as along what
+    JAX's own product contracts."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
-    contracted = ("k",) if "k" in sharding_rule else ()
-    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule, reduction_factors=contracted)
+    sums = (contracted,) if contracted in sharding_rule else ()
+    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule, reduction_factors=sums)
     call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
         rule, [x.type for x in operands], types
     )

@@ -1,9 +1,15 @@
 """How products of groups of rows are lowered: hostmp's custom call on the shards of CPU devices, XLA's ragged product
-elsewhere. Ranks that cannot multiply together gather matrices, and reduce-scatter their sums."""
+elsewhere.
+
+Ranks of several processes that share memory exchange rows: each takes those of its own groups from the others', and
+the results of its own rows back, so that nothing but these is moved. Where they share none, they gather matrices, and
+reduce-scatter their sums."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +19,9 @@ from jax import lax
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
-from jaxmp._src.lowering import process_barrier, xla_matmul
+from jaxmp._src.lowering import process_barrier, rules
 from jaxmp._src.lowering.ffi_call import mesh_position
+from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.runtime import native
 from jaxmp._src.spec.matmul_spec import accumulator
@@ -33,6 +40,9 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 
         apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_lowering.lowering_mesh(ctx))
         is_together = is_host and not apart
+        site = None
+        if platform == "cpu" and spec.experts and not is_together:
+            site = process_barrier.site(ctx, spec.mesh, spec.experts, is_collective=True)
 
         def local(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
             return (_custom_call if is_host else _of_xla)(x, w, bounds, spec)
@@ -41,17 +51,57 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
             if is_together or not spec.experts:
                 return local(x, w, bounds, spec)
             alone = dataclasses.replace(spec, experts=(), mesh=())
+            if site and site.shares_memory and batch_of((x, w, bounds)) == 1:
+                fields = {"shapes of shards": (x.shape, w.shape), "dtype": x.dtype.name, "spec": spec}
+                memory = SharedMemory(site, spec.function, fields)
+                return _exchanged(memory, x[0], w[0], bounds[0], spec, functools.partial(local, spec=alone))[None]
+            move = functools.partial(rules.communicated, site, axes=spec.experts, dimensions=(1,), platform=platform)
             if not spec.is_contraction:
-                w = xla_matmul.collective("all_gather", w, spec.experts, (1,), None, platform)
-                return local(x, w, bounds, alone)
+                return local(x, move("all_gather", w, caller=spec.function), bounds, alone)
+            if spec.level.global_order:
+                raise spec.level.mesh_refusal(f"is not available, for {apart}", "run the job on one machine")
             sums = local(x, w, bounds, dataclasses.replace(alone, out_dtype=accumulator(x.dtype)))
-            sums = xla_matmul.collective("reduce_scatter", sums, spec.experts, (1,), None, platform)
-            return sums.astype(spec.out_dtype)
+            return move("reduce_scatter", sums, caller=spec.function).astype(spec.out_dtype)
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=False)(ctx, *nodes)
 
     return rule
+
+
+def _exchanged(
+    memory: SharedMemory,
+    x: jax.Array,
+    w: jax.Array,
+    bounds: jax.Array,
+    spec: GroupedSpec,
+    product: Callable[..., jax.Array],
+) -> jax.Array:
+    """The result of experts in several processes: each rank has the rows of its own groups, by group and then in the
+    order of the ranks, so that sums are those of one process."""
+    ranks, m, axes = spec.nranks, x.shape[0], spec.experts
+    bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
+
+    def by_owner(of_each: jax.Array) -> jax.Array:
+        """(ranks, groups) as (owner, group, rank)."""
+        return of_each.reshape(ranks, ranks, -1).transpose(1, 2, 0)
+
+    first, sizes = by_owner(bounds[:, :-1]), by_owner(jnp.diff(bounds))
+    ends = jnp.cumsum(sizes.reshape(ranks, -1), 1).reshape(sizes.shape)
+    begin, me = ends - sizes, lax.axis_index(axes)
+    owner, rank = (lax.broadcasted_iota(np.int32, sizes.shape, i) for i in (0, 2))
+    take = jnp.stack([rank[me], first[me], sizes[me], begin[me]], -1).reshape(-1, 4)
+    x, *others = (
+        memory.rows(y, ranks * m, jnp.full(ranks, m), take, axes) for y in ([x, w] if spec.is_contraction else [x])
+    )
+    own = jnp.concatenate([jnp.zeros(1, np.int32), ends[me, :, -1]])
+    d: jax.Array = product(x[None], others[0][None] if others else w[None], own[None])[0]
+    if spec.is_contraction:
+        return d
+    back = jnp.stack([each[:, :, me] for each in (owner, begin, sizes, first)], -1).reshape(-1, 4)
+    d = memory.rows(d, m, ends[:, -1, -1], back, axes)
+    at = jnp.arange(m, dtype=np.int32)[:, None]
+    return jnp.where((at >= bounds[me, 0]) & (at < bounds[me, -1]), d, 0)
 
 
 def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
@@ -65,10 +115,11 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
         "is_transposed": spec.is_transposed,
         "is_fixed_order": spec.level.fixed_order,
     }
-    names = [name for name, _ in spec.mesh]
+    mesh, experts = (spec.mesh, spec.experts) if spec.nranks > 1 else ((), ())
+    names = [name for name, _ in mesh]
     axes = {
-        "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
-        "axes_row": np.array([names.index(axis) for axis in spec.experts], np.int64),
+        "mesh_shape": np.array([size for _, size in mesh], np.int64),
+        "axes_row": np.array([names.index(axis) for axis in experts], np.int64),
     }
     position = [mesh_position(spec.mesh)] if spec.nranks > 1 else []
     (m, k), types = x.shape[1:], "*".join(y.dtype.name for y in (x, w))

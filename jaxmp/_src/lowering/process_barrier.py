@@ -107,6 +107,11 @@ def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Me
     return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
 
 
+def may_exchange(axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether all processes of a mesh with these axes share memory."""
+    return jax.process_count() > 1 and _shares_memory(span(axes, (), mesh), axes, mesh)
+
+
 def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
     """Whether all processes of the mesh share memory with this one."""
     is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes

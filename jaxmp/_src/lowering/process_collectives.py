@@ -60,6 +60,19 @@ class SharedMemory:
         own = self._run(flat, (flat.size // nranks,), axes, 0, is_sum=True)
         return self._gather(own, axes, 0)[: x.size].reshape(x.shape)
 
+    def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """(m, ...), of which this rank takes rows from x (rows, ...) of all ranks.
+
+        Each rank writes the first `written` (ranks,) of its rows. `table` (n, 4) says which to take: the rank, the
+        first row, how many, and the first row of the result. The other rows of the result have no values.
+        """
+
+        def run(x: jax.Array) -> jax.Array:
+            tables = written.astype(np.int32), table.astype(np.int32)
+            return self._run(x, (m, *x.shape[1:]), axes, 0, is_sum=False, tables=tables)
+
+        return low_precision.moved(run, x, "")
+
     def sums(self, dtype: np.dtype) -> bool:
         """Whether elements of this type can be summed."""
         return np.dtype(dtype).name in _SUMMED
@@ -73,9 +86,16 @@ class SharedMemory:
         return math.prod(sizes[name] for name in axes)
 
     def _run(
-        self, x: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dimension: int, *, is_sum: bool
+        self,
+        x: jax.Array,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        dimension: int,
+        *,
+        is_sum: bool,
+        tables: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
-        if 0 in shape:
+        if 0 in (*x.shape, *shape):
             return jnp.zeros(shape, x.dtype)
         if self._nranks(axes) == 1:  # nobody would read what it writes
             return x
@@ -88,13 +108,14 @@ class SharedMemory:
             "ranks": process_barrier.numbered(self.site.axes, axes).reshape(-1),
             "outer": np.int64(math.prod(x.shape[:dimension])),
             "sums": np.int64(is_sum),
+            "picks": np.int64(len(tables) > 0),
         }
 
         def run(part: str, of: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
             # XLA may not repeat, merge or leave out one half alone: what is written once is read once.
             call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, of, has_side_effect=part != "all")
             all_attributes = self.site.attributes(self.call, self.fields) | attributes
-            result: jax.Array = call(*operands, position, part=part, **all_attributes)
+            result: jax.Array = call(*operands, *tables, position, part=part, **all_attributes)
             return result
 
         whole = jax.ShapeDtypeStruct(shape, x.dtype)

@@ -133,21 +133,33 @@ def collective_rule(
     if kind == "vary":
         return [x]
     site = process_barrier.site(ctx, mesh, axis_name, is_collective=True) if platform == "cpu" else None
-    sums = kind in ("psum", "reduce_scatter")
 
     def lower(x: jax.Array) -> jax.Array:
-        memory, dtype = None, x.dtype
-        if sums and low_precision.is_narrow_float(dtype):
-            x = x.astype(np.float32)
-        if site is not None:
-            call, fields = f"{kind} for {caller}", _fields_of(kind, x, axis_name, mesh)
-            memory = SharedMemory(site, call, fields) if site.shares_memory else None
-            if memory is None or (sums and not memory.sums(x.dtype)):
-                memory, x = None, site.barrier(call, fields, [x])[0]
-        return xla_matmul.collective(kind, x, axis_name, dimensions, memory, platform).astype(dtype)
+        return communicated(site, kind, x, axis_name, dimensions, caller, platform)
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
+
+
+def communicated(
+    site: process_barrier.Site | None,
+    kind: str,
+    x: jax.Array,
+    axes: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    caller: str,
+    platform: str,
+) -> jax.Array:
+    """`x` after a collective at `site`, if processes meet there."""
+    memory, dtype, sums = None, x.dtype, kind in ("psum", "reduce_scatter")
+    if sums and low_precision.is_narrow_float(dtype):
+        x = x.astype(np.float32)
+    if site is not None:
+        call, fields = f"{kind} for {caller}", _fields_of(kind, x, axes, site.axes)
+        memory = SharedMemory(site, call, fields) if site.shares_memory else None
+        if memory is None or (sums and not memory.sums(x.dtype)):
+            memory, x = None, site.barrier(call, fields, [x])[0]
+    return xla_matmul.collective(kind, x, axes, dimensions, memory, platform).astype(dtype)
 
 
 def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:

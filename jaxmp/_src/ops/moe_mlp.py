@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxmp._src.contraction.contraction import Dims, Layout
+from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated, ragged_dot
 from jaxmp._src.primitive.collectives import cast_varying
@@ -114,8 +114,6 @@ def layers(
     with naming("moe_mlp", b="w_up"):
         sizes = np.zeros(jnp.shape(request.b)[:1], int) if is_routed else groups["sizes"]
         spec, found = ragged_dot.validated(request, sizes, groups.get("offset"))
-        if spec.level.global_order:
-            raise spec.level.mesh_refusal("is not available", "call jaxmp.ragged_dot for each product")
         f = ragged_dot.activation_of(spec, activation)
     _check_weights(operands)
     operands |= groups if is_routed else {name: found[name] for name in ("sizes", "offset") if name in found}
@@ -167,8 +165,11 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     first, second = places
     if first.mode == meshes.Mode.XLA:
         raise ragged_dot.no_call(first)
+    if first.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:
-        return (RaggedCall(spec), RaggedCall(spec)), second.constraint
+        call = RaggedCall(ragged_dot.of_global(spec, first))
+        return (call, call), second.constraint
     rows = first.a[0]
     out = (rows, tuple(axis for axis in second.b[2] if axis not in rows)) if second.out is None else second.out
     dims = first.a, first.b, second.b, out
@@ -200,10 +201,14 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
         "gates": ("mr", None),
     }
     sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the choices of a row
-    experts = ragged.shared_axes(spec, mesh, Layout(x, w_in, d)) if w_in[0] == w_down[0] else ()
+    experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n))
-    call = ragged.split_call(second, where, splits, sizes, arrays, d, "h", experts)
-    first = dataclasses.replace(call.spec, whole=(g, m, k, h))
+    call = ragged.split_call(second, where, splits, sizes, arrays, d, "hg", experts)
+    rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
+    of_both = ("m", rows), ("g", groups)
+    first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))
+    of_second = dataclasses.replace(call.spec, splits=(*of_both, ("k", hidden), ("n", columns)))
+    call = dataclasses.replace(call, spec=of_second)
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
 
 
@@ -226,7 +231,7 @@ def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
     local = dataclasses.replace(second, frame=None)
-    body = functools.partial(_on_shards, first, local, f)
+    body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
     if second.frame is None:
         return body(operands)["d"]
     d: jax.Array = on_shards(second.frame, body, operands, "moe_mlp")["d"]

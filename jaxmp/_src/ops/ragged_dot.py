@@ -47,7 +47,8 @@ def ragged_dot(
     infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations, however the rows are
     divided among groups.
 
-    Sizes are data. What does not fit is clamped: a negative size counts as 0, and groups end with the last row.
+    Sizes are data. What does not fit is clamped: a negative size counts as 0, and groups end with the last row. Under
+    `jax.experimental.checkify` it is an error (of the user's checks).
 
     Args:
       x: (m, k), floating-point or complex.
@@ -93,7 +94,7 @@ def product(
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
-    call = ragged.RaggedCall(spec)
+    call = ragged.RaggedCall(of_global(spec, placement))
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.XLA:
@@ -112,7 +113,7 @@ def product(
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
-    return call(operands)
+    return call(ragged.checked(operands, operands["a"].shape[0]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -122,8 +123,14 @@ def jaxmp_activated_ragged_dot(
     def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
+    operands = ragged.checked(operands, operands["a"].shape[0])
     zs = activated.preactivations(products, call.spec.out_dtype, operands)
     return activated.activate(f or (lambda z: z), zs)
+
+
+def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
+    """The spec, which tells whether XLA's partitioner chooses the shardings."""
+    return dataclasses.replace(spec, is_global=placement.mode == meshes.Mode.AUTO)
 
 
 def no_call(placement: meshes.Placement) -> NotAvailable:

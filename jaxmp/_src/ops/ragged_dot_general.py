@@ -16,7 +16,7 @@ from jaxmp._src.ops import dot_general, ragged_dot
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes
-from jaxmp._src.sharding.ragged import bounds_of
+from jaxmp._src.sharding.ragged import bounds_of, checked
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
@@ -82,7 +82,7 @@ def ragged_dot_general(
     if placement.mode in (meshes.Mode.SHARDED, meshes.Mode.XLA):
         why = placement.why or "arrays with shardings take the dimension numbers of lax.ragged_dot alone"
         raise NotAvailable(f"{why}; call inside a shard_map over all axes of the mesh")
-    d: jax.Array = jaxmp_ragged_dot_general(spec, numbers, request.a, request.b, sizes)
+    d: jax.Array = jaxmp_ragged_dot_general(ragged_dot.of_global(spec, placement), numbers, request.a, request.b, sizes)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
@@ -122,6 +122,7 @@ def jaxmp_ragged_dot_general(
     spec: GroupedSpec, numbers: _Numbers, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
+    sizes = checked({"sizes": sizes}, m)["sizes"]
     bounds = jax.vmap(lambda each: bounds_of(each, None, m, groups))(sizes.reshape(-1, groups))
     shape = numbers.result(lhs.shape, rhs.shape, groups)
     lead = *product.lhs_batch, *numbers.outer

@@ -38,13 +38,30 @@ from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Implementation, Parts
 
 grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
+# The same for what XLA's partitioner splits: its lowering needs the devices.
+partitioned_grouped_p = jax_compat.make_primitive(
+    "jaxmp_partitioned_grouped", multiple_results=False, needs_devices=True
+)
+GROUPED = (grouped_p, partitioned_grouped_p)
+
+# (sizes) -> sizes, the same: where `checkify` asks whether groups have more than `m` rows.
+sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
+sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
+jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
+    sizes_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **params),
+    0,
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):
-    """What is multiplied; `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays
-    that a mesh shards, where the operands are shards of them; `mesh`: every mesh axis as (name, size), if there are
-    `experts`."""
+    """What is multiplied.
+
+    `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays that a mesh shards,
+    where the operands are shards of them; `mesh`: every mesh axis as (name, size), and `splits` for each of m, k, g
+    and n the axes that split it, where jaxmp has split them; `is_global`: operands are whole arrays, of which XLA's
+    partitioner chooses the shardings.
+    """
 
     out_dtype: np.dtype
     is_contraction: bool = False
@@ -54,6 +71,8 @@ class GroupedSpec(Parts):
     whole: tuple[int, ...] = ()
     experts: tuple[str, ...] = ()
     mesh: Axes = ()
+    splits: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_global: bool = False
     function: str = "ragged_dot"
 
     @property
@@ -68,7 +87,8 @@ class GroupedSpec(Parts):
 
     def swapped(self) -> GroupedSpec:
         """The same with k and n in each other's place."""
-        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]))
+        splits = tuple(({"k": "n", "n": "k"}.get(index, index), axes) for index, axes in self.splits)
+        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]), splits=splits)
 
     def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
         """A product of rows under the same options."""
@@ -84,7 +104,8 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
     dtype = jnp.promote_types(x.dtype, w.dtype)
     x, w = (y if y.dtype == dtype else y.astype(dtype) for y in (x, w))
     axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
-    d: jax.Array = grouped_p.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
+    primitive = partitioned_grouped_p if spec.is_global else grouped_p
+    d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
     return d
 
 

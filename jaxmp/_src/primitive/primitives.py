@@ -29,7 +29,7 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.primitive.grouped import grouped_p
+from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.extents import check_local_shapes
@@ -71,7 +71,7 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
     >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    is_ours = primitive in PRODUCTS or primitive is grouped_p
+    is_ours = primitive in PRODUCTS or primitive in GROUPED
     return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
 
 

@@ -28,7 +28,7 @@ GROUPED_TARGET = "jaxmp_grouped"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 _lock = threading.RLock()
 _loaded: Any = None

@@ -13,6 +13,7 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import threading
@@ -25,17 +26,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction
-from jaxmp._src.contraction.contraction import Dim, Layout
+from jaxmp._src.contraction.contraction import Dim, Dims, Layout
 from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
-from jaxmp._src.lowering import rules
+from jaxmp._src.lowering import grouped, rules
 from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad
+from jaxmp._src.primitive.grouped import GroupedSpec, grouped_p
 from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, global_amax, matmul_p
 from jaxmp._src.runtime import native
-from jaxmp._src.sharding import sharded_call
+from jaxmp._src.sharding import ragged, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
@@ -52,15 +54,15 @@ T = TypeVar("T")
 # the one that XLA proposes.
 Placed = tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]
 # Who watches the partitioner, which may call back on any thread.
-Observer = Callable[[MatmulSpec, Sequence[Any] | None], None]
+Observer = Callable[[MatmulSpec | GroupedSpec, Sequence[Any] | None], None]
 _observers: list[Observer] = []
 _observers_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def observe(callback: Observer) -> Iterator[None]:
-    """While open, `callback(spec, operand types)` sees every call that the partitioner settles, and with None for the
-    types every batch of products that it has to place."""
+    """While open, `callback(spec, types of operands and results)` sees every call that the partitioner settles, and
+    with None for the types every batch of products that it has to place."""
     with _observers_lock:
         _observers.append(callback)
     try:
@@ -72,13 +74,9 @@ def observe(callback: Observer) -> Iterator[None]:
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """A product as planned for the shardings that XLA proposes."""
-    dims = []
-    for x in (args[0], args[1], results[0]):
-        proposed = x.sharding_on(mesh)
-        if proposed is None:
-            return _place_whole(spec, mesh, args, results)
-        found = to_dims("operand", proposed.spec, len(x.shape), mesh.axis_names)
-        dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
+    dims = [dim for x in (args[0], args[1], results[0]) if (dim := _proposed(x, mesh)) is not None]
+    if len(dims) < 3:
+        return _place_whole(spec, mesh, args, results)
     rows, columns = dims[2]
     left_out: Dim = ()
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
@@ -104,12 +102,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
 
 def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
-    if not all(x.hlo_sharding.is_replicated() for x in args):
-        raise NotAvailable(
-            "XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
-            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass "
-            "in_shardings and mesh outside of the shard_map"
-        )
+    _check_whole(args)
 
     def body(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Sequence[jax.Array]:
         return _global_results(spec, bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))))
@@ -118,15 +111,46 @@ def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: 
     return _observed(body), [whole] * len(args), [whole] * len(results)
 
 
+def _check_whole(args: Sequence[Global]) -> None:
+    if not all(x.hlo_sharding.is_replicated() for x in args):
+        raise NotAvailable(
+            "XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
+            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass "
+            "in_shardings and mesh outside of the shard_map"
+        )
+
+
+def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+    """A product of groups of rows, split by the shardings that XLA proposes."""
+    arrays = [*args, *results]
+    dims = [_proposed(x, mesh) for x in arrays]
+    if None in dims:
+        _check_whole(args)
+    whole = [((),) * len(x.shape) if dim is None else dim for x, dim in zip(arrays, dims, strict=True)]
+    spec = dataclasses.replace(spec, is_global=False)
+    call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], whole)
+    *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in lie)
+    return _observed(lambda *shards: [call.of_bounds(*shards)]), operands, [out]
+
+
+def _proposed(x: Global, mesh: Mesh) -> Dims | None:
+    """The axes over which XLA proposes to shard each dimension, which divide it; None where no axes express it."""
+    sharding = x.sharding_on(mesh)
+    if sharding is None:
+        return None
+    found = to_dims("operand", sharding.spec, len(x.shape), mesh.axis_names)
+    return tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True))
+
+
 def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
     """`body`, whose products the observers see as they are bound."""
 
     def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
         if _observers:
             for eqn in jax.make_jaxpr(body)(*shards).eqns:
-                if eqn.primitive is matmul_p:
+                if eqn.primitive in (matmul_p, grouped_p):
                     for callback in list(_observers):
-                        callback(eqn.params["spec"], [x.aval for x in eqn.invars])
+                        callback(eqn.params["spec"], [x.aval for x in (*eqn.invars, *eqn.outvars)])
         return body(*shards)
 
     return on_shards
@@ -188,8 +212,7 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
         types = jax_lowering.operand_types(ctx)
-        is_symbolic = not all(isinstance(extent, int) for x in types for extent in x.shape)
-        if spec.is_batch or is_symbolic:  # XLA's own product of global arrays, which XLA partitions
+        if spec.is_batch or _is_symbolic(types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
@@ -207,8 +230,36 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
     return by_settled(on_shards, rule)
 
 
+def grouped_rule(platform: str) -> LoweringRule:
+    """The lowering of a product of groups of rows. One of global arrays on CPU devices becomes a call that XLA
+    partitions."""
+    on_shards = grouped.grouped_rule(platform)
+
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
+        types = jax_lowering.operand_types(ctx)
+        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or _is_symbolic(types)
+        is_known = jax_lowering.global_mesh(ctx) is not None and not jax_lowering.partitions_without_shardy(ctx)
+        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla or not is_known:
+            return on_shards(ctx, *nodes, spec=spec)
+        indices = ragged.indices_of(spec, [x.shape for x in (*types, *jax_lowering.result_types(ctx))])
+        units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
+        *operands, result = (" ".join(next(units) if i == "u" else i for i in text) for text in indices)
+        sharding_rule = f"{', '.join(operands)} -> {result}"
+        return _lower(ctx, nodes, {"grouped": to_fields(spec)}, sharding_rule, "m" if spec.is_contraction else "k")
+
+    return rule
+
+
+def _is_symbolic(types: Sequence[jax.core.ShapedArray]) -> bool:
+    return not all(isinstance(extent, int) for x in types for extent in x.shape)
+
+
 def _lower(
-    ctx: jax_lowering.LoweringContext, operands: Sequence[Any], call: dict[str, Any], sharding_rule: str
+    ctx: jax_lowering.LoweringContext,
+    operands: Sequence[Any],
+    call: dict[str, Any],
+    sharding_rule: str,
+    contracted: str = "k",
 ) -> Sequence[Any]:
     """The results of a call that is to be partitioned; `call` describes it by JSON values."""
     native.register()  # the executable may come from a cache, and then nothing asks us
@@ -226,7 +277,9 @@ def _lower(
     if mesh is not None and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
-    return jax_partitioner.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)
+    return jax_partitioner.partitioned_call(
+        ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule, contracted=contracted
+    )
 
 
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
@@ -235,9 +288,14 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     call, platform = described["call"], described["platform"]
     mesh = _mesh(described["mesh"], described.get("devices"), platform)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
-    spec = from_fields(MatmulSpec, call["spec"])
-    with naming(spec.function):
-        placed = _place(spec, call.get("activation"), mesh, operands, results)
+    if "grouped" in call:
+        groups = from_fields(GroupedSpec, call["grouped"])
+        with naming(groups.function):
+            placed = _place_grouped(groups, mesh, operands, results)
+    else:
+        spec = from_fields(MatmulSpec, call["spec"])
+        with naming(spec.function):
+            placed = _place(spec, call.get("activation"), mesh, operands, results)
     return OnShards(*placed, mesh, platform, described["x64"], name, described.get("is_in_body", False))
 
 

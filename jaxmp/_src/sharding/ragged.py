@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
-from jaxmp._src.primitive.grouped import GroupedSpec, grouped
+from jaxmp._src.primitive.grouped import GroupedSpec, grouped, sizes_p
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
@@ -68,14 +68,8 @@ class RaggedCall:
             size * math.prod(map(lax.axis_size, axes))
             for size, axes in ((x.shape[0], self.rows), (w.shape[0], self.groups))
         )
-        bounds = bounds_of(operands["sizes"], operands.get("offset"), m, g)
-        if self.groups and not self.spec.experts:
-            bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * w.shape[0], w.shape[0] + 1)
-        if self.rows:
-            bounds = bounds - lax.axis_index(self.rows) * x.shape[0]
-        spec = self.spec
-        if self.contracted:  # partial sums are rounded when they are complete
-            spec = dataclasses.replace(spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
+        bounds = self._of_shard(bounds_of(operands["sizes"], operands.get("offset"), m, g)[None], x.shape[0])[0]
+        spec = self._of_terms(x, w)
         d = grouped(spec, x[None], w[None], bounds[None])[0]
         if "bias" in operands:  # a product of k = 1, in one of the terms
             bias, whole = operands["bias"][None, :, None], (*spec.whole[:2], 1, *spec.whole[3:]) if spec.whole else ()
@@ -83,6 +77,23 @@ class RaggedCall:
             ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
             d = d + grouped(dataclasses.replace(spec, whole=whole), ones, bias, bounds[None])[0]
         return {"d": self.summed(d)}
+
+    def of_bounds(self, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+        """The result on a device's shards of the operands of `grouped`, for the bounds of all rows."""
+        return self.summed(grouped(self._of_terms(x, w), x, w, self._of_shard(bounds, x.shape[1])))
+
+    def _of_shard(self, bounds: jax.Array, m: int) -> jax.Array:
+        """Bounds of all groups and rows as those of a shard, of m rows."""
+        if self.groups and not self.spec.experts:
+            g = (bounds.shape[1] - 1) // lax.axis_size(self.groups)
+            bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * g, g + 1, 1)
+        return bounds - lax.axis_index(self.rows) * m if self.rows else bounds
+
+    def _of_terms(self, x: jax.Array, w: jax.Array) -> GroupedSpec:
+        """The spec, by which partial sums are rounded when they are complete."""
+        if not self.contracted:
+            return self.spec
+        return dataclasses.replace(self.spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
 
     def summed(self, d: jax.Array) -> jax.Array:
         """The result, of which the ranks have terms."""
@@ -96,15 +107,29 @@ class RaggedCall:
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
     """The first row of each group, and the end of the last one, for groups from `offset` on; sizes are clamped."""
 
-    def add(a: jax.Array, b: jax.Array) -> jax.Array:  # sums of sizes that are too large would overflow
-        return jnp.minimum(a + b, m)
-
-    ends = lax.associative_scan(add, _within(sizes, m))
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
         return bounds
     last = sizes.shape[0]
     return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
+
+
+def checked(operands: Operands, m: int) -> Operands:
+    """The operands, of which `checkify` looks at the sizes."""
+    return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
+
+
+def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
+    """Whether sizes are negative, or sum to more than m."""
+    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
+    ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
+    return (wide < 0).any() | (ends > m).any()
+
+
+def _ends(sizes: jax.Array, most: int) -> jax.Array:
+    """The sums of sizes up to each, or `most`: larger ones might overflow."""
+    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
+    return ends
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:
@@ -121,14 +146,14 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
     """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
     (mesh, _), (m, k), (g, _, n) = where, *shapes
     is_w_larger = g * k * n > m * (k + n)
-    experts = shared_axes(spec, mesh, given.layout)
+    experts = shared_axes(spec, mesh, given.layout.a[0], given.layout.b[0])
     splits = {}
     for axis, role in given.roles.items():
         splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
     x, w, d = given.layout
     arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None)}
     spec = dataclasses.replace(spec, whole=(g, m, k, n))
-    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays, d, "k", experts)
+    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays, d, "kg", experts)
 
 
 def split_call(
@@ -144,42 +169,69 @@ def split_call(
     """The call in which the ranks of each axis split this index, if their number divides its extent, and those of
     `experts` rows and groups.
 
-    `contracted`: the index of the sums; `arrays`: indices of the operands by name, and how they lie, or None where they
-    enter as they are split; `d`: how the result is to lie.
+    `contracted`: the indices that leave terms of sums, that of partial sums first; `arrays`: indices of the operands by
+    name, and how they lie, or None where they enter as they are split; `d`: how the result is to lie.
     """
     mesh, is_explicit = where
     lie = [*((indices, dims) for indices, dims in arrays.values() if dims is not None), ("mn", d)]
-    axes: dict[str, Dim] = {}
-    for index, extent in extents.items():
-        found: Dim = ()
-        dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
-        for axis in dict.fromkeys(sum(dims_of, ())):
-            splits_it = index in "mg" if axis in experts else splits.get(axis) == index
-            if splits_it and extent % moves.size_of(mesh.shape, (*found, axis)) == 0:
-                found = (*found, axis)
-        axes[index] = found
-    split = dict.fromkeys(sum(axes.values(), ()))
-    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh.shape[axis] > 1))
-    rows, columns, partial = axes["m"], axes["n"], axes[contracted] + (() if experts else axes["g"])
-    scatters = tuple(
-        ()
-        if extents[index] % moves.size_of(mesh.shape, axes[index] + (mine := tuple(a for a in dim if a in partial)))
-        else mine
-        for index, dim in zip("mn", d, strict=True)
-    )
+    axes = _axes_of(mesh.shape, splits, extents, lie, experts)
+    call, out = _call_of(spec, mesh.shape, axes, extents, ("mn", d), contracted, experts)
     entries = []
     for name, (indices, have) in arrays.items():
         want = tuple(axes[index] for index in indices)
         dims, gathers = (want, ()) if have is None else moves.entry(have, want, (tuple(axes.values()),))
         before = None if is_explicit or have is None else meshes.partition_spec(have)
         entries.append((name, Entry(meshes.partition_spec(dims), gathers, before)))
-    out = (rows + scatters[0], columns + scatters[1])
     asked = None if out == d else meshes.partition_spec(d)
     frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(out)),), asked)
+    return dataclasses.replace(call, frame=frame)
+
+
+def _axes_of(
+    mesh: Mapping[str, int],
+    splits: Mapping[str, str],
+    extents: Mapping[str, int],
+    lie: Sequence[tuple[str, Dims]],
+    experts: Dim,
+) -> dict[str, Dim]:
+    """The axes that split each index, in the order in which they shard it."""
+    axes: dict[str, Dim] = {}
+    for index, extent in extents.items():
+        found: Dim = ()
+        dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
+        for axis in dict.fromkeys(sum(dims_of, ())):
+            splits_it = index in "mg" if axis in experts else splits.get(axis) == index
+            if splits_it and extent % moves.size_of(mesh, (*found, axis)) == 0:
+                found = (*found, axis)
+        axes[index] = found
+    return axes
+
+
+def _call_of(
+    spec: GroupedSpec,
+    mesh: Mapping[str, int],
+    axes: Mapping[str, Dim],
+    extents: Mapping[str, int],
+    result: tuple[str, Dims],
+    contracted: str,
+    experts: Dim,
+) -> tuple[RaggedCall, Dims]:
+    """The call without a frame, and how its result lies."""
+    split = dict.fromkeys(sum(axes.values(), ()))
+    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh[axis] > 1))
+    terms = {index: tuple(axis for axis in axes[index] if axis not in experts) for index in contracted}
+    partial = sum(terms.values(), ())
+    scatters = tuple(
+        ()
+        if extents[index] % moves.size_of(mesh, axes[index] + (mine := tuple(a for a in dim if a in partial)))
+        else mine
+        for index, dim in zip(*result, strict=True)
+    )
+    out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
-    if experts:
-        spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.shape.items()))
-    return RaggedCall(spec, frame, rows, axes["g"], axes[contracted], sums, scatters)
+    splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
+    spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.items()), splits=splits)
+    return RaggedCall(spec, None, axes["m"], axes["g"], terms[contracted[0]], sums, scatters), out
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
@@ -191,14 +243,16 @@ def check_order(spec: GroupedSpec, axes: Dim) -> None:
         )
 
 
-def shared_axes(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
-    """The axes along which ranks multiply together: all that shard groups, which shard rows of x in the same order."""
-    (rows, _), (groups, *_), _ = given
+def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
+    """The axes along which ranks multiply together, or exchange rows through shared memory: all that shard groups,
+    which shard rows in the same order."""
     if groups != tuple(axis for axis in rows if axis in groups):
         return ()
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
-    return groups if is_host and not process_barrier.why_apart(tuple(mesh.shape.items()), groups, known) else ()
+    axes = tuple(mesh.shape.items())
+    is_near = not process_barrier.why_apart(axes, groups, known) or process_barrier.may_exchange(axes, known)
+    return groups if is_host and is_near else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
@@ -215,3 +269,50 @@ def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
     if "k" in (x, w) and not keeps_k:
         return "k"
     return d
+
+
+# Under XLA's partitioner ----------------------------------------------------------------------------------------
+
+
+def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, str, str]:
+    """The indices of the operands of `grouped` and of its result, of these shapes; "u" is a batch of one.
+
+    `e` are bounds, which no axis splits.
+    """
+    w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
+    x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
+    return x, w, e, d
+
+
+def placed(
+    spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
+) -> tuple[RaggedCall, tuple[Dims, ...]]:
+    """The call of global operands of `grouped` and a result which XLA proposes to lie so, and how they are to lie."""
+    indices = indices_of(spec, shapes)
+    extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
+    extents = {"u": 1, "g": extents.pop("e") - 1} | extents
+    arrays = [(text, dim) for text, dim in zip(indices, dims, strict=True) if "e" not in text]
+    m, k, g, n = (extents[index] for index in "mkgn")
+    roles = [_by_index(*each) for each in arrays]
+    splits = {}
+    for axis in dict.fromkeys(sum(map(tuple, roles), ())):
+        x, w, d = (role.get(axis, "") for role in roles)
+        if "b" in (x, w, d):
+            splits[axis] = "b"
+        elif spec.is_contraction:
+            splits[axis] = "m" if "m" in (x, w) else d if d and d in (x, w) else x or w or d
+        else:
+            splits[axis] = _split(x, w, d, g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
+    of_rows = [dim[text.index("m")] for text, dim in arrays if "m" in text][: 1 + spec.is_contraction]
+    of_groups = next(dim[text.index("g")] for text, dim in arrays if "g" in text)
+    experts = shared_axes(spec, mesh, of_rows[0], of_groups) if of_rows[0] == of_rows[-1] else ()
+    axes = {"e": ()} | _axes_of(mesh.shape, splits, extents, arrays, experts)
+    spec = dataclasses.replace(spec, whole=(g, m, k, n))
+    contracted = "m" if spec.is_contraction else "kg"
+    call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1], contracted, experts)
+    return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)
+
+
+def _by_index(indices: str, dims: Dims) -> dict[str, str]:
+    """The index that each axis shards."""
+    return {axis: index for index, dim in zip(indices, dims, strict=True) for axis in dim}
