@@ -13,7 +13,7 @@ from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
-from jaxmp._src.lowering.ffi_call import mesh_position_p
+from jaxmp._src.lowering.ffi_call import mesh_position_p, mesh_position_rule
 from jaxmp._src.lowering.grouped import grouped_rule
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import grouped, jvp, primitives, transpose
@@ -90,7 +90,7 @@ _register(
 jax_rules.register_saved((*PRODUCTS, grouped.grouped_p))
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, grouped.grouped_p))
 
-mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
+mlir.register_lowering(mesh_position_p, mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
 mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):

@@ -24,7 +24,7 @@ import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, fixed_shape, forms
-from jaxmp._src.lowering.legalize import Capabilities
+from jaxmp._src.lowering.backend import Capabilities
 from jaxmp._src.primitive import primitives
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import matmul_spec

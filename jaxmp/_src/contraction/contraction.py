@@ -96,6 +96,7 @@ class Contraction:
         axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
         return f"{self.a},{self.b}->{self.d}{''.join(axes)}"
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  frozen; what follows from it is found once
     def replace(self, layout: Layout) -> Contraction:
         """The same in another layout."""
         return dataclasses.replace(self, layout=layout)
@@ -277,7 +278,7 @@ class Contraction:
         """The place among the rows of the one that is gathered or scattered."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
-    @property
+    @functools.cached_property
     def is_stored_in_order(self) -> bool:
         """Whether a is stored (rows, k) and b (k, columns), each perhaps with a batch."""
         k = self.contracted

@@ -13,8 +13,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.mlir.dialects import stablehlo
 
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
@@ -236,8 +239,15 @@ def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 
 
-def _type(*, axes: tuple[tuple[str, int], ...]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((), np.dtype(np.uint32))
+def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    mesh = jax_lowering.manual_mesh(ctx)
+    if mesh is not None and tuple(mesh.shape.items()) == axes:
+        return [stablehlo.partition_id()]
+
+    def index() -> jax.Array:
+        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
+
+    return mlir.lower_fun(index, multiple_results=False)(ctx)
 
 
-mesh_position_p.def_abstract_eval(_type)
+mesh_position_p.def_abstract_eval(lambda *, axes: jax.core.ShapedArray((), np.dtype(np.uint32)))

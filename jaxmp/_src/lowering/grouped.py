@@ -31,7 +31,7 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
         if spec.level.fixed_order and not is_host:
             raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
 
-        apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_lowering.lowering_mesh(ctx))
+        apart = process_barrier.why_apart(spec.mesh, spec.experts, lambda: jax_lowering.lowering_mesh(ctx))
         is_together = is_host and not apart
 
         def local(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir.dialects import stablehlo
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import backend, process_barrier, xla_matmul
-from jaxmp._src.lowering.forms import Xla
+from jaxmp._src.lowering.forms import Xla, resolve, resolve_activation_grad
 from jaxmp._src.lowering.process_collectives import SharedMemory
-from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
 from jaxmp._src.primitive.collectives import place
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
@@ -33,13 +31,13 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if spec.is_batch:
             return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
-        mesh = jax_lowering.lowering_mesh(ctx)
+        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
         a, b = jax_lowering.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
-        devices = _devices_of(spec, mesh) if is_named else ()
+        devices = _devices_of(spec, mesh()) if is_named else ()
         is_barred = platform == "cpu" and call.implementation != "host"
-        is_collective = call.form is Xla
+        is_collective = isinstance(call, Xla)
         site = None
         if is_barred:
             site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=is_collective)
@@ -62,7 +60,8 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
-        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_lowering.lowering_mesh(ctx))
+        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
+        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh)
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
@@ -201,14 +200,3 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
     if devices:  # binding has asked for them, unless the backend has started since
         jax_lowering.require_devices([matmul_p])
     return devices
-
-
-def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
-    mesh = jax_lowering.manual_mesh(ctx)
-    if mesh is not None and tuple(mesh.shape.items()) == axes:
-        return [stablehlo.partition_id()]
-
-    def index() -> jax.Array:
-        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
-
-    return mlir.lower_fun(index, multiple_results=False)(ctx)

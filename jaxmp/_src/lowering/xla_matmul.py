@@ -128,10 +128,12 @@ def collective(
     return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
 
+@collectives.unless_empty
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, platform: str) -> jax.Array:
     return low_precision.moved(lambda x: collectives.gather(x, axes, dimension), x, platform)
 
 
+@collectives.unless_empty
 def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, platform: str) -> jax.Array:
     exchange = functools.partial(lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=joined, tiled=True)
     return low_precision.moved(exchange, x, platform, lax.axis_size(axes))
@@ -248,15 +250,7 @@ def apply_epilog(
 
 def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
     """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
-    parts = []
-    for which, x in enumerate((a, b)):
-        gather = functools.partial(_gather_part, spec, which, platform=platform)
-        if x.size:
-            parts.append(gather(x))
-        else:  # XLA gathers nothing that is empty; the other operand may still have to be summed
-            like = jax.eval_shape(gather, x)
-            parts.append(jnp.zeros(like.shape, like.dtype))
-    return parts[0], parts[1]
+    return _gather_part(spec, 0, a, platform), _gather_part(spec, 1, b, platform)
 
 
 def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> jax.Array:
@@ -297,7 +291,7 @@ def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpe
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     """Whether the scales of operands that are gathered are so too: those of whole blocks, along one dimension."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
-    if {*modes.values()} <= {low_precision.NONE, low_precision.SCALAR}:
+    if all(map(low_precision.is_of_tensor, modes.values())):
         return True
     gathered = spec.contraction.gathered
     if gathered is None or spec.contraction.is_block_grid or spec.distributions:

@@ -31,7 +31,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import eager_calls, meshes
+from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
@@ -146,7 +146,8 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_
     if placement.mode == meshes.Mode.SHARDED:
         gathers_inside = not request.level.fixed_order  # else gradients are sums in an order of their own
         shapes = lhs.shape, rhs.shape
-        given = placement.given(numbers.product(lhs.ndim, rhs.ndim), shapes)
+        whole = numbers.product(lhs.ndim, rhs.ndim)
+        given = shardings.lying(whole, placement.lie, (*shapes, placement.shape), placement.mesh.shape)
         operand, out = call.dtypes(lhs, rhs)
         itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(operand).itemsize
         terms = functools.partial(planner.terms, given, (*shapes, placement.shape), placement.mesh.shape, itemsizes)

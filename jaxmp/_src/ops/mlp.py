@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -24,7 +23,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
-from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
+from jaxmp._src.primitive.primitives import activated_matmul, completes_sums, fold_rows
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
@@ -200,19 +199,12 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
     """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
-    scatters, p = spec.contraction.scatters, spec.group.nranks
-    shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
-    batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-
-    def fold(x: jax.Array) -> jax.Array:
-        if scatters and batch > 1:
-            x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)
-        return x.reshape(batch * rows, x.shape[-1])
-
+    scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
+    fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
     assert isinstance(mlp.activation, str)
     y = activated_matmul(spec, mlp.activation, fold(tz), fold(aux), w, tbias=tbias)
     if scatters:
-        shape[lead] //= p
+        shape[ahead] //= spec.group.nranks
     return y.reshape(*shape, y.shape[-1])
 
 

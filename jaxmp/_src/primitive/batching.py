@@ -30,9 +30,9 @@ from jaxmp._src.primitive.primitives import (
     bind,
     bind_operands,
     bind_rows,
+    fold_rows,
     has_rows,
     matmul_abstract_eval,
-    merge_rows,
 )
 from jaxmp._src.primitive.transpose import matmul_transpose_rule
 from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
@@ -66,7 +66,7 @@ def matmul_batch_rule(
         for name in spec.operand_names:
             if has_rows(name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
-        outputs = bind_rows(spec.folded(size), operands.pop("a"), operands.pop("b"), operands)
+        outputs = bind_rows(spec.folded(size), operands)
     elif may_batch(spec) and batched.issuperset("ab"):
         whole = {
             name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
@@ -142,7 +142,7 @@ def _split_gradient(
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
-    if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.amax_d or spec.scales.amax_aux or not low_precision.is_of_tensor(spec.scales.a):
         return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
@@ -156,7 +156,7 @@ def activation_grad_batch_rule(
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
         for x, dim in zip(args, dims, strict=True)
     )
-    rows = activation_grad(activation, merge_rows(aux), merge_rows(t), spec)
+    rows = activation_grad(activation, fold_rows(aux, 2, 0, 1), fold_rows(t, 2, 0, 1), spec)
     return rows.reshape(t.shape), 0
 
 

@@ -20,10 +20,11 @@ Outside a job of several processes nothing is added to the program. Types that X
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import Mesh
 
+F = TypeVar("F", bound=Callable[..., jax.Array])
 Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 
 # (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
@@ -149,7 +151,7 @@ batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
 def _is_ours(x: jax.Array) -> bool:
     """Whether a collective of `x` is `collective_p`."""
-    return native.has_barrier() or low_precision.is_widened(x.dtype)
+    return native.has_barrier or low_precision.is_widened(x.dtype)
 
 
 def _collective(
@@ -162,6 +164,20 @@ def _collective(
     return result
 
 
+def unless_empty(collective: F) -> F:
+    """`collective(x, ...)`, which moves nothing of an x that is empty: XLA does not gather such an array."""
+
+    @functools.wraps(collective)
+    def moved(x: jax.Array, *args: Any, **params: Any) -> jax.Array:
+        if x.size != 0:
+            return collective(x, *args, **params)
+        like: Any = jax.eval_shape(lambda x: collective(x, *args, **params), x)
+        return cast_varying(jnp.zeros(like.shape, like.dtype), like.manual_axis_type.varying)
+
+    return cast(F, moved)
+
+
+@unless_empty
 def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
@@ -183,6 +199,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
     return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
+@unless_empty
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
 ) -> jax.Array:
@@ -195,13 +212,13 @@ def all_to_all(
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
+    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
     return total
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
     """`lax.psum_scatter`, tiled."""
-    if native.has_barrier():
+    if native.has_barrier:
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
     part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
     return part
@@ -209,7 +226,7 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_lin
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
+    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
     return most
 
 
@@ -220,7 +237,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    if native.has_barrier() and jax_compat.is_vma_checked():
+    if native.has_barrier and jax_compat.is_vma_checked():
         return _collective("vary", x, missing, source_line)
     cast: jax.Array = lax.pcast(x, missing, to="varying")
     return cast
@@ -273,7 +290,7 @@ def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
 
 def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> jax.Array:
     """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
-    if not native.has_barrier():
+    if not native.has_barrier:
         return x
     axes = tuple(mesh.axis_names)
 
@@ -284,7 +301,7 @@ def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> ja
 
 
 def _barrier(x: jax.Array, axes: tuple[str, ...], operation: str, source_line: str, *, is_active: bool) -> jax.Array:
-    if not native.has_barrier():
+    if not native.has_barrier:
         return x
     call = f"{operation} for {source_line or 'a matmul'}"
     mesh = jax_compat.mesh_axes()

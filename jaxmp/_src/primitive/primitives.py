@@ -31,6 +31,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.grouped import grouped_p
 from jaxmp._src.runtime import native
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.extents import check_local_shapes
 from jaxmp._src.spec.matmul_spec import (
@@ -112,60 +113,51 @@ def needs_devices(spec: MatmulSpec) -> bool:
     return not is_local and native.has_cuda_devices()
 
 
-def bind_rows(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
-) -> dict[str, jax.Array]:
-    """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
+def bind_rows(spec: MatmulSpec, operands: Mapping[str, jax.Array], dimension: int = 1) -> dict[str, jax.Array]:
+    """As `bind` for an a, and whatever has d's rows, with leading dimensions, which fold into the rows of one call.
 
-    Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
-    are ordered by rank first, so there the rank's index has to be the slowest: (P, batch, m/P).
+    `dimension`: the one of a that is gathered or scattered. A rank's part of it is contiguous in the rows of a call, so
+    dimensions ahead of it stand behind the rank there: (P, batch, m/P).
     """
+    a, b = operands["a"], operands["b"]
     if spec.transpose_a:
-        a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
-    batch, rows, k = a.shape
-    p = spec.group.nranks
-    gathers = spec.contraction.gathers and batch > 1
-    scatters = spec.contraction.scatters and batch > 1
+        a, spec = jnp.swapaxes(a, -1, -2), spec.replace(transpose_a=False)
+    shape, p, scatters, gathers = a.shape[:-1], spec.group.nranks, spec.contraction.scatters, spec.contraction.gathers
+    ahead = dimension if scatters or gathers else 0
+    of_a, of_d = (len(shape), ahead, p if scatters else 1), (len(shape), ahead, p if gathers else 1)
     if scatters:
-        check_local_shapes(spec, (rows, k), b.shape)
-
-    def fold_operand(x: jax.Array) -> jax.Array:
-        if scatters:
-            x = jnp.swapaxes(x.reshape(batch, p, rows // p, *x.shape[2:]), 0, 1)
-        return x.reshape(batch * rows, *x.shape[3 if scatters else 2 :])
-
-    def fold(x: jax.Array) -> jax.Array:
-        if gathers:
-            x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
-        return merge_rows(x)
-
-    def unfold(x: jax.Array) -> jax.Array:
-        if gathers:
-            x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
-        return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
-
-    folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
-    if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
-        folded["scale_a"] = fold_operand(folded["scale_a"])
-    outputs = bind(spec, fold_operand(a), b, folded)
-    return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
+        check_local_shapes(spec, (math.prod(shape[ahead:]), a.shape[-1]), b.shape)
+    extra = {
+        name: fold_rows(x, *of_d) if has_rows(name) else x for name, x in operands.items() if name not in ("a", "b")
+    }
+    if not low_precision.is_of_tensor(spec.scales.a):
+        extra["scale_a"] = fold_rows(extra["scale_a"], *of_a)
+    outputs = bind(spec, fold_rows(a, *of_a), b, extra)
+    shape = (*shape[:ahead], output_rows(spec, shape[ahead]), *shape[ahead + 1 :]) if scatters or gathers else shape
+    return {name: unfold_rows(x, shape, *of_d[1:]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def merge_rows(x: jax.Array) -> jax.Array:
-    """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def fold_rows(x: jax.Array, ndim: int, ahead: int, nranks: int) -> jax.Array:
+    """`x` with its first `ndim` dimensions as one; of `nranks` that share the dimension behind `ahead` others, the rank
+    is the slowest index of the result."""
+    shape, rest = x.shape[:ndim], x.shape[ndim:]
+    rows, batch = math.prod(shape), math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(batch, nranks, rows // (batch * nranks), *rest), 0, 1)
+    return x.reshape(rows, *rest)  # reshape cannot tell their number without columns
+
+
+def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Array:
+    """The inverse, for the dimensions `shape`."""
+    batch = math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(nranks, batch, math.prod(shape) // (batch * nranks), x.shape[-1]), 0, 1)
+    return x.reshape(*shape, x.shape[-1])
 
 
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
     return len(SPANS.get(name, ())) == 2
-
-
-def fold_scale(spec: MatmulSpec, scale: jax.Array) -> jax.Array:
-    """scale_a of an operand whose leading dimensions have folded into its rows."""
-    if spec.scales.a in (low_precision.NONE, low_precision.SCALAR):
-        return scale
-    return scale.reshape(-1) if spec.scales.a == low_precision.OUTER_VEC else merge_rows(scale)
 
 
 def global_amax(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -259,11 +251,12 @@ def _output_varying(
 def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
+    varying = _output_varying(spec, a, b, extra)
     found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
-    return jax_compat.with_shape(a, found.d, spec.out_dtype, _output_varying(spec, a, b, extra))
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, varying)
 
 
 def matmul_abstract_eval(
@@ -272,13 +265,13 @@ def matmul_abstract_eval(
     # Block scales vary as their operands do.
     named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
-    return [_result_aval(name, spec, a, b, d) for name in spec.output_names]
+    return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
 def _result_aval(
     name: str, spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, d: jax.core.ShapedArray
 ) -> jax.core.ShapedArray:
-    """The type of d, or of a result beside it."""
+    """The type of a result beside d."""
     varying = d.manual_axis_type.varying
     if name in AMAXES:
         return jax_compat.with_shape(d, (), jnp.float32, varying)
@@ -287,8 +280,6 @@ def _result_aval(
     if name == "d_out_scale":
         blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
         return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
-    if name == "d":
-        return d
     if name == "relu_aux":
         return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
     # Bias gradients: complete, so the same on all ranks that share what is summed.

@@ -150,11 +150,6 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
 
 def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
     """All-gather of `x` over the group, under a name that `explain` finds."""
-    if x.size == 0:  # XLA gathers nothing that is empty
-        axes = jax_compat.varying_axes(x)
-        axes = axes | set(spec.group.row_axes) if to == "varying" and spec.is_typed else axes - set(spec.group.row_axes)
-        shape = (extent * (spec.group.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
-        return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 

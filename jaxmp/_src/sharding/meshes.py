@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import moves
-from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime.types import Shape
@@ -47,16 +47,13 @@ class Placement:
     out_sharding: NamedSharding | None = None
 
     @property
+    def lie(self) -> tuple[Dims, Dims, Dims | None]:
+        """How a, b and the result lie; None for what follows from the others."""
+        return self.a, self.b, self.out
+
+    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
-
-    def given(self, product: Contraction, shapes: tuple[Shape, Shape]) -> Contraction:
-        """A product of arrays of these shapes as they and its result lie; axes have to divide them."""
-        out = shardings.default_result(product, self.a, self.b) if self.out is None else self.out
-        layout = Layout(self.a, self.b, out)
-        for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, (*shapes, self.shape), strict=True):
-            shardings.check_dims(argument, dims, shape, self.mesh.shape)
-        return product.replace(layout)
 
 
 def partition_spec(dims: Dims) -> P:
@@ -71,8 +68,6 @@ def constrained(outputs: dict[str, jax.Array], sharding: NamedSharding | None) -
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """A global array that is sharded as `have`, sharded as `want`."""
-    if have == want:
-        return x
     dims = [shardings.as_dims("an array", spec, x.ndim) for spec in (have, want)]
     for step in moves.steps(*dims):
         spec = partition_spec(step)

@@ -21,7 +21,8 @@ Operands = dict[str, jax.Array]
 
 
 class Entry(NamedTuple):
-    """How an operand enters shard_map, how it is gathered there, and how it lies ahead, if its type does not tell."""
+    """How an operand enters shard_map, how it is gathered there, and how it lies ahead: by default as its type says, or
+    on automatic axes as it enters."""
 
     spec: P = P()
     gathers: tuple[Gather, ...] = ()
@@ -46,13 +47,6 @@ class Frame:
         """The sharding in which d leaves."""
         return dict(self.outs)["d"]
 
-    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """The results with d in the sharding that it is to have."""
-        if self.asked is None:
-            return results
-        d = meshes.reshard(results["d"], self.mesh, self.out_spec, self.asked, is_explicit=self.is_explicit)
-        return results | {"d": d}
-
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(
@@ -74,7 +68,7 @@ def frame_of(
     spec, entries = meshes.partition_spec, {}
     for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
         dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
-        entries[name] = Entry(spec(dims), gathers, None if is_explicit else spec(have))
+        entries[name] = Entry(spec(dims), gathers, spec(have))
     entries |= {name: Entry(spec(dims)) for name, dims in beside}
     outs = tuple((name, spec(dims)) for name, dims in (("d", plan.layout.d), *results))
     asked = None if plan.layout.d == given.d else spec(given.d)
@@ -90,12 +84,20 @@ def on_shards(
     placed = {}
     for name, x in operands.items():
         entry = entries[name]
-        have = meshes.type_spec(x) if frame.is_explicit else entry.spec if entry.have is None else entry.have
-        placed[name] = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
+        have = entry.have
+        if have is None:
+            have = meshes.type_spec(x) if frame.is_explicit else entry.spec
+        if have != entry.spec:
+            x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
+        placed[name] = x
     specs = {name: entry.spec for name, entry in entries.items()}
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
     run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
-    return frame.finish(run(placed))
+    results: dict[str, Any] = run(placed)
+    if frame.asked is None:
+        return results
+    d = meshes.reshard(results["d"], frame.mesh, frame.out_spec, frame.asked, is_explicit=frame.is_explicit)
+    return results | {"d": d}
 
 
 def on_gathered(

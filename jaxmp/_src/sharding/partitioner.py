@@ -31,9 +31,9 @@ from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
 from jaxmp._src.lowering import rules
-from jaxmp._src.lowering.resolve import resolve
+from jaxmp._src.lowering.forms import resolve
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, global_amax, matmul_p
+from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, matmul_p
 from jaxmp._src.runtime import native
 from jaxmp._src.sharding import sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
@@ -41,9 +41,10 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import MatmulSpec, spans
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
+from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 TARGET = "jaxmp_partitioned_matmul"
 
@@ -91,10 +92,11 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     given = contraction.of_matrices(2, Layout(*dims), **flags)
     names, where = ("a", "b", *spec.operand_names), (results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan, local = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
+    plan = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
+    local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items()))))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
-        return _global_results(local, bind_plan(plan, local, dict(zip(names, shards, strict=True))))
+        return tuple(bind_plan(plan, local, dict(zip(names, shards, strict=True))).values())
 
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
@@ -112,7 +114,7 @@ def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: 
         )
 
     def body(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Sequence[jax.Array]:
-        return _global_results(spec, bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))))
+        return tuple(bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))).values())
 
     whole = NamedSharding(mesh, P())
     return _observed(body), [whole] * len(args), [whole] * len(results)
@@ -130,11 +132,6 @@ def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequenc
         return body(*shards)
 
     return on_shards
-
-
-def _global_results(spec: MatmulSpec, outputs: dict[str, jax.Array]) -> Sequence[jax.Array]:
-    """The results in their order, with the largest absolute values over all devices."""
-    return tuple(global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh)).values())
 
 
 def _dividing(dim: Dim, extent: int, mesh: Mapping[str, int]) -> Dim:
@@ -219,7 +216,7 @@ def _lower(
         "mesh": [] if mesh is None else list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
-    if native.has_barrier():  # processes tell the calls of a program apart
+    if native.has_barrier:  # processes tell the calls of a program apart
         described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
         described["program"] = jax_lowering.program_name(ctx)
         described["is_in_body"] = jax_lowering.is_in_body()

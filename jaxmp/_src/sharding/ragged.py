@@ -198,7 +198,7 @@ def shared_axes(spec: GroupedSpec, mesh: Any, given: Layout) -> Dim:
         return ()
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
-    return groups if is_host and not process_barrier.why_apart(tuple(mesh.shape.items()), groups, known) else ()
+    return groups if is_host and not process_barrier.why_apart(tuple(mesh.shape.items()), groups, lambda: known) else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:

@@ -48,7 +48,7 @@ def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
     if name not in ("scale_a", "scale_b"):
         return SPANS.get(name, ())
     mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
-    if mode in (low_precision.NONE, low_precision.SCALAR):
+    if low_precision.is_of_tensor(mode):
         return ()
     if mode == low_precision.OUTER_VEC:
         return (Span(outer),)

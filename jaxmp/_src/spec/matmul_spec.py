@@ -205,6 +205,13 @@ class MatmulSpec(Parts):
         return self.level.global_order
 
     @functools.cached_property
+    def asked_of_library(self) -> str:
+        """The option that asks for a library's product, or the empty string."""
+        if self.implementation in ("host", "cublasmp"):
+            return f"implementation={self.implementation!r}"
+        return str(self.level) if self.fixed_reduction_order else ""
+
+    @functools.cached_property
     def contraction(self) -> Contraction:
         """How the axes of the group shard the stored a, b and d, which have no leading dimensions."""
         group, flags = self.group, {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}

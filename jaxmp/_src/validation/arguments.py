@@ -85,7 +85,7 @@ def validated(
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
         operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}
-    line = f" at {jax_compat.user_line()}" if native.has_barrier() else ""
+    line = f" at {jax_compat.user_line()}" if native.has_barrier else ""
     spec = interned(
         out,
         group,
@@ -93,10 +93,12 @@ def validated(
         precision="DEFAULT" if request.precision is None else precisions.resolve(request.precision, operand, out),
         source_line=request.function + line,
     )
+    scalars = {"alpha": check_scalar("alpha", request.alpha, out)}
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
     shape = (*a.shape[:-2], *found.d)
     c_dtype, bias_dtype = scale_checks.side_dtypes(out, c) if is_low_precision else (out, out)
-    scalars = {"alpha": check_scalar("alpha", request.alpha, out), "beta": check_c(c, request.beta, c_dtype, shape)}
+    if c is not None or request.beta is not None:
+        scalars["beta"] = check_c(c, request.beta, c_dtype, shape)
     traced = {name: x for name, x in scalars.items() if isinstance(x, jax.Array)}
     changes = scalars | dict.fromkeys(traced, 1.0) | {"has_c": c is not None, "traced": tuple(traced)}
     inputs: dict[str, Any] = {}

@@ -144,9 +144,11 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
     """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    if not spec.asks_all_reduce:
+        return spec
     group, product = spec.group, spec.contraction
     nranks = group.nranks if product.communicates else group.size(tuple(axis for axis, _ in group.mesh))
-    if spec.asks_all_reduce and not product.is_reduced and nranks > 1:
+    if not product.is_reduced and nranks > 1:
         raise InvalidValue(
             f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
             f"{group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
