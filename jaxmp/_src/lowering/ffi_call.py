@@ -21,7 +21,7 @@ from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
 from jaxmp._src.spec.matmul_spec import SCALE_NAMES, SPANS, Extents, MatmulSpec, aux_dtype, extents
 
@@ -49,30 +49,28 @@ _DTYPES = {
 }
 
 
-def custom_call(
-    a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, devices: tuple[int, ...] = ()
-) -> list[jax.Array]:
-    """The results of one custom call."""
+def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
+    """The results of one custom call, by name."""
     native.register()
-    found, names = extents(spec, a.shape, b.shape), spec.output_names
-    named = dict(zip(spec.operand_names, extra, strict=True))
+    a, b, names = operands["a"], operands["b"], spec.output_names
+    found = extents(spec, a.shape, b.shape)
     is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is handed over as XLA holds it
-    operands = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
-    operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
+    given = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
+    given += [_as_stored(name, operands[name]) for name in spec.operand_names if name not in SCALE_NAMES]
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
-        if name in named:
-            operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
+        if name in operands:
+            given.append(low_precision.for_library(operands[name], spec.scales.of(name)))
     if spec.group.nranks > 1 and not devices:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment. On GPUs it
         # costs work on the device at every run, so a call that names its devices does without.
-        operands.append(mesh_position(spec.group.mesh))
+        given.append(mesh_position(spec.group.mesh))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
-        outputs = call(*operands, **call_attributes(spec, a, b, devices, found))
+        outputs = dict(zip(names, call(*given, **call_attributes(spec, a, b, devices, found)), strict=True))
     if spec.distributions:
-        return [xla_matmul.without_padding(spec, outputs[0])]  # the library leaves it alone
-    return [_final(name, spec, found, x) for name, x in zip(names, outputs, strict=True)]
+        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library leaves it alone
+    return {name: _final(name, spec, found, x) for name, x in outputs.items()}
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:

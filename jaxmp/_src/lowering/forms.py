@@ -23,11 +23,11 @@ from jaxmp._src.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.lowering.ffi_call import custom_call
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import logs, native
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.extents import axes_text, extents
-from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes, accumulator
+from jaxmp._src.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
@@ -73,15 +73,13 @@ class ResolvedCall:
         """What the library is asked for instead."""
         return None
 
-    def emit(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        """The results; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
+    def emit(self, operands: Operands, **where: Any) -> Operands:
+        """The results by name; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
         `processes` as in `xla_matmul.matmul`."""
-        is_conjugated_a, is_conjugated_b = self.is_conjugated
-        return self.results(
-            lax.conj(a) if is_conjugated_a else a, lax.conj(b) if is_conjugated_b else b, *extra, **where
-        )
+        conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
+        return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
+    def results(self, operands: Operands, **where: Any) -> Operands:
         """The same, of operands that are conjugated already."""
         raise NotImplementedError
 
@@ -102,12 +100,12 @@ class Tiles(ResolvedCall):
     def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         return None if product.spec.contraction.communicates else Gathered.why_taken(product, capabilities)
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
-            return one_device(spec, a, b, self.library).emit(a, b, *extra)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        def tile(operands: Operands, spec: MatmulSpec) -> Operands:
+            return one_device(spec, operands, self.library).emit(operands)
 
         with jax.named_scope(f"jaxmp {self.spec.level.name} by calls of one shape"):
-            return fixed_shape.matmul(a, b, *extra, spec=self.spec, call=tile)
+            return fixed_shape.matmul(operands, self.spec, tile)
 
     def facts(self) -> tuple[str, int]:
         return fixed_shape.describe(self.spec, self.a.shape, self.b.shape, self.library), 0
@@ -142,19 +140,17 @@ class Gathered(ResolvedCall):
             b = b.update(shape=(cols, k) if spec.transpose_b else (k, cols))
         return Product(fit_comm_options(spec.local()), a, b)
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
+    def results(self, operands: Operands, **where: Any) -> Operands:
         spec, platform = self.spec, where["platform"]
         if spec.group.nranks > 1:
-            a, b = xla_matmul.gather_for_part(spec, a, b, platform)
-        outputs = self.inner.emit(a, b, *extra)
+            operands = operands | xla_matmul.gather_for_part(spec, operands, platform)
+        outputs = self.inner.emit(operands)
         # Over these axes the ranks have summed other rows of op(a).
         axes = spec.contraction.sharded("d", "m")
-        if spec.rule.gradient != "bgrada" or not axes:
-            return outputs
-        return [
-            xla_matmul.collective("all_gather", x, axes, (0,), None, platform) if name == "bgrada" else x
-            for name, x in zip(spec.output_names, outputs, strict=True)
-        ]
+        if spec.rule.gradient == "bgrada" and axes:
+            sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), None, platform)
+            return outputs | {"bgrada": sums}
+        return outputs
 
     def facts(self) -> tuple[str, int]:
         algorithm, workspace = self.inner.facts()
@@ -181,8 +177,8 @@ class PaddedK(ResolvedCall):
         shape_a, shape_b = fixed_shape.with_k(spec, a.shape, b.shape, fixed_shape.PADDED_K)
         return Product(spec, a.update(shape=shape_a), b.update(shape=shape_b))
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        return self.inner.emit(*fixed_shape.padded_along_k(a, b, self.spec), *extra, **where)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return self.inner.emit(fixed_shape.padded_along_k(operands, self.spec), **where)
 
     def facts(self) -> tuple[str, int]:
         algorithm, workspace = self.inner.facts()
@@ -215,10 +211,9 @@ class SeparateEpilog(ResolvedCall):
         out = accumulator(low_precision.operand_type(a.dtype, b.dtype))
         return Product(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        plain, named = self.inner, dict(zip(self.spec.operand_names, extra, strict=True))
-        z = plain.emit(a, b, *(named[name] for name in plain.spec.operand_names), **where)[0]
-        return xla_matmul.apply_epilog(z, extra, self.spec.replace(alpha=1.0), a, b)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
+        return xla_matmul.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
 
 
 class TransposedCopy(ResolvedCall):
@@ -239,11 +234,12 @@ class TransposedCopy(ResolvedCall):
         a = a.update(shape=a.shape[::-1]) if spec.transpose_a else a
         return Product(copied, a, b if spec.transpose_b else b.update(shape=b.shape[::-1]))
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        a, b = (a.T if self.spec.transpose_a else a), (b if self.spec.transpose_b else b.T)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        a = operands["a"].T if self.spec.transpose_a else operands["a"]
+        b = operands["b"] if self.spec.transpose_b else operands["b"].T
         # What a transposition also conjugated still has to be.
         a = lax.conj(a) if self.spec.conjugate_a else a
-        return self.inner.emit(a, b, *extra, **where)
+        return self.inner.emit(operands | {"a": a, "b": b}, **where)
 
 
 class Direct(ResolvedCall):
@@ -255,8 +251,8 @@ class Direct(ResolvedCall):
     def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         return ""
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        return custom_call(a, b, *extra, spec=self.spec, devices=where.get("devices", ()))
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return custom_call(operands, self.spec, where.get("devices", ()))
 
     def facts(self) -> tuple[str, int]:
         plan = native.describe_plan(ffi_call.call_attributes(self.spec, self.a, self.b), self.library)
@@ -273,12 +269,10 @@ class Xla(ResolvedCall):
 
     name = "xla"
 
-    def results(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
+    def results(self, operands: Operands, **where: Any) -> Operands:
         product = _host_product if self.library == "host" else None
         platform, processes = where.get("platform", "cpu"), where.get("processes")
-        return xla_matmul.matmul(
-            a, b, *extra, spec=self.spec, platform=platform, local_product=product, processes=processes
-        )
+        return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
     def facts(self) -> tuple[str, int]:
         if self.implementation in ("host", "cublasmp"):
@@ -399,23 +393,17 @@ def in_form(
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
 
 
-def one_device(spec: MatmulSpec, a: jax.Array, b: jax.Array, library: str) -> ResolvedCall:
+def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
     """One of the calls of one shape that a local product comes to."""
-    shards = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
+    shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
     return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """One device's product in the accumulator's type, through the custom call."""
-    local = MatmulSpec(
-        accumulator(a.dtype),
-        transpose_a=spec.transpose_a,
-        transpose_b=spec.transpose_b,
-        conjugate_a=spec.conjugate_a,
-        conjugate_b=spec.conjugate_b,
-        precision=spec.precision,
-    )
-    return one_device(local, a, b, "host").emit(a, b)[0]
+    flags = {name: getattr(spec, name) for name in (*FLAGS, "precision")}
+    local, operands = MatmulSpec(accumulator(a.dtype), **flags), {"a": a, "b": b}
+    return one_device(local, operands, "host").emit(operands)["d"]
 
 
 def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:

@@ -42,14 +42,17 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         if is_barred:
             site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=is_collective)
 
-        def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-            processes = None
-            a, b = (x if x.dtype == t.dtype else jax_compat.convert(x, t.dtype) for x, t in ((a, call.a), (b, call.b)))
+        def lower(*operands: jax.Array) -> list[jax.Array]:
+            named, processes = dict(zip(spec.names, operands, strict=True)), None
+            for name, like in (("a", call.a), ("b", call.b)):
+                if named[name].dtype != like.dtype:
+                    named[name] = jax_compat.convert(named[name], like.dtype)
             if site and is_collective:
-                processes = _processes(site, spec, a, b)
+                processes = _processes(site, spec, named["a"], named["b"])
             elif site:
-                a, b = _barrier(site, spec, a, b, [a, b])
-            return call.emit(a, b, *extra, devices=devices, platform=platform, processes=processes)
+                named["a"], named["b"] = _barrier(site, spec, named["a"], named["b"], [named["a"], named["b"]])
+            outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
+            return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
@@ -70,12 +73,12 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
         def lower(*operands: jax.Array) -> Any:
             if not is_one_product:
                 return lax.map(lambda each: bind_operands(spec, *each), operands)
-            operands = (*low_precision.widened(*operands[:2]), *operands[2:])
+            a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
             if site:
-                a, b, *rest = operands
-                fields = {"batch": a.shape[0]}
-                operands = (*_barrier(site, spec, a[0], b[0], [a, b], fields), *rest)
-            return jax.vmap(functools.partial(xla_matmul.matmul, spec=spec, platform=platform))(*operands)
+                a, b = _barrier(site, spec, a[0], b[0], [a, b], {"batch": a.shape[0]})
+            named = dict(zip(spec.names, (a, b, *rest), strict=True))
+            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform))(named)
+            return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
@@ -89,7 +92,8 @@ def _activation_grad(
     if spec is None:
         return multiply_by_slope(activation, aux, t)
     call = resolve_activation_grad(spec, t, platform)
-    return call.emit(jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
+    nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
+    return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
 
 
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
 from jaxmp._src.spec.matmul_spec import MatmulSpec, aux_dtype, extents
@@ -45,48 +46,45 @@ class Processes:
 
 
 def matmul(
-    a: jax.Array,
-    b: jax.Array,
-    *extra: jax.Array,
+    operands: Operands,
     spec: MatmulSpec,
     platform: str,
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
-) -> list[jax.Array]:
-    """The results from one device's shards, in the order of `output_names`.
+) -> Operands:
+    """The results by name from one device's shards.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
     type.
     """
-    a, b = low_precision.widened(a, b)
+    a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
     if spec.distributions or low_precision.is_low_precision(a.dtype):
         local_product = None
-    named = dict(zip(spec.operand_names, extra, strict=True))
     if 0 in (*a.shape, *b.shape):
-        shards = _decoded(a, b, named, spec, acc)
-        return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, *shards)
+        a, b = _decoded(a, b, operands, spec, acc)
+        z = jnp.zeros(extents(spec, a.shape, b.shape).d, acc)
+        return apply_epilog(z, operands | {"a": a, "b": b}, spec)
     memory = processes.memory_for(acc) if processes else None
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
     if gathers:
-        scales = [name for name in ("scale_a", "scale_b") if name in named]
-        a, b, *waited = barrier([a, b, *map(named.__getitem__, scales)])
-        named |= zip(scales, waited, strict=True)
+        scales = [name for name in ("scale_a", "scale_b") if name in operands]
+        a, b, *waited = barrier([a, b, *map(operands.__getitem__, scales)])
+        operands = operands | dict(zip(scales, waited, strict=True))
 
     def computed(a: jax.Array, b: jax.Array, scales: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         a, b = _decoded(a, b, scales, spec, acc)
         return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
 
-    shards = computed(a, b, named)
+    shards = computed(a, b, operands)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
         a, b = _gather_operands(spec, *shards, all_gather)
     else:  # in the types that they are stored in, of fewer bytes
-        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, named, all_gather))
-    shards = shards[0].astype(acc), shards[1].astype(acc)
+        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, operands, all_gather))
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
@@ -95,7 +93,7 @@ def matmul(
         z = psum(z, spec.group.axes)
     elif sums and scattered is not None and spec.group.nranks > 1:
         z = psum_scatter(z, spec.group.axes, scattered)
-    return apply_epilog(z, extra, spec, *shards)
+    return apply_epilog(z, operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}, spec)
 
 
 def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:
@@ -186,8 +184,8 @@ def _dot_general(
 
 
 def global_matmul(
-    operands: Mapping[str, jax.Array], spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
-) -> dict[str, jax.Array]:
+    operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
+) -> Operands:
     """The results by name of a product of global arrays that XLA partitions; `out_sharding` is d's on explicit axes.
 
     `numbers` are the dimension numbers of a product without an epilog.
@@ -198,31 +196,18 @@ def global_matmul(
     a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):
         z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
-    extra = [operands[name] for name in spec.operand_names]
-    scalars = {name: operands[name] for name in spec.traced}
-    return dict(zip(spec.output_names, apply_epilog(z, extra, spec, **scalars), strict=True))
+    return apply_epilog(z, operands, spec)
 
 
-def apply_epilog(
-    z: jax.Array,
-    extra: Sequence[jax.Array],
-    spec: MatmulSpec,
-    a: jax.Array | None = None,
-    b: jax.Array | None = None,
-    *,
-    alpha: jax.Array | None = None,
-    beta: jax.Array | None = None,
-) -> list[jax.Array]:
-    """The results from the accumulated product: scale, add, activate, round once.
+def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
+    """The results by name from the accumulated product: scale, add, activate, round once.
 
-    `a` and `b` are this device's shards, which some epilogs sum. A given alpha or beta is an array and takes the place
-    of the spec's.
+    `operands` are those of the call by name, of which a and b are this device's shards, which some epilogs sum; an
+    "alpha" or "beta" among them is an array, and takes the place of the spec's.
     """
-    acc = z.dtype
-    operands = dict(zip(spec.operand_names, extra, strict=True))
+    acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
     if alpha is not None or spec.alpha != 1:
         z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
-    row = spec.rule
     if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
         c = operands["c"].astype(acc)
         c = c * operands["scale_c"] if "scale_c" in operands else c
@@ -234,23 +219,21 @@ def apply_epilog(
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:
         d = FUNCTIONS[row.activation](z) if row.activation else z
-    outputs = (
-        {"d": d.astype(spec.out_dtype)} if not low_precision.is_scaled(spec.out_dtype) else _encode(d, operands, spec)
-    )
+    is_scaled = low_precision.is_scaled(spec.out_dtype)
+    outputs = _encode(d, operands, spec) if is_scaled else {"d": d.astype(spec.out_dtype)}
     if row.aux == "relu_aux":
         outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
         outputs |= _encode_aux(z, operands, spec)
     if row.gradient:
-        summed = {"a": a, "b": b, "d": outputs["d"]}[bias_grad.summed(row.gradient)]
-        assert summed is not None
+        summed = (operands | outputs)[bias_grad.summed(row.gradient)]
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
-    return [outputs[name] for name in spec.output_names]
+    return {name: outputs[name] for name in spec.output_names}
 
 
-def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
-    """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
-    return _gather_part(spec, 0, a, platform), _gather_part(spec, 1, b, platform)
+def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
+    """a and b with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
+    return {name: _gather_part(spec, i, operands[name], platform) for i, name in enumerate("ab")}
 
 
 def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> jax.Array:

@@ -28,6 +28,7 @@ from jaxmp._src.primitive.primitives import (
     activated_matmul_parts,
     activation_grad,
     bind,
+    bind_named,
     bind_operands,
     bind_rows,
     fold_rows,
@@ -50,7 +51,7 @@ def matmul_batch_rule(
 ) -> tuple[list[jax.Array], list[int | None]]:
     if spec.rule.gradient:
         return _split_gradient(args, dims, spec)
-    names = ("a", "b", *spec.operand_names)
+    names = spec.names
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     is_decoded = low_precision.is_low_precision(low_precision.operand_type(args[0].dtype, args[1].dtype))
@@ -71,15 +72,10 @@ def matmul_batch_rule(
         whole = {
             name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
         }
-        outputs = bind(spec.replace(is_batch=True), whole.pop("a"), whole.pop("b"), whole)
+        outputs = bind_named(spec.replace(is_batch=True), whole)
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
-
-        def one(mapped: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            each = fixed | mapped
-            return bind(spec, each.pop("a"), each.pop("b"), each)
-
-        outputs = jax.lax.map(one, operands)
+        outputs = jax.lax.map(lambda mapped: bind_named(spec, fixed | mapped), operands)
     results = [outputs[name] for name in spec.output_names]
     return results, [0] * len(results)
 

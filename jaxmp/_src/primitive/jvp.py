@@ -19,6 +19,7 @@ from jaxmp._src.primitive.primitives import (
     activated_matmul,
     activation_grad,
     bind,
+    bind_named,
     bind_operands,
 )
 from jaxmp._src.runtime.types import Tangent
@@ -44,7 +45,7 @@ def matmul_jvp_rule(
     is_relu = row.activation == "relu" and row.with_aux is not None
     is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
     kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
-    stored = dict(zip(kept.output_names, bind_operands(kept, *primals), strict=True))
+    stored = bind_named(kept, dict(zip(spec.names, primals, strict=True)))
     tz = _preactivation_tangent(primals, tangents, spec, stored["d"])
     moved = {}
     if tz is not None:
@@ -72,14 +73,14 @@ def _derivative_jvp_rule(
     """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
     row = spec.rule
-    outputs = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
+    operands = dict(zip(spec.names, primals, strict=True))
+    outputs = bind_named(spec, operands)
     td = _preactivation_tangent(primals, tangents, spec, outputs["d"])
     if row.derivative:
-        operands = dict(zip(("a", "b", *spec.operand_names), primals, strict=True))
-        taux, aux = tangents[-1], operands.pop(row.aux_input)
+        taux, aux = tangents[-1], operands[row.aux_input]
         td = None if td is None else activation_grad(row.derivative, aux, td, spec)
         if row.derivative == "gelu" and not isinstance(taux, ad.Zero):
-            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands)["d"]
+            z = bind_named(spec.replace(epilog=Epilog.NONE), operands)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
             td = curve if td is None else td + curve
     moved = {} if td is None else {"d": td}
@@ -97,10 +98,9 @@ def _low_precision_jvp(
     cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
     scales of d's blocks count as constants."""
-    stored = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
-    names = ("a", "b", *spec.operand_names)
-    fixed = dict(zip(names, primals, strict=True))
-    moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+    fixed = dict(zip(spec.names, primals, strict=True))
+    stored = bind_named(spec, fixed)
+    moving = {name: t for name, t in zip(spec.names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     of_scales = [name for name in SCALE_NAMES if name in moving]
     if of_scales and spec.global_order:
         scale = of_scales[0].removeprefix("scale_")
@@ -128,7 +128,7 @@ def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
     if spec.scales.c != low_precision.NONE:
         extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
-    outputs = bind(call, a, b, extra)
+    outputs = bind_named(call, extra | {"a": a, "b": b})
     for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
         if scale in spec.operand_names:
             outputs[name] = outputs[name] * operands[scale].astype(dtype)

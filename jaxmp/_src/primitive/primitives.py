@@ -91,7 +91,12 @@ def bind(
     spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
 ) -> dict[str, jax.Array]:
     """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
-    outputs = bind_operands(spec, a, b, *((extra or {})[name] for name in spec.operand_names))
+    return bind_named(spec, {**(extra or {}), "a": a, "b": b})
+
+
+def bind_named(spec: MatmulSpec, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same, from all operands by name, or more."""
+    outputs = bind_operands(spec, *map(operands.__getitem__, spec.names))
     return dict(zip(spec.output_names, outputs, strict=True))
 
 
@@ -132,7 +137,7 @@ def bind_rows(spec: MatmulSpec, operands: Mapping[str, jax.Array], dimension: in
     }
     if not low_precision.is_of_tensor(spec.scales.a):
         extra["scale_a"] = fold_rows(extra["scale_a"], *of_a)
-    outputs = bind(spec, fold_rows(a, *of_a), b, extra)
+    outputs = bind_named(spec, extra | {"a": fold_rows(a, *of_a), "b": b})
     shape = (*shape[:ahead], output_rows(spec, shape[ahead]), *shape[ahead + 1 :]) if scatters or gathers else shape
     return {name: unfold_rows(x, shape, *of_d[1:]) if has_rows(name) else x for name, x in outputs.items()}
 

@@ -33,7 +33,7 @@ from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
 from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.forms import resolve
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, matmul_p
+from jaxmp._src.primitive.primitives import activation_grad, bind_operands, by_settled, matmul_p
 from jaxmp._src.runtime import native
 from jaxmp._src.sharding import sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
@@ -90,7 +90,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    names, where = ("a", "b", *spec.operand_names), (results[0].shape, mesh.shape)
+    names, where = spec.names, (results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
     plan = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
     local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items()))))
@@ -113,8 +113,8 @@ def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: 
             "in_shardings and mesh outside of the shard_map"
         )
 
-    def body(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Sequence[jax.Array]:
-        return tuple(bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))).values())
+    def body(*operands: jax.Array) -> Sequence[jax.Array]:
+        return bind_operands(spec, *operands)
 
     whole = NamedSharding(mesh, P())
     return _observed(body), [whole] * len(args), [whole] * len(results)
@@ -146,7 +146,7 @@ def _sharding_rule(spec: MatmulSpec) -> str:
         # A dimension of blocks has an extent of its own, so no sharding can be propagated into it.
         return " ".join(span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
 
-    operands = [factors(name) for name in ("a", "b", *spec.operand_names)]
+    operands = [factors(name) for name in spec.names]
     results = [factors(name) for name in spec.output_names]
     return ", ".join(_led(spec, operands)) + " -> " + ", ".join(results)
 

@@ -15,7 +15,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dim
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
-from jaxmp._src.primitive.primitives import bind, bind_rows, fold_rows, global_amax, has_rows
+from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
@@ -50,11 +50,8 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
     rows, a, is_transposed = _flat_rows(spec, a)
     is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
     accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
-    transposed = spec.bilinear(
-        transpose_a=not spec.transpose_b,
-        transpose_b=not is_transposed,
-        conjugate_a=spec.conjugate_b,
-        conjugate_b=spec.conjugate_a,
+    swapped = spec.replace(transpose_a=is_transposed).swapped()
+    transposed = swapped.bilinear(
         out_dtype=spec.out_dtype if is_plain else accumulated,  # cotangents have this type too
         is_typed=jax_compat.is_vma_checked(),
         epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
@@ -148,11 +145,8 @@ def _apply_epilog(
 
     A bias gradient of d is that of this device's rows.
     """
-    extra = {name: operands[name] for name in spec.operand_names}
-    folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
-    scalars = {name: operands[name] for name in spec.traced if name in operands}  # else the caller has them
-    local = spec.ungrouped()
-    outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
+    folded = {name: x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in operands.items()}
+    outputs = xla_matmul.apply_epilog(z, folded, spec.ungrouped())
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
@@ -169,9 +163,9 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]
         plain = spec.bilinear(out_dtype=out, traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b})["d"]
         return _apply_epilog(fold_rows(z, z.ndim - 1, 0, 1), operands, spec.replace(alpha=1.0), z.shape[:-1])
-    operands = {name: operands[name] for name in ("a", "b", *spec.operand_names)}
+    operands = {name: operands[name] for name in spec.names}
     if a.ndim == 2:
-        return bind(spec, a, b, operands)
+        return bind_named(spec, operands)
     if spec.global_order:
         ordered = spec.contraction.gathers or spec.contraction.scatters
         spec = spec.reorder(outer_rows=math.prod(a.shape[:dimension]) if ordered else 1)

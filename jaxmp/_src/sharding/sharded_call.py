@@ -37,12 +37,13 @@ from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 @dataclasses.dataclass(frozen=True)
 class ManualCall:
-    """A call on the shards of the enclosing shard_map."""
+    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered."""
 
     spec: MatmulSpec
+    dimension: int = 0
 
     def __call__(self, operands: Operands) -> Operands:
-        return bind_shards(self.spec, 0, operands)
+        return bind_shards(self.spec, self.dimension, operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class ShardedCall:
     def __call__(self, operands: Operands) -> Operands:
         if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
             return _of_any_extent(self, operands)
-        operands = {name: operands[name] for name in ("a", "b", *self.spec.operand_names, *self.spec.traced)}
+        operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
         body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
         if self.is_empty or (0 in operands["a"].shape and 0 in operands["b"].shape):
             body, operands = _of_empty(self, body, operands)

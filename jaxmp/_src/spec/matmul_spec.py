@@ -53,6 +53,7 @@ _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "
 )
 
 
+FLAGS = ("transpose_a", "transpose_b", "conjugate_a", "conjugate_b")
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
@@ -229,6 +230,11 @@ class MatmulSpec(Parts):
         return ("c",) * self.has_c + self.rule.inputs + scales
 
     @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """All operands, in that order."""
+        return ("a", "b", *self.operand_names)
+
+    @functools.cached_property
     def output_names(self) -> tuple[str, ...]:
         """The results, in the order of the primitive and of the custom call."""
         amaxes = ("amax_d",) * self.scales.amax_d + ("gelu_aux_amax",) * self.scales.amax_aux
@@ -263,9 +269,15 @@ class MatmulSpec(Parts):
         """The same product without C, epilog and scales."""
         return self.replace(**(_BILINEAR | changes))
 
+    def swapped(self, **changes: Any) -> MatmulSpec:
+        """The product of op(b)^T and op(a)^T, which is the transpose of this one."""
+        flags = {"transpose_a": not self.transpose_b, "transpose_b": not self.transpose_a}
+        flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
+        return self.replace(**flags, **changes)
+
     def bare(self) -> MatmulSpec:
         """The same for operands that are neither transposed nor conjugated."""
-        return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
+        return self.replace(**dict.fromkeys(FLAGS, False))
 
     def ungrouped(self) -> MatmulSpec:
         """The same on each device of the mesh by itself; unsettled, it stays so."""
