@@ -87,7 +87,9 @@ def choose_for_batch(
 def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
-    if why := why_no_library(operands):
+    name = np.dtype(operands[0]).name if operands else ""
+    if name in INTEGERS:
+        why = f"XLA alone multiplies {name}"
         if spec.implementation:
             raise NotAvailable(
                 f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
@@ -146,12 +148,6 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
 def capabilities_of(library: str) -> Capabilities:
     """Those of "host" or "cublasmp"."""
     return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
-
-
-def why_no_library(operands: tuple[np.dtype, ...]) -> str:
-    """Why neither library multiplies operands of these types, or the empty string."""
-    name = np.dtype(operands[0]).name if operands else ""
-    return f"XLA alone multiplies {name}" if name in INTEGERS else ""
 
 
 # What is not taken ----------------------------------------------------------------------------------------------

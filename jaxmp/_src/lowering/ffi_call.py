@@ -19,11 +19,11 @@ from jax.extend.mlir.dialects import stablehlo
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, SPANS, Extents, MatmulSpec, aux_dtype, extents
+from jaxmp._src.spec.extents import result_type
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, Extents, MatmulSpec, extents
 
 _DTYPES = {
     "float32": "f32",
@@ -56,7 +56,10 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
     found = extents(spec, a.shape, b.shape)
     is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is handed over as XLA holds it
     given = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
-    given += [_as_stored(name, operands[name]) for name in spec.operand_names if name not in SCALE_NAMES]
+    for name in (name for name in spec.operand_names if name not in SCALE_NAMES):
+        x = operands[name]  # cuBLASLt wants the rows of a gelu_aux padded
+        padding = process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1] if name == "gelu_aux" else 0
+        given.append(jnp.pad(x, ((0, 0), (0, padding))) if padding else x)
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
         if name in operands:
             given.append(low_precision.for_library(operands[name], spec.scales.of(name)))
@@ -75,43 +78,25 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
     """The type of a result as the library writes it."""
-    rows, cols = found.d
-    if name in AMAXES:
-        return jax.ShapeDtypeStruct((), jnp.float32)
-    if name == "relu_aux":
-        return jax.ShapeDtypeStruct((rows, process_grid.relu_aux_bytes(cols)), jnp.uint8)
+    (rows, cols), plain = found.d, result_type(name, spec, found)
     if name == "gelu_aux":
-        return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), aux_dtype(spec))
+        return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), plain.dtype)
     if name == "d_out_scale":
-        blocks = cols // low_precision.BLOCK[spec.scales.d_out]
-        size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
+        size = process_grid.round_up(rows, 128) * process_grid.round_up(plain.shape[1], 4)
         return jax.ShapeDtypeStruct((size,), jnp.uint8)
-    if name != "d":
-        return jax.ShapeDtypeStruct((cols if SPANS[name][0].dim == "n" else found.m,), spec.out_dtype)
-    if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
+    if name == "d" and plain.dtype.name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
-    return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)
+    return plain
 
 
 def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Array:
     """A result from what the library has written."""
-    rows, cols = found.d
-    if name == "d" and x.dtype == jnp.uint8:
-        return low_precision.from_bytes(x, spec.out_dtype)
     if name == "gelu_aux":
-        return x[:, :cols]
+        return x[:, : found.d[1]]
+    plain = result_type(name, spec, found)
     if name == "d_out_scale":
-        mode = spec.scales.d_out
-        plain = low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[mode])
-        return low_precision.from_bytes(plain, low_precision.scale_dtype(mode))
-    return x
-
-
-def _as_stored(name: str, x: jax.Array) -> jax.Array:
-    """A gelu_aux input with its rows padded as cuBLASLt wants them."""
-    if name != "gelu_aux":
-        return x
-    return jnp.pad(x, ((0, 0), (0, process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1])))
+        x = low_precision.unswizzle(x, *plain.shape)
+    return low_precision.from_bytes(x, plain.dtype) if x.dtype == jnp.uint8 else x
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
@@ -143,6 +128,11 @@ def call_attributes(
     axes_row, axes_col = (
         (spec.group.col_axes, spec.group.row_axes) if spec.contraction.is_grid else (spec.group.row_axes, ())
     )
+    # (mb, nb, rsrc, csrc) of A, B and D as stored, each pair reversed; empty where shards are contiguous.
+    layout_a, layout_b, layout_d = (
+        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
+        for x in spec.distributions or (None,) * 3
+    )
     return {
         "pattern": spec.group.pattern.value,
         "m": np.int64(found.n),
@@ -162,9 +152,14 @@ def call_attributes(
             "relu_aux": "u8",
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
-        "compute": _compute_type(spec, low_precision.operand_type(a.dtype, b.dtype)),
-        "alpha": _complex_pair(spec.alpha),
-        "beta": _complex_pair(spec.beta),
+        # hostmp takes cuBLASMp's, and no library sums in 16 bits.
+        "compute": precisions.find(
+            spec.precision,
+            low_precision.operand_type(a.dtype, b.dtype),
+            "cpu" if precisions.sums_in_16_bits(spec.precision) else "",
+        ),
+        "alpha": np.array([complex(spec.alpha).real, complex(spec.alpha).imag], np.float64),
+        "beta": np.array([complex(spec.beta).real, complex(spec.beta).imag], np.float64),
         "scale_mode_a": spec.scales.b,
         "scale_mode_b": spec.scales.a,
         "scale_mode_c": spec.scales.c,
@@ -182,33 +177,16 @@ def call_attributes(
         "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),
-        **_layouts(spec),
+        "layout_a": layout_b,
+        "layout_b": layout_a,
+        "layout_d": layout_d,
     }
-
-
-def _compute_type(spec: MatmulSpec, operand: np.dtype) -> str:
-    """hostmp takes cuBLASMp's, and no library sums in 16 bits."""
-    platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
-    return precisions.find(spec.precision, operand, platform)
-
-
-def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:
-    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair reversed; empty where shards are contiguous."""
-    a, b, d = (
-        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
-        for x in spec.distributions or (None,) * 3
-    )
-    return {"layout_a": b, "layout_b": a, "layout_d": d}
 
 
 def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
     if is_transposed:
         return "C" if is_conjugated else "T"
     return "N"
-
-
-def _complex_pair(value: complex) -> np.ndarray:
-    return np.array([complex(value).real, complex(value).imag], np.float64)
 
 
 def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:

@@ -28,7 +28,8 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.spec import levels, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SPANS, MatmulSpec, aux_dtype, extents, spans
+from jaxmp._src.spec.extents import result_type
+from jaxmp._src.spec.matmul_spec import SPANS, Extents, MatmulSpec, extents, spans
 
 # The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
 # about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where
@@ -47,7 +48,8 @@ TileCall = Callable[..., Operands]
 def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
     """The results of a local product by name; `call(operands, spec=spec)` has a tile's."""
     a, b, row = operands["a"], operands["b"], spec.rule
-    rows, k, _, cols = extents(spec, a.shape, b.shape).local
+    found = extents(spec, a.shape, b.shape)
+    rows, k, _, cols = found.local
     if 0 in (rows, cols) or (k == 0 and low_precision.is_low_precision(a.dtype)):
         return xla_matmul.matmul(operands, spec, "cpu")
     if k == 0:  # which cuBLASMp does not take
@@ -62,6 +64,9 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
     nrow, ncol = _count(rows, cols)
     tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
+    def in_rows(name: str) -> bool:  # whether a tile of rows lies in one piece in the operand's own memory
+        return _cuts(spec, name).get(0, ("",))[0] == "m"
+
     def tiles_of_columns(j: jax.Array | int) -> Operands:
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
         of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
@@ -74,10 +79,15 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
             parts = {name: low_precision.from_moved(x, types[name]) for name, x in parts.items()}
             return {name: low_precision.as_moved(x) for name, x in call(parts, spec=tile).items()}
 
-        return _each(nrow, one, {name: _rows(spec, name, x) for name, x in of_columns.items() if _has_rows(spec, name)})
+        tiles = {
+            name: x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
+            for name, x in of_columns.items()
+            if in_rows(name)
+        }
+        return _each(nrow, one, tiles)
 
     stacked = _each(ncol, lambda j, _: tiles_of_columns(j), {})
-    return {name: _whole(spec, name, stacked[name], rows, cols) for name in spec.output_names}
+    return {name: _whole(spec, name, stacked[name], found) for name in spec.output_names}
 
 
 def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> str:
@@ -169,16 +179,6 @@ def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_
     return lax.conj(x) if is_conjugated and not wants_transposed else x
 
 
-def _has_rows(spec: MatmulSpec, name: str) -> bool:
-    """Whether a tile of rows lies in one piece in the operand's own memory."""
-    return _cuts(spec, name).get(0, ("",))[0] == "m"
-
-
-def _rows(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
-    """`x` by its tiles of rows."""
-    return x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
-
-
 def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], tiles: Operands) -> Operands:
     """The results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)`, each stacked along a new
     first dimension.
@@ -192,19 +192,14 @@ def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], ti
     return stacked
 
 
-def _whole(spec: MatmulSpec, name: str, x: jax.Array, rows: int, cols: int) -> jax.Array:
+def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Array:
     """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
-    found = SPANS.get(name)
-    if not found:  # the largest values
+    dims, (rows, cols) = SPANS.get(name), found.d
+    if not dims:  # the largest values
         return jnp.max(x)
-    if len(found) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
-        return x[0].reshape(-1)[:rows] if found[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
+    if len(dims) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
+        return x[0].reshape(-1)[:rows] if dims[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
     x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // columns()]
-    types = {
-        "d": spec.out_dtype,
-        "gelu_aux": aux_dtype(spec),
-        "d_out_scale": low_precision.scale_dtype(spec.scales.d_out),
-    }
-    return low_precision.from_moved(x, types[name]) if name in types else x
+    return low_precision.from_moved(x, result_type(name, spec, found).dtype)

@@ -35,7 +35,10 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         a, b = jax_lowering.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
-        devices = _devices_of(spec, mesh()) if is_named else ()
+        # Naming its devices ties the lowering to this process.
+        devices = process_barrier.mesh_devices(spec, mesh()) if is_named and needs_devices(spec) else ()
+        if devices:  # binding has asked for them, unless the backend has started since
+            jax_lowering.require_devices([matmul_p])
         is_barred = platform == "cpu" and call.implementation != "host"
         is_collective = isinstance(call, Xla)
         site = None
@@ -48,7 +51,11 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
                 if named[name].dtype != like.dtype:
                     named[name] = jax_compat.convert(named[name], like.dtype)
             if site and is_collective:
-                processes = _processes(site, spec, named["a"], named["b"])
+                barrier, memory = functools.partial(_barrier, site, spec, named["a"], named["b"]), None
+                if site.shares_memory:
+                    fields = process_barrier.fields(spec, named["a"], named["b"])
+                    memory = SharedMemory(site, spec.source_line, fields)
+                processes = xla_matmul.Processes(barrier, memory)
             elif site:
                 named["a"], named["b"] = _barrier(site, spec, named["a"], named["b"], [named["a"], named["b"]])
             outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
@@ -100,14 +107,6 @@ def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
     return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
 
 
-def _processes(site: process_barrier.Site, spec: MatmulSpec, a: jax.Array, b: jax.Array) -> xla_matmul.Processes:
-    barrier = functools.partial(_barrier, site, spec, a, b)
-    if not site.shares_memory:
-        return xla_matmul.Processes(barrier)
-    memory = SharedMemory(site, spec.source_line, process_barrier.fields(spec, a, b))
-    return xla_matmul.Processes(barrier, memory)
-
-
 def _barrier(
     site: process_barrier.Site,
     spec: MatmulSpec,
@@ -155,13 +154,8 @@ def collective_rule(
 
 def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:
     """What has to be equal on every rank of a collective."""
-    return {
-        "collective": collective,
-        "shape of a shard": x.shape,
-        "dtype": x.dtype.name,
-        "axes": axes,
-        "mesh": mesh,
-    }
+    fields = {"collective": collective, "shape of a shard": x.shape, "dtype": x.dtype.name}
+    return fields | {"axes": axes, "mesh": mesh}
 
 
 def reshard_rule(
@@ -194,13 +188,3 @@ def process_barrier_rule(
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
-
-
-def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """The devices of a call that is to run in this process, for which alone its lowering serves from now on."""
-    if not needs_devices(spec):
-        return ()
-    devices = process_barrier.mesh_devices(spec, mesh)
-    if devices:  # binding has asked for them, unless the backend has started since
-        jax_lowering.require_devices([matmul_p])
-    return devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
@@ -39,10 +39,6 @@ class Processes:
 
     barrier: Barrier
     memory: SharedMemory | None = None
-
-    def memory_for(self, acc: np.dtype) -> SharedMemory | None:
-        """`memory` where it does all collectives of a call."""
-        return self.memory if self.memory and self.memory.sums(acc) else None
 
 
 def matmul(
@@ -66,7 +62,8 @@ def matmul(
         a, b = _decoded(a, b, operands, spec, acc)
         z = jnp.zeros(extents(spec, a.shape, b.shape).d, acc)
         return apply_epilog(z, operands | {"a": a, "b": b}, spec)
-    memory = processes.memory_for(acc) if processes else None
+    memory = processes.memory if processes else None
+    memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
@@ -76,7 +73,7 @@ def matmul(
         a, b, *waited = barrier([a, b, *map(operands.__getitem__, scales)])
         operands = operands | dict(zip(scales, waited, strict=True))
 
-    def computed(a: jax.Array, b: jax.Array, scales: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
         a, b = _decoded(a, b, scales, spec, acc)
         return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
 
@@ -100,7 +97,8 @@ def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Ca
     """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
     if memory:
         return memory.all_gather, memory.psum, memory.psum_scatter
-    return functools.partial(_all_gather, platform=platform), lax.psum, _psum_scatter
+    all_gather = functools.partial(_all_gather, platform=platform)
+    return all_gather, lax.psum, lambda x, axes, dim: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def collective(
@@ -137,13 +135,8 @@ def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, pl
     return low_precision.moved(exchange, x, platform, lax.axis_size(axes))
 
 
-def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-    scattered: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    return scattered
-
-
 def _decoded(
-    a: jax.Array, b: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec, acc: np.dtype
+    a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Operands of fp8 and fp4 times their scales, in the accumulator's type, and others as they are."""
     if not low_precision.is_low_precision(a.dtype):
@@ -251,7 +244,7 @@ def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> j
     return _all_gather(x, spec.group.row_axes, k, platform)
 
 
-def _encode(d: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
+def _encode(d: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
     """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
     outputs = {"amax_d": low_precision.amax(d)} if spec.scales.amax_d else {}
     scaled = d * operands["scale_d"] if "scale_d" in operands else d
@@ -261,9 +254,9 @@ def _encode(d: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -
     return outputs | {"d": stored, "d_out_scale": scales}
 
 
-def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
+def _encode_aux(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
     """What is ahead of a gelu in its type; of fp8 scaled, and with its largest absolute value ahead of that."""
-    dtype = aux_dtype(spec)
+    dtype = np.dtype(spec.aux_dtype or spec.out_dtype)
     if not low_precision.is_scaled(dtype):
         return {"gelu_aux": z.astype(dtype)}
     scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
@@ -284,7 +277,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     return modes[which] != low_precision.BLK128 or extent % low_precision.BLOCK[low_precision.BLK128] == 0
 
 
-def _gather_scales(spec: MatmulSpec, operands: Mapping[str, jax.Array], all_gather: Gather) -> Mapping[str, jax.Array]:
+def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
     """The operands by name, with the scales of what is gathered."""
     if spec.contraction.gathered is None or spec.group.nranks == 1:
         return operands

@@ -30,9 +30,9 @@ from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
-from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
+from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.matmul_spec import Group, accumulator

@@ -19,10 +19,11 @@ from jax.typing import ArrayLike
 from jaxmp._src.contraction.contraction import LOCAL, Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated
-from jaxmp._src.ops.activated import Operands, Preactivations
+from jaxmp._src.ops.activated import Preactivations
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.layer_plans import Label, Layers, groups_on_axes, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards

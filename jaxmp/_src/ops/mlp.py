@@ -23,6 +23,7 @@ from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums, fold_rows
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
@@ -115,14 +116,14 @@ class _Layer:
     bias: str
 
     def apply(
-        self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None = None, keeps_aux: bool = False
-    ) -> dict[str, jax.Array]:
+        self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
+    ) -> Operands:
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
-    def operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def operands(self, x: jax.Array, operands: Operands) -> Operands:
         """Those of the call, by their names there."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
@@ -140,7 +141,7 @@ class _Mlp:
     calls: tuple[sharded_call.Call, ...]
 
 
-def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
+def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
     """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
     assert isinstance(mlp.activation, str)
     h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
@@ -152,7 +153,7 @@ _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 @jax_compat.under_known_flags
 def _layers_jvp_rule(
-    mlp: _Mlp, primals: tuple[dict[str, jax.Array]], tangents: tuple[dict[str, Any]]
+    mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     assert isinstance(mlp.activation, str)
@@ -160,13 +161,13 @@ def _layers_jvp_rule(
     y = mlp.second.apply(h, operands)["d"]
     weights = {name: operands[name] for name in ("x", "w_in")}
 
-    def first(varied: dict[str, jax.Array]) -> jax.Array:
+    def first(varied: Operands) -> jax.Array:
         return mlp.first.apply((weights | varied)["x"], weights | varied)["d"]
 
-    def second(varied: dict[str, jax.Array]) -> jax.Array:
+    def second(varied: Operands) -> jax.Array:
         return mlp.second.apply(h, operands | varied)["d"]
 
-    def tangent(f: Callable[[dict[str, jax.Array]], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
+    def tangent(f: Callable[[Operands], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
         varied = {name: operands[name] for name in names if name in moved}
         return jax.jvp(f, (varied,), ({name: moved[name] for name in varied},))[1] if varied else None
 
@@ -220,7 +221,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_mlp(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
+def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
     first, second = mlp.calls
     if not mlp.is_fused:

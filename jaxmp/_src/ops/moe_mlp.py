@@ -24,8 +24,9 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated, ragged_dot
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.grouped import GroupedSpec
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes, ragged, shardings
-from jaxmp._src.sharding.on_shards import Operands, on_shards
+from jaxmp._src.sharding.on_shards import on_shards
 from jaxmp._src.sharding.ragged import RaggedCall
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import accumulator

@@ -36,7 +36,7 @@ from jaxmp._src.primitive.primitives import (
     matmul_abstract_eval,
 )
 from jaxmp._src.primitive.transpose import matmul_transpose_rule
-from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
+from jaxmp._src.runtime.types import Aval, BatchDims, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
@@ -171,7 +171,7 @@ def may_batch(spec: MatmulSpec) -> bool:
     return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
 
 
-def batched_abstract_eval(*avals: jax.core.ShapedArray, spec: MatmulSpec) -> list[jax.core.ShapedArray]:
+def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
     outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=spec)

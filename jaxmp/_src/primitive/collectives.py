@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import jax
@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.jax_internals.jax_compat import batching
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Operand, Operands, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import Mesh
 
@@ -196,7 +196,8 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
         return gathered
     # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
     stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
-    return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
+    return jnp.moveaxis(stacked, 0, axis).reshape(shape)
 
 
 @unless_empty
@@ -243,7 +244,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     return cast
 
 
-def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
+def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
     """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):

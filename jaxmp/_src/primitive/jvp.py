@@ -22,11 +22,11 @@ from jaxmp._src.primitive.primitives import (
     bind_named,
     bind_operands,
 )
-from jaxmp._src.runtime.types import Tangent
+from jaxmp._src.runtime.types import Operands, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, aux_dtype
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
@@ -60,7 +60,7 @@ def matmul_jvp_rule(
 
 
 def _with_tangents(
-    spec: MatmulSpec, stored: dict[str, jax.Array], moved: Mapping[str, Tangent]
+    spec: MatmulSpec, stored: Operands, moved: Mapping[str, Tangent]
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """The results of the spec, and their tangents, which are zero where none is known."""
     outputs = {name: stored[name] for name in spec.output_names}
@@ -108,7 +108,7 @@ def _low_precision_jvp(
             f"has no derivative in scaling.{scale}, which XLA would sum", "hold it constant (jax.lax.stop_gradient)"
         )
 
-    def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def wide(given: Operands) -> Operands:
         outputs = _widened(fixed | given, spec)
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
@@ -116,7 +116,7 @@ def _low_precision_jvp(
     return _with_tangents(spec, stored, moved)
 
 
-def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
+def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
     """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
@@ -132,7 +132,7 @@ def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.
     for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
         if scale in spec.operand_names:
             outputs[name] = outputs[name] * operands[scale].astype(dtype)
-    dtypes = {"d": spec.out_dtype, "gelu_aux": aux_dtype(spec)}
+    dtypes = {"d": spec.out_dtype, "gelu_aux": spec.aux_dtype or spec.out_dtype}
     return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,18 +27,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.grouped import grouped_p
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec import low_precision, process_grid
-from jaxmp._src.spec.extents import check_local_shapes
+from jaxmp._src.runtime.types import Aval, Operands, Shape
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.extents import AMAXES, check_local_shapes, result_type
 from jaxmp._src.spec.matmul_spec import (
     SPANS,
     Group,
     MatmulSpec,
-    aux_dtype,
     axes_text,
     extents,
     output_rows,
@@ -52,7 +51,6 @@ activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multipl
 
 MATMULS = (matmul_p, partitioned_matmul_p)
 PRODUCTS = (*MATMULS, activated_matmul_p)
-AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
@@ -87,14 +85,12 @@ def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, 
     return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
 
 
-def bind(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
-) -> dict[str, jax.Array]:
+def bind(spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Operands | None = None) -> Operands:
     """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
     return bind_named(spec, {**(extra or {}), "a": a, "b": b})
 
 
-def bind_named(spec: MatmulSpec, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
     """The same, from all operands by name, or more."""
     outputs = bind_operands(spec, *map(operands.__getitem__, spec.names))
     return dict(zip(spec.output_names, outputs, strict=True))
@@ -118,7 +114,7 @@ def needs_devices(spec: MatmulSpec) -> bool:
     return not is_local and native.has_cuda_devices()
 
 
-def bind_rows(spec: MatmulSpec, operands: Mapping[str, jax.Array], dimension: int = 1) -> dict[str, jax.Array]:
+def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Operands:
     """As `bind` for an a, and whatever has d's rows, with leading dimensions, which fold into the rows of one call.
 
     `dimension`: the one of a that is gathered or scattered. A rank's part of it is contiguous in the rows of a call, so
@@ -165,23 +161,19 @@ def has_rows(name: str) -> bool:
     return len(SPANS.get(name, ())) == 2
 
 
-def global_amax(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
+def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
     """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
     amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
         unequal = tuple(
             axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
         )
-        with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = amax_of_ranks(amax, unequal, source_line=spec.source_line) if unequal else amax
+        if unequal:  # bits of numbers that are not negative have their order, and NaN comes last: floats may lose it
+            with jax.named_scope("jaxmp_amax"):
+                bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.int32)
+                bits = collectives.pmax(bits, unequal, source_line=spec.source_line)
+                amaxes[name] = lax.bitcast_convert_type(bits, jnp.float32)
     return outputs | amaxes
-
-
-def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
-    """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
-    comes last, which the maximum of floats may lose."""
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(collectives.pmax(bits, axes, source_line=source_line), jnp.float32)
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
@@ -231,9 +223,7 @@ def naming_by_spec(rule: Rule) -> Rule:
 # Abstract evaluation -------------------------------------------------------------------------------------------
 
 
-def _output_varying(
-    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
-) -> frozenset[str]:
+def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
     """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
@@ -253,9 +243,7 @@ def _output_varying(
     return frozenset(product)
 
 
-def _output_aval(
-    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
-) -> jax.core.ShapedArray:
+def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
     varying = _output_varying(spec, a, b, extra)
     found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
@@ -264,49 +252,23 @@ def _output_aval(
     return jax_compat.with_shape(a, found.d, spec.out_dtype, varying)
 
 
-def matmul_abstract_eval(
-    a: jax.core.ShapedArray, b: jax.core.ShapedArray, *extra: jax.core.ShapedArray, spec: MatmulSpec
-) -> list[jax.core.ShapedArray]:
+def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
     # Block scales vary as their operands do.
     named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
-def _result_aval(
-    name: str, spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, d: jax.core.ShapedArray
-) -> jax.core.ShapedArray:
-    """The type of a result beside d."""
-    varying = d.manual_axis_type.varying
-    if name in AMAXES:
-        return jax_compat.with_shape(d, (), jnp.float32, varying)
-    if name == "gelu_aux":
-        return jax_compat.with_shape(d, d.shape, aux_dtype(spec), varying)
-    if name == "d_out_scale":
-        blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
-        return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
-    if name == "relu_aux":
-        return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
-    # Bias gradients: complete, so the same on all ranks that share what is summed.
-    shared = frozenset(spec.contraction.sharded("b", "k") if name == "bgradb" else spec.contraction.sharded("d", "m"))
-    if name == "bgrada":
-        shape = (extents(spec, a.shape, b.shape).m,)
-        varying, shared = a.manual_axis_type.varying, frozenset(spec.group.axes)
-    else:
-        shape = (d.shape[1],)
-        varying = b.manual_axis_type.varying if name == "bgradb" else varying
-    return jax_compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
+def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval:
+    """The type of a result beside d; bias gradients are complete, so the same on all ranks that share a sum."""
+    found = result_type(name, spec, extents(spec, a.shape, b.shape))
+    axes, of = spec.contraction.sharded, bias_grad.summed(name)
+    shared = {"a": spec.group.axes, "b": axes("b", "k"), "d": axes("d", "m"), "": ()}[of]
+    varying = {"a": a, "b": b}.get(of, d).manual_axis_type.varying - frozenset(shared)
+    return jax_compat.with_shape(d, found.shape, found.dtype, varying)
 
 
-def activation_grad_abstract_eval(
-    aux: jax.core.ShapedArray, t: jax.core.ShapedArray, *, activation: str, spec: MatmulSpec | None
-) -> jax.core.ShapedArray:
-    return t
-
-
-def activated_matmul_abstract_eval(
-    t: jax.core.ShapedArray, *rest: jax.core.ShapedArray, spec: MatmulSpec, activation: str
-) -> jax.core.ShapedArray:
+def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activation: str) -> Aval:
     return _output_aval(spec, t, rest[-1])
 
 

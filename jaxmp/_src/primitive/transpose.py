@@ -31,7 +31,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activation_grad, bind, completes_sums, summed_over
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Aval, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator, axes_text
@@ -124,7 +124,7 @@ def cotangents_of_b_and_bias(
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
-def cotangent_of_bias(ct: jax.Array, bias: jax.core.ShapedArray, spec: MatmulSpec) -> jax.Array:
+def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
     """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))

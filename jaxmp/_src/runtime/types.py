@@ -13,6 +13,8 @@ import numpy as np
 from jax.interpreters import ad
 
 Shape = tuple[int, ...]
+# The type of what is traced.
+Aval = jax.core.ShapedArray
 # Operands or results of a call by name.
 Operands = dict[str, jax.Array]
 

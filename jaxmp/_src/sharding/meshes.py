@@ -15,7 +15,7 @@ from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import options
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -61,7 +61,7 @@ def partition_spec(dims: Dims) -> P:
     return P(*(dim or None for dim in dims))
 
 
-def constrained(outputs: dict[str, jax.Array], sharding: NamedSharding | None) -> dict[str, jax.Array]:
+def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
     """The results of a call with a constraint on d, if there is one."""
     return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
 

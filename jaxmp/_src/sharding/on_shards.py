@@ -14,10 +14,9 @@ from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.contraction.moves import Gather
 from jaxmp._src.primitive.primitives import dots_saveable
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.shard_local import gathered
-
-Operands = dict[str, jax.Array]
 
 
 class Entry(NamedTuple):

@@ -26,9 +26,9 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import meshes
-from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
+from jaxmp._src.sharding.on_shards import Entry, Frame, on_shards
 from jaxmp._src.spec.matmul_spec import accumulator
 
 _CALLER = "ragged_dot"

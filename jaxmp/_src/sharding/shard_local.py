@@ -16,7 +16,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
@@ -24,7 +24,7 @@ from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
 
 
-def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
@@ -44,7 +44,7 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array
     return outputs
 
 
-def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
     a, b = operands["a"], operands["b"]
     rows, a, is_transposed = _flat_rows(spec, a)
@@ -71,7 +71,7 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
     return _sum_over_data(spec, outputs, sum(plan.layout.d[:-1], ()))
 
 
-def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
+def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
@@ -138,9 +138,7 @@ def _flat_rows(spec: MatmulSpec, a: jax.Array) -> tuple[Shape, jax.Array, bool]:
     return a.shape[:-1], fold_rows(a, a.ndim - 1, 0, 1), False
 
 
-def _apply_epilog(
-    z: jax.Array, operands: dict[str, jax.Array], spec: MatmulSpec, rows: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:
     """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
 
     A bias gradient of d is that of this device's rows.
@@ -150,7 +148,7 @@ def _apply_epilog(
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operands:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())

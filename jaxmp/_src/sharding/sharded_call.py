@@ -20,9 +20,9 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import global_amax
-from jaxmp._src.runtime.types import ArrayType, Shape
+from jaxmp._src.runtime.types import ArrayType, Operands, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
-from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
+from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
@@ -93,7 +93,7 @@ class ShardedCall:
 Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
 
 # d alone, or with further results by name.
-Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
+Results = jax.Array | tuple[jax.Array, Operands]
 
 
 def product(
@@ -135,7 +135,7 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     return result
 
 
-def _result(outputs: dict[str, jax.Array]) -> Results:
+def _result(outputs: Operands) -> Results:
     """What the user gets: d, or (d, {name: further result})."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
@@ -269,7 +269,7 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def jaxmp_call(call: Call, operands: Operands) -> Operands:
     """The results of a call by name."""
     return call(operands)
 
@@ -324,13 +324,13 @@ def _of_empty(
     return body, rest | {"scalar": jnp.zeros(())}
 
 
-def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
     product = functools.partial(bind_shards, fit_comm_options(call.spec.local()).unsettled(), 0)
     if call.frame.is_explicit:
-        outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
+        outputs: Operands = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:
         outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
     return outputs

@@ -327,7 +327,3 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
-
-
-def aux_dtype(spec: MatmulSpec) -> np.dtype:
-    return np.dtype(spec.aux_dtype or spec.out_dtype)
