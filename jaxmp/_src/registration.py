@@ -17,7 +17,7 @@ from jaxmp._src.lowering.ffi_call import mesh_position_p, mesh_position_rule
 from jaxmp._src.lowering.grouped import grouped_rule
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import grouped, jvp, primitives, transpose
-from jaxmp._src.primitive.collectives import collective_p, process_barrier_p, reshard_p
+from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.primitives import (
     MATMULS,
     PRODUCTS,
@@ -91,8 +91,6 @@ jax_rules.register_saved((*PRODUCTS, grouped.grouped_p))
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, grouped.grouped_p))
 
 mlir.register_lowering(mesh_position_p, mesh_position_rule)
-mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
-mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):
     mlir.register_lowering(_primitive, functools.partial(_rule, platform="other"))
     mlir.register_lowering(_primitive, functools.partial(_rule, platform="cpu"), platform="cpu")

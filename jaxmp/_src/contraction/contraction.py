@@ -180,8 +180,8 @@ class Contraction:
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
-        role = next((role for role in self.roles.values() if role.communicates), None)
-        if role is None:
+        role = self.role
+        if not role.communicates:
             return Pattern.LOCAL, (), ()
         if role.is_contracted:
             axes = sum((self.sharded("a", index) for index in self.contracted), ())
@@ -207,8 +207,8 @@ class Contraction:
     @functools.cached_property
     def shared(self) -> str:
         """The free index along which an operand is gathered, or d is scattered, or ""."""
-        role = next((role for role in self.roles.values() if role.communicates), Role())
-        if self.is_block_grid or self.is_grid_role(role):
+        role = self.role
+        if self.is_grid_role(role):
             return ""
         if role.is_contracted:
             return role.d

@@ -68,7 +68,9 @@ def _collective_roofline(
 ) -> Any:
     def collective(x: jax.Array) -> jax.Array:
         axes, dimensions = where["axis_name"], where["dimensions"]
-        return x if kind == "vary" else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
+        return (
+            x if kind in ("vary", "wait", "pass") else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
+        )
 
     return _roofline_of(collective, interpret, collective_p, ctx, [x], mesh)
 

@@ -131,31 +131,28 @@ def collective_rule(
     caller: str,
     platform: str,
 ) -> Any:
-    """A collective: between processes through shared memory, or XLA's own behind a barrier."""
-    if kind == "vary":
+    """A collective: between processes through shared memory, or XLA's own behind a barrier; and that ahead of a
+    reshard."""
+    if kind in ("vary", "pass"):
         return [x]
-    site = process_barrier.site(ctx, mesh, axis_name, is_collective=True) if platform == "cpu" else None
-    sums = kind in ("psum", "reduce_scatter")
+    is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
+    site = process_barrier.site(ctx, mesh, axis_name, is_collective=not is_wait) if platform == "cpu" else None
+    name = "reshard" if is_wait else kind
 
     def lower(x: jax.Array) -> jax.Array:
         memory, dtype = None, x.dtype
         if sums and low_precision.is_narrow_float(dtype):
             x = x.astype(np.float32)
         if site is not None:
-            call, fields = f"{kind} for {caller}", _fields_of(kind, x, axis_name, mesh)
-            memory = SharedMemory(site, call, fields) if site.shares_memory else None
+            fields = {"collective": name, "shape of a shard": x.shape, "dtype": x.dtype.name}
+            call, fields = f"{name} for {caller}", fields | {"axes": axis_name, "mesh": mesh}
+            memory = SharedMemory(site, call, fields) if site.shares_memory and not is_wait else None
             if memory is None or (sums and not memory.sums(x.dtype)):
                 memory, x = None, site.barrier(call, fields, [x])[0]
-        return xla_matmul.collective(kind, x, axis_name, dimensions, memory, platform).astype(dtype)
+        return x if is_wait else xla_matmul.collective(kind, x, axis_name, dimensions, memory, platform).astype(dtype)
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
-
-
-def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:
-    """What has to be equal on every rank of a collective."""
-    fields = {"collective": collective, "shape of a shard": x.shape, "dtype": x.dtype.name}
-    return fields | {"axes": axes, "mesh": mesh}
 
 
 def reshard_rule(
@@ -168,23 +165,3 @@ def reshard_rule(
         return low_precision.moved(move, x, platform, mesh.size)
 
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
-
-
-def process_barrier_rule(
-    ctx: jax_lowering.LoweringContext,
-    x: Any,
-    *,
-    mesh: process_barrier.MeshAxes,
-    axes: tuple[str, ...],
-    call: str,
-    is_active: bool,
-) -> Any:
-    site = process_barrier.site(ctx, mesh, axes) if is_active else None
-    if site is None:
-        return [x]
-
-    def lower(x: jax.Array) -> jax.Array:
-        return site.barrier(call, _fields_of(call.partition(" ")[0], x, axes, mesh), [x])[0]
-
-    with jax_compat.off_explicit_mesh():
-        return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

@@ -109,11 +109,6 @@ class _Product:
         """The free dimensions of rhs in the order in which they fold."""
         return tuple(map(self.plan.b.index, self.plan.columns)) if self.plan else self.numbers.rhs_free
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the row dimensions stay apart: one that ranks share, and others are slower."""
-        return self.plan is not None and self.plan.dimension > 0
-
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
         preferred: Any = self.request.preferred_element_type
@@ -204,7 +199,9 @@ def _fold(
 ) -> jax.Array:
     """The result, of shape `out_shape`; `multiply` makes it of a (rows..., k) or (k, m) and b (k, n) or (n, k)."""
     numbers = product.numbers
-    a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, product.keeps_rows)
+    # Row dimensions stay apart where ranks share one, and others are slower.
+    keeps_rows = product.plan is not None and product.plan.dimension > 0
+    a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
     b, transpose_b = _matrix(rhs, numbers.rhs_batch, numbers.rhs_contract, product.columns)
     request = product.request._replace(transpose_a=transpose_a, transpose_b=transpose_b)
     multiply = functools.partial(multiply, request)

@@ -8,11 +8,11 @@ In a job, a collective inside shard_map is `collective_p`. Gathers, sums and max
 processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
 collective behind a barrier. Its transpose is another one.
 
-Reshards are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads over processes.
-What ran after a collective runs ahead of it in the transposed program. So each stands between two barriers, and the
-second waits in the transposed program only:
+Reshards are XLA's, behind a "wait": an identity, lowered to a barrier where the group spreads over processes. What ran
+after a collective runs ahead of it in the transposed program. So each stands between two, and the second, a "pass",
+waits in the transposed program only:
 
-    x -> barrier -> reshard -> (barrier)         transposed: ct -> barrier -> reshard -> (barrier)
+    x -> wait -> reshard -> pass         transposed: ct -> wait -> reshard -> pass
 
 Outside a job of several processes nothing is added to the program. Types that XLA:CPU would widen on the wire have
 `collective_p` and `reshard_p` there too: their lowering moves integers of the same width.
@@ -43,26 +43,11 @@ from jaxmp._src.spec.options import Mesh
 F = TypeVar("F", bound=Callable[..., jax.Array])
 Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 
-# (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
-# is ahead of, "all_gather for matmul at train.py:41"; a barrier that is not `is_active` waits only when transposed.
-process_barrier_p = jax_compat.make_primitive("jaxmp_process_barrier", multiple_results=False)
-process_barrier_p.def_abstract_eval(lambda x, **_: x)
-batching.primitive_batchers[process_barrier_p] = lambda operands, dims, **params: (
-    process_barrier_p.bind(*operands, **params),
-    dims[0],
-)
-
-
-def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> list[Tangent]:
-    return [process_barrier_p.bind(ct, is_active=not is_active, **params)]
-
-
-ad.deflinear2(process_barrier_p, _transpose)
-
 # (x) -> x after the collective `kind` of lax over `axis_name`: "all_gather", "all_gather_invariant" and
-# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax"; or "vary",
-# the transpose of a psum, which makes the type of x vary over the axes and moves nothing. `caller` says for people what
-# it belongs to, "matmul at train.py:41".
+# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax". Those that
+# move nothing: "vary", the transpose of a psum, which makes the type of x vary over the axes; "wait", the barrier ahead
+# of a reshard, and its transpose, "pass". `mesh` are all mesh axes as (name, size), `caller` says for people what it
+# belongs to, "matmul at train.py:41".
 collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
 _TRANSPOSED = {
     "all_gather": "reduce_scatter",
@@ -70,6 +55,8 @@ _TRANSPOSED = {
     "all_to_all": "all_to_all",
     "vary": "psum",
     "psum": "vary",
+    "wait": "pass",
+    "pass": "wait",
 }
 
 
@@ -262,12 +249,12 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
         # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
         x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
-        x = _global_barrier(x, mesh, have, is_active=not _is_finer(have, spec))
+        x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
         if low_precision.is_widened(x.dtype):
             x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
         else:
             x = place(x, mesh, spec, is_explicit=is_explicit)
-        return _global_barrier(x, mesh, spec, is_active=False)
+        return _global_barrier("pass", x, mesh, spec)
 
 
 def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
@@ -289,22 +276,9 @@ def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
 
 
-def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> jax.Array:
+def _global_barrier(kind: str, x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
     if not native.has_barrier:
         return x
-    axes = tuple(mesh.axis_names)
-
-    def local(x: jax.Array) -> jax.Array:
-        return _barrier(x, axes, "reshard", "", is_active=is_active)
-
-    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
-
-
-def _barrier(x: jax.Array, axes: tuple[str, ...], operation: str, source_line: str, *, is_active: bool) -> jax.Array:
-    if not native.has_barrier:
-        return x
-    call = f"{operation} for {source_line or 'a matmul'}"
-    mesh = jax_compat.mesh_axes()
-    waited: jax.Array = process_barrier_p.bind(x, mesh=mesh, axes=tuple(axes), call=call, is_active=is_active)
-    return waited
+    wait = functools.partial(_collective, kind, axes=tuple(mesh.axis_names), source_line="")
+    return jax.shard_map(lambda x: wait(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)

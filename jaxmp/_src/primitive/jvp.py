@@ -16,7 +16,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import bias_grad, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import (
-    activated_matmul,
+    activated_matmul_parts,
     activation_grad,
     bind,
     bind_named,
@@ -192,24 +192,18 @@ def activation_grad_jvp_rule(
 def activated_matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, activation: str
 ) -> tuple[jax.Array, Tangent]:
-    """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
-    t, *bias, aux, w = primals
-    tt, *tbias, taux, tw = tangents
-    y = activated_matmul(spec, activation, t, aux, w, tbias=bias[0] if bias else None)
-    terms = []
-    moved = [x for x in tbias if not isinstance(x, ad.Zero)]
-    if not isinstance(tt, ad.Zero) or moved:
-        tt = ad.instantiate_zeros(tt)
-        terms.append(activated_matmul(spec, activation, tt, aux, w, tbias=moved[0] if moved else None))
-    whole = t + bias[0][None, :] if bias else t
-    if not isinstance(tw, ad.Zero):
-        terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
-    if activation == "gelu" and not isinstance(taux, ad.Zero):
-        terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
-    if not terms:
+    """That of its parts: linear in t, bias and w, and in z by the second derivative of the activation."""
+    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
+
+    def parts(varied: dict[int, jax.Array]) -> jax.Array:
+        operands = (varied.get(i, x) for i, x in enumerate(primals))
+        return activated_matmul_parts(*operands, spec=spec, activation=activation)
+
+    if not moving:
+        y = parts({})
         return y, _zero_tangent(y)
-    axes = jax_compat.varying_axes(y)
-    return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+    y, moved = jax.jvp(parts, ({i: primals[i] for i in moving},), (moving,))
+    return y, moved
 
 
 def jet_rule(

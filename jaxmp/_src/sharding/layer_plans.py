@@ -77,7 +77,8 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     groups = groups_on_axes(axis_name)
     with one.naming():
         spec, operands, shape = validated_layer(first, groups[0])
-        h = jax.ShapeDtypeStruct(shape, _promoted(spec.out_dtype, w_out))
+        # In the type in which the second layer takes it; what is no array is refused later, by name.
+        h = jax.ShapeDtypeStruct(shape, jnp.promote_types(spec.out_dtype, getattr(w_out, "dtype", spec.out_dtype)))
     with other.naming():
         next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
     specs, both = (spec, next_spec), (operands, next_operands)
@@ -119,11 +120,6 @@ def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[st
     spec, operands, shape = validated(request, group)
     a, b = low_precision.widened(operands["a"], operands["b"])
     return spec, operands | {"a": a, "b": b}, shape
-
-
-def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
-    """The type in which the second layer takes the hidden one; what is no array is refused later, by name."""
-    return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
 
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:

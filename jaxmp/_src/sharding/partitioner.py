@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -79,7 +79,8 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
         found = to_dims("operand", proposed.spec, len(x.shape), mesh.axis_names)
-        dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
+        pairs = zip(found, x.shape, strict=True)
+        dims.append(tuple(() if extent % size_of(mesh.shape, dim) else dim for dim, extent in pairs))
     rows, columns = dims[2]
     left_out: Dim = ()
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
@@ -132,11 +133,6 @@ def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequenc
         return body(*shards)
 
     return on_shards
-
-
-def _dividing(dim: Dim, extent: int, mesh: Mapping[str, int]) -> Dim:
-    """The axes of a dimension, or none if they do not divide its extent."""
-    return dim if extent % size_of(mesh, dim) == 0 else ()
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:

@@ -16,7 +16,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
-from jaxmp._src.runtime.types import Operands, Shape
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
@@ -46,8 +46,12 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operan
 
 def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
-    a, b = operands["a"], operands["b"]
-    rows, a, is_transposed = _flat_rows(spec, a)
+    a, b, is_transposed = operands["a"], operands["b"], spec.transpose_a and operands["a"].ndim == 2
+    rows = a.shape[1:] if is_transposed else a.shape[:-1]
+    if a.ndim > 2:
+        a = a.swapaxes(-1, -2) if spec.transpose_a else a
+        rows = a.shape[:-1]
+        a = fold_rows(a, len(rows), 0, 1)
     is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
     accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
     swapped = spec.replace(transpose_a=is_transposed).swapped()
@@ -127,15 +131,6 @@ def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str 
         return x
     with jax.named_scope("jaxmp_all_gather"):
         return collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line)
-
-
-def _flat_rows(spec: MatmulSpec, a: jax.Array) -> tuple[Shape, jax.Array, bool]:
-    """(row extents, a as a matrix, whether it is stored transposed); leading dimensions fold into rows."""
-    if a.ndim == 2:
-        return (a.shape[1 if spec.transpose_a else 0],), a, spec.transpose_a
-    if spec.transpose_a:
-        a = a.swapaxes(-1, -2)
-    return a.shape[:-1], fold_rows(a, a.ndim - 1, 0, 1), False
 
 
 def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:

@@ -56,10 +56,7 @@ _PRESETS = {
     | dict.fromkeys(low_precision.SCALED, "32F")
     | dict.fromkeys(INTEGERS, "INTEGER")
     | {"int8": "32I"},
-    "ANY_F8_ANY_F8_F32": _FLOAT8,
-    "ANY_F8_ANY_F8_F32_FAST_ACCUM": _FLOAT8,
-    "ANY_F8_ANY_F8_ANY": _FLOAT8,
-    "ANY_F8_ANY_F8_ANY_FAST_ACCUM": _FLOAT8,
+    **{f"ANY_F8_ANY_F8_{name}": _FLOAT8 for name in ("F32", "F32_FAST_ACCUM", "ANY", "ANY_FAST_ACCUM")},
     "F32_F32_F32": _row("32F", "32F"),
     "TF32_TF32_F32_X3": _row("32F", "32F"),
     "TF32_TF32_F32": _row("32F", "32F_FAST_TF32"),
