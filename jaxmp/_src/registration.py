@@ -26,7 +26,7 @@ from jaxmp._src.primitive.primitives import (
     by_batch,
     naming_by_spec,
 )
-from jaxmp._src.sharding import partitioner
+from jaxmp._src.sharding.partitioner import partitioned_rule, sharding_rule_of
 from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
@@ -53,7 +53,7 @@ for _product in MATMULS:
         jvp=by_batch(jvp.matmul_jvp_rule, batch_rules.batched_jvp_rule),
         transpose=by_batch(transpose.matmul_transpose_rule, batch_rules.batched_transpose_rule),
         batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
-        lower=partitioner.matmul_rule,
+        lower=lambda platform: partitioned_rule(rules.matmul_rule(platform), sharding_rule_of),
     )
     _jet_rules[_product] = naming_by_spec(under_known_flags(jvp.jet_rule))
 public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
@@ -65,7 +65,7 @@ _register(
     jvp=jvp.activation_grad_jvp_rule,
     transpose=transpose.activation_grad_transpose_rule,
     batch=batch_rules.activation_grad_batch_rule,
-    lower=partitioner.activation_grad_rule,
+    lower=lambda platform: partitioned_rule(rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n"),
 )
 
 _register(

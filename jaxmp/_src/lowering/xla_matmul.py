@@ -226,22 +226,13 @@ def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
     """a and b with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
-    return {name: _gather_part(spec, i, operands[name], platform) for i, name in enumerate("ab")}
-
-
-def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> jax.Array:
-    """`gather_for_part` of a (0) or of b (1)."""
-    is_transposed = (spec.transpose_a, spec.transpose_b)[which]
-    own, k = (1 - which, which) if is_transposed else (which, 1 - which)
-    if spec.contraction.gathers:
-        return x if which else _all_gather(x, spec.group.row_axes, own, platform)
-    if spec.contraction.is_grid:
-        # As in `_gather_operands`.
-        x = _gather_stored(spec, x, None if is_transposed else own, functools.partial(_all_gather, platform=platform))
-        return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
-    if spec.contraction.scatters and not which:
-        return _all_to_all(x, spec.group.row_axes, own, k, platform)
-    return _all_gather(x, spec.group.row_axes, k, platform)
+    a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
+    if not product.sums:
+        a, b = _gather_operands(spec, a, b, functools.partial(_all_gather, platform=platform))
+        return {"a": a, "b": b}
+    k = product.a.index("k")
+    a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else _all_gather(a, axes, k, platform)
+    return {"a": a, "b": _all_gather(b, axes, product.b.index("k"), platform)}
 
 
 def _encode(d: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:

@@ -3,6 +3,7 @@ mode (`jax.experimental.jet`), for products without an epilog, which are bilinea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from jaxmp._src.runtime.types import Operands, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec
+from jaxmp._src.spec.matmul_spec import FLAGS, SCALE_NAMES, MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
@@ -171,8 +172,9 @@ def _preactivation_tangent(
 def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array) -> jax.Array:
     """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
-    local = spec.bare().bilinear(group=spec.ungrouped().group, alpha=1.0, out_dtype=bias.dtype)
-    local = local.reorder(rows=row_order.rows_of_result(spec), outer_rows=1)
+    order = dataclasses.replace(spec.order, rows=row_order.rows_of_result(spec), outer_rows=1)
+    given = {"group": spec.ungrouped().group, "order": order, "alpha": 1.0, "out_dtype": bias.dtype}
+    local = spec.bilinear(**dict.fromkeys(FLAGS, False), **given)
     return row_order.folded(spec, bind(local, ones, bias[None])["d"])
 
 

@@ -108,16 +108,10 @@ def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
 
 def place(request: Request, out_shape: Shape) -> Placement:
     """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
-    a, b, mesh, out_sharding, in_shardings = (
-        request.a,
-        request.b,
-        request.mesh,
-        request.out_sharding,
-        request.in_shardings,
-    )
+    a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
-        if in_shardings is not None:
+        if request.in_shardings is not None:
             raise InvalidValue(
                 f"in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
                 "only, where XLA partitions the product; drop them, or use jax.lax.with_sharding_constraint"
@@ -135,7 +129,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
         return Placement(Mode.MANUAL, out_shape, manual)
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if in_shardings is not None:
+    if request.in_shardings is not None:
         return _from_in_shardings(request, out_shape)
     mixed = _mixed_mesh(request)
     if mixed is not None:
@@ -176,26 +170,25 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("out_sharding", out_sharding, mesh)
-    if is_partial(out_sharding):  # JAX checks it
-        spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-        abstract = getattr(mesh, "abstract_mesh", mesh)
-        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
-    spec = _spec("out_sharding", out_sharding)
-    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = {kinds[axis] for dim in dims for axis in dim}
-    if AxisType.Manual in named:
-        raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
-    shardings.check_dims("the result", dims, out_shape, mesh.shape)
-    abstract = getattr(mesh, "abstract_mesh", mesh)
-    if AxisType.Auto not in named:
-        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
-    if AxisType.Explicit in named:
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    named: set[AxisType] = set()
+    if not is_partial(out_sharding):  # which JAX checks
+        spec = _spec("out_sharding", out_sharding)
+        dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        named = {kinds[axis] for dim in dims for axis in dim}
+        if AxisType.Manual in named:
+            raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+        shardings.check_dims("the result", dims, out_shape, mesh.shape)
+    if {AxisType.Auto, AxisType.Explicit} <= named:
         raise InvalidValue(
             f"out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
             "with_sharding_constraint takes the others)"
         )
-    return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=NamedSharding(abstract, spec))
+    where = NamedSharding(getattr(mesh, "abstract_mesh", mesh), spec)
+    if AxisType.Auto in named:
+        return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=where)
+    return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=where)
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:

@@ -30,7 +30,6 @@ from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
-from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.forms import resolve
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.primitives import activation_grad, bind_operands, by_settled, matmul_p
@@ -135,7 +134,7 @@ def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequenc
     return on_shards
 
 
-def _sharding_rule(spec: MatmulSpec) -> str:
+def sharding_rule_of(spec: MatmulSpec) -> str:
     blocks = map("b{}".format, itertools.count())
 
     def factors(name: str) -> str:
@@ -165,17 +164,9 @@ def _place(
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
-def matmul_rule(platform: str) -> LoweringRule:
-    """The lowering of a product. Unsettled, one of global arrays becomes a call that XLA partitions."""
-    return _rule(rules.matmul_rule(platform), _sharding_rule)
+def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
+    """The lowering of a primitive that has one of shards; of global arrays, unsettled, a call that XLA partitions."""
 
-
-def activation_grad_rule(platform: str) -> LoweringRule:
-    """As `matmul_rule`."""
-    return _rule(rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n")
-
-
-def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
@@ -226,21 +217,16 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     """A call of this description on one device's shards."""
     described = json.loads(text)
     call, platform = described["call"], described["platform"]
-    mesh = _mesh(described["mesh"], described.get("devices"), platform)
+    names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
+    mesh: Mesh = jax.sharding.AbstractMesh(sizes, names)
+    if "devices" in described:
+        devices = {device.id: device for device in jax.devices(platform)}
+        mesh = jax.sharding.Mesh(np.array([devices[id] for id in described["devices"]]).reshape(sizes), names)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     spec = from_fields(MatmulSpec, call["spec"])
     with naming(spec.function):
         placed = _place(spec, call.get("activation"), mesh, operands, results)
     return OnShards(*placed, mesh, platform, described["x64"], name, described.get("is_in_body", False))
-
-
-def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:
-    """The mesh of these axes; of devices where they are said."""
-    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
-    if ids is None:
-        return jax.sharding.AbstractMesh(sizes, names)
-    devices = {device.id: device for device in jax.devices(platform)}
-    return jax.sharding.Mesh(np.array([devices[id] for id in ids]).reshape(sizes), names)
 
 
 jax_partitioner.register_partitioner(TARGET, _partition)

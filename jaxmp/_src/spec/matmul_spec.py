@@ -275,10 +275,6 @@ class MatmulSpec(Parts):
         flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
         return self.replace(**flags, **changes)
 
-    def bare(self) -> MatmulSpec:
-        """The same for operands that are neither transposed nor conjugated."""
-        return self.replace(**dict.fromkeys(FLAGS, False))
-
     def ungrouped(self) -> MatmulSpec:
         """The same on each device of the mesh by itself; unsettled, it stays so."""
         return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
