@@ -78,14 +78,17 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
     """The type of a result as the library writes it."""
-    (rows, cols), plain = found.d, result_type(name, spec, found)
+    rows, cols = found.d
+    if name == "d" and spec.out_dtype.name == low_precision.FLOAT4:
+        return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
+    if name == "d":
+        return jax.ShapeDtypeStruct(found.d, spec.out_dtype)
+    plain = result_type(name, spec, found)
     if name == "gelu_aux":
         return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), plain.dtype)
     if name == "d_out_scale":
         size = process_grid.round_up(rows, 128) * process_grid.round_up(plain.shape[1], 4)
         return jax.ShapeDtypeStruct((size,), jnp.uint8)
-    if name == "d" and plain.dtype.name == low_precision.FLOAT4:
-        return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
     return plain
 
 
@@ -93,10 +96,11 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
     """A result from what the library has written."""
     if name == "gelu_aux":
         return x[:, : found.d[1]]
+    if x.dtype != jnp.uint8:
+        return x
     plain = result_type(name, spec, found)
-    if name == "d_out_scale":
-        x = low_precision.unswizzle(x, *plain.shape)
-    return low_precision.from_bytes(x, plain.dtype) if x.dtype == jnp.uint8 else x
+    x = low_precision.unswizzle(x, *plain.shape) if name == "d_out_scale" else x
+    return low_precision.from_bytes(x, plain.dtype)
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:

@@ -32,7 +32,8 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         if spec.is_batch:
             return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
         mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
-        a, b = jax_lowering.operand_types(ctx)[:2]
+        avals: Any = ctx.avals_in
+        a, b, *_ = avals
         call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         # Naming its devices ties the lowering to this process.
@@ -69,7 +70,8 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
+        avals: Any = ctx.avals_in
+        a, b = map(jax_compat.without_front, avals[:2])
         mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
         apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh)
         work = operations(spec, a.shape, b.shape)

@@ -171,7 +171,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
-        types = jax_lowering.operand_types(ctx)
+        types: Any = ctx.avals_in
         is_symbolic = not all(isinstance(extent, int) for x in types for extent in x.shape)
         if spec.is_batch or is_symbolic:  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
