@@ -95,18 +95,15 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     return rule
 
 
-def _activation_grad(
-    aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None, platform: str
-) -> jax.Array:
-    if spec is None:
-        return multiply_by_slope(activation, aux, t)
-    call = resolve_activation_grad(spec, t, platform)
-    nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
-    return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
-
-
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
-    return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
+    def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
+        if spec is None:
+            return multiply_by_slope(activation, aux, t)
+        call = resolve_activation_grad(spec, t, platform)
+        nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
+        return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
+
+    return mlir.lower_fun(grad, multiple_results=False)
 
 
 def _barrier(

@@ -61,7 +61,11 @@ def matmul_batch_rule(
     # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
     is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
     if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
-        return [_bind_columns(spec, operands["a"], operands["b"])], [1]
+        b = operands["b"]
+        batch, n, k = b.shape if spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
+        b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
+        d = bind(spec, operands["a"], b)["d"]
+        return [d.reshape(d.shape[0], batch, n)], [1]
     size = next(operands[name].shape[0] for name in names if name in batched)
     if _folds_into_rows(spec, batched):
         for name in spec.operand_names:
@@ -87,14 +91,6 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
     return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
     )
-
-
-def _bind_columns(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> jax.Array:
-    """d of shape (m, batch, n) for b of shape (batch, k, n), or (batch, n, k) where it is transposed."""
-    batch, k, n = b.shape if not spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
-    b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
-    d = bind(spec, a, b)["d"]
-    return d.reshape(d.shape[0], batch, n)
 
 
 def _split_bias(

@@ -243,20 +243,15 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     narrow operand of a mixed pair.
     """
     steps: tuple[np.dtype, ...] = ()
-    if _is_decoded(a, b, out):
-        a = operand_type(a, b)
+    wide = operand_type(a, b)
+    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
+    if is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows:  # a kernel has JAX's value
+        a = wide
     elif a != b and not {a.name, b.name} <= _FLOAT8:
         has_narrow = [kernel for kernel, wide, holds in _HOLDING if wide == out and holds(a) and holds(b)]
         steps = (has_narrow[0] if has_narrow else out,)
     taken = precisions.taken(precision, steps[-1] if steps else a)
     return steps if taken is None else (taken,)
-
-
-def _is_decoded(a: np.dtype, b: np.dtype, out: np.dtype) -> bool:
-    """Whether a kernel takes a mixed pair as it is, with the value that JAX has."""
-    wide = operand_type(a, b)
-    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
-    return is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows
 
 
 _HOLDING: tuple[tuple[np.dtype, np.dtype, Callable[[np.dtype], bool]], ...] = (
