@@ -20,8 +20,7 @@ from jaxmp._src.sharding.shard_local import gathered
 
 
 class Entry(NamedTuple):
-    """How an operand enters shard_map, how it is gathered there, and how it lies ahead: by default as its type says, or
-    on automatic axes as it enters."""
+    """How an operand enters shard_map, how it is gathered there, and how it lies ahead, if its type does not tell."""
 
     spec: P = P()
     gathers: tuple[Gather, ...] = ()
@@ -67,7 +66,7 @@ def frame_of(
     spec, entries = meshes.partition_spec, {}
     for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
         dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
-        entries[name] = Entry(spec(dims), gathers, spec(have))
+        entries[name] = Entry(spec(dims), gathers, None if is_explicit else spec(have))
     entries |= {name: Entry(spec(dims)) for name, dims in beside}
     outs = tuple((name, spec(dims)) for name, dims in (("d", plan.layout.d), *results))
     asked = None if plan.layout.d == given.d else spec(given.d)
@@ -83,10 +82,9 @@ def on_shards(
     placed = {}
     for name, x in operands.items():
         entry = entries[name]
-        have = entry.have
-        if have is None:
-            have = meshes.type_spec(x) if frame.is_explicit else entry.spec
-        if have != entry.spec:
+        have = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have
+        if have is not None and have != entry.spec:
+            have = meshes.type_spec(x) if frame.is_explicit else have
             x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
         placed[name] = x
     specs = {name: entry.spec for name, entry in entries.items()}
