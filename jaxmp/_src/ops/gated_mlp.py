@@ -89,7 +89,10 @@ def gated_mlp(
     """
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
-    x, w_gate, w_up = _of_one_type(x, w_gate, w_up)
+    shared: list[Any] = [x, w_gate, w_up]
+    if all(hasattr(operand, "dtype") for operand in shared):  # what is no array is refused later, by name
+        dtype = jnp.result_type(*shared)
+        x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
@@ -113,15 +116,6 @@ def gated_mlp(
         shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
         y: jax.Array = jaxmp_call(layers.calls[1], shards)["d"]
     return y
-
-
-def _of_one_type(x: Any, w_gate: Any, w_up: Any) -> tuple[Any, Any, Any]:
-    """x and both weights in the type that JAX promotes them to; what is no array is refused later, by name."""
-    if not all(hasattr(operand, "dtype") for operand in (x, w_gate, w_up)):
-        return x, w_gate, w_up
-    dtype = jnp.result_type(x, w_gate, w_up)
-    x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in (x, w_gate, w_up))
-    return x, w_gate, w_up
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
