@@ -170,9 +170,10 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
         raise ragged_dot.no_call(first)
     if first.mode != meshes.Mode.SHARDED:
         return (RaggedCall(spec), RaggedCall(spec)), second.constraint
-    rows = first.a[0]
-    out = (rows, tuple(axis for axis in second.b[2] if axis not in rows)) if second.out is None else second.out
-    dims = first.a, first.b, second.b, out
+    (x_lies, up_lies, _), (_, down_lies, out) = first.lie, second.lie
+    rows = x_lies[0]
+    out = (rows, tuple(axis for axis in down_lies[2] if axis not in rows)) if out is None else out
+    dims = x_lies, up_lies, down_lies, out
     shapes = x.shape, w_up.shape, w_down.shape, first.shape
     for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
         shardings.check_dims(name, lie, shape, first.mesh.shape)

@@ -124,13 +124,13 @@ def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[st
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
     """Where the hidden layer goes: by default it keeps the columns of w_in and the other axes of x's rows."""
-    if placement.out is not None:
+    a, b, out = placement.lie
+    if out is not None:
         return placement
-    if placement.a[-1] and placement.b[0]:
+    if a[-1] and b[0]:
         raise InvalidValue(
-            f"the contraction of x @ {label.b} is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
-            f"{label.b}, so the sharding of its result is ambiguous; pass hidden_sharding"
+            f"the contraction of x @ {label.b} is sharded over {a[-1]} in x and {b[0]} in {label.b}, so the sharding "
+            "of its result is ambiguous; pass hidden_sharding"
         )
-    cols = placement.b[1]
-    rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
-    return dataclasses.replace(placement, out=(*rows, cols))
+    rows = tuple(tuple(axis for axis in dim if axis not in b[1]) for dim in a[:-1])
+    return dataclasses.replace(placement, lie=(a, b, (*rows, b[1])))

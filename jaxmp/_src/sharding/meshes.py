@@ -31,25 +31,18 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored.
-    For XLA `why`, and the sharding that the result is to have on explicit axes; the one on automatic axes is a
-    `constraint`. `shape` is that of the result."""
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and how a, b and the result lie, as
+    stored; None is what follows from the others. For XLA `why`, and the sharding that the result is to have on explicit
+    axes; the one on automatic axes is a `constraint`. `shape` is that of the result."""
 
     mode: Mode
     shape: Shape
     mesh: Any = None
     is_explicit: bool = False
-    a: Dims = ()
-    b: Dims = ()
-    out: Dims | None = None
+    lie: tuple[Dims, Dims, Dims | None] = ((), (), None)
     constraint: NamedSharding | None = None
     why: str = ""
     out_sharding: NamedSharding | None = None
-
-    @property
-    def lie(self) -> tuple[Dims, Dims, Dims | None]:
-        """How a, b and the result lie; None for what follows from the others."""
-        return self.a, self.b, self.out
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -237,7 +230,7 @@ def _sharded(
     _check_mesh("out_sharding", out_sharding, mesh)
     asked = None if out_sharding is None else _spec("out_sharding", out_sharding)
     out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
-    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, *dims, out)
+    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out))
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:

@@ -106,13 +106,10 @@ def product(
     if entry is None or given is None:
         result = _result(jaxmp_call(call, operands))
         return result if conversion is NOTHING else conversion.of_result(result)
-    types = tuple([(name, operands[name].dtype) for name in given])
+    types = tuple((name, operands[name].dtype) for name in given)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
-    run = (
-        _taking(functools.partial(jaxmp_call, call), conversion, types)
-        if is_traced
-        else _compiled(call, conversion, types)
-    )
+    kept = functools.partial(jaxmp_call, call)
+    run = _taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
     entry.append(run)
     return run(*given.values())
 
@@ -207,16 +204,16 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     shapes = a.shape, b.shape, shape
-    given = shardings.lying(product, (placement.a, placement.b, placement.out), shapes, mesh.shape)
+    given = shardings.lying(product, placement.lie, shapes, mesh.shape)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
     spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
     spec = check_all_reduce(spec) if spec.asks_all_reduce else spec
-    beside = tuple([(operand, dims_of(spec, plan, operand)) for operand in spec.operand_names])
+    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
     for operand, dims in beside:
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
             shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
-    results = tuple([(result, dims_of(spec, plan, result)) for result in spec.output_names[1:]])
+    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
