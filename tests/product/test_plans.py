@@ -21,8 +21,8 @@ from jaxmp import Epilog
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.lowering import backend, forms
-from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
 from jaxmp._src.lowering.backend import Capabilities, why_unsupported
+from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 

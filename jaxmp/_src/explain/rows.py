@@ -29,7 +29,8 @@ from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import ragged, shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, extents, operations
+from jaxmp._src.spec.extents import extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 

@@ -22,8 +22,8 @@ from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.extents import result_type
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, Extents, MatmulSpec, extents
+from jaxmp._src.spec.extents import Extents, extents, result_type
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec
 
 _DTYPES = {
     "float32": "f32",

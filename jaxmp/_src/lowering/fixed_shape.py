@@ -28,8 +28,8 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.spec import levels, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.extents import result_type
-from jaxmp._src.spec.matmul_spec import SPANS, Extents, MatmulSpec, extents, spans
+from jaxmp._src.spec.extents import SPANS, Extents, extents, result_type, spans
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
 # about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where

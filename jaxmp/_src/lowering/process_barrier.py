@@ -17,7 +17,8 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
+from jaxmp._src.spec.extents import extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
 # call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations

@@ -21,7 +21,8 @@ from jaxmp._src.primitive.collectives import place
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
-from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
+from jaxmp._src.spec.extents import operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Mesh
 
 

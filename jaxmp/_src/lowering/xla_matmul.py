@@ -21,7 +21,8 @@ from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
+from jaxmp._src.spec.extents import extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"

@@ -33,15 +33,8 @@ from jaxmp._src.primitive.grouped import grouped_p
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Aval, Operands, Shape
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.extents import AMAXES, check_local_shapes, result_type
-from jaxmp._src.spec.matmul_spec import (
-    SPANS,
-    Group,
-    MatmulSpec,
-    axes_text,
-    extents,
-    output_rows,
-)
+from jaxmp._src.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.refusal import InvalidValue, Refusal
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)

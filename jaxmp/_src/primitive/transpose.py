@@ -34,7 +34,8 @@ from jaxmp._src.primitive.primitives import activation_grad, bind, completes_sum
 from jaxmp._src.runtime.types import Aval, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator, axes_text
+from jaxmp._src.spec.extents import axes_text
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 

@@ -39,8 +39,9 @@ from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
+from jaxmp._src.spec.extents import spans
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
 from jaxmp._src.validation.epilog_checks import check_all_reduce

@@ -19,6 +19,7 @@ from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_ro
 from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.extents import axes_text
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
@@ -80,7 +81,7 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
-            f"has no epilog {spec.epilog.name} on rows that are sharded over {matmul_spec.axes_text(axes)} beside the "
+            f"has no epilog {spec.epilog.name} on rows that are sharded over {axes_text(axes)} beside the "
             f"call, for XLA would complete {names[0]}",
             "take the gradient of a bias",
         )
@@ -98,7 +99,7 @@ def _untransposed(
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
     """
-    why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
+    why = f"where columns of the result are gathered or scattered over {axes_text(plan.row_axes)}"
     if spec.rule.gradient:
         raise spec.level.refusal(f"has no epilog {spec.epilog.name} {why}", "take another out_sharding")
     check_gathered_scales(spec, why)

@@ -25,6 +25,7 @@ from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
+from jaxmp._src.spec.extents import SPANS, spans
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -240,7 +241,7 @@ def planned(
     def terms() -> planner.Terms:
         of_sums = matmul_spec.accumulator(operand).itemsize
         itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
-        keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
     # Along k no operand is gathered whose gradient is to be a sum in a fixed order.
@@ -253,7 +254,7 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
-    found = matmul_spec.spans(spec, name)
+    found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
         return operand[: len(operand) - 2 + len(found)] if found else ()

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec.matmul_spec import axes_text
+from jaxmp._src.spec.extents import axes_text
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 

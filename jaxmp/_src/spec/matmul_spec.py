@@ -15,14 +15,6 @@ from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.contraction import Pattern as Pattern
 from jaxmp._src.spec import epilogs, levels, low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.extents import SPANS as SPANS
-from jaxmp._src.spec.extents import Extents as Extents
-from jaxmp._src.spec.extents import axes_text as axes_text
-from jaxmp._src.spec.extents import extents as extents
-from jaxmp._src.spec.extents import operations as operations
-from jaxmp._src.spec.extents import output_rows as output_rows
-from jaxmp._src.spec.extents import result_shape as result_shape
-from jaxmp._src.spec.extents import spans as spans
 from jaxmp._src.spec.levels import Level
 from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
