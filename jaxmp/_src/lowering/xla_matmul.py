@@ -213,12 +213,11 @@ def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:
         d = FUNCTIONS[row.activation](z) if row.activation else z
-    is_scaled = low_precision.is_scaled(spec.out_dtype)
-    outputs = _encode(d, operands, spec) if is_scaled else {"d": d.astype(spec.out_dtype)}
+    outputs = _encoded("d", d, spec.out_dtype, operands, spec)
     if row.aux == "relu_aux":
         outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
-        outputs |= _encode_aux(z, operands, spec)
+        outputs |= _encoded("gelu_aux", z, spec.aux_dtype or spec.out_dtype, operands, spec)
     if row.gradient:
         summed = (operands | outputs)[bias_grad.summed(row.gradient)]
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
@@ -236,24 +235,17 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
     return {"a": a, "b": _all_gather(b, axes, product.b.index("k"), platform)}
 
 
-def _encode(d: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
-    """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
-    outputs = {"amax_d": low_precision.amax(d)} if spec.scales.amax_d else {}
-    scaled = d * operands["scale_d"] if "scale_d" in operands else d
-    if spec.scales.d_out == low_precision.NONE:
-        return outputs | {"d": low_precision.encode(scaled, spec.out_dtype)}
-    stored, scales = low_precision.encode_blocks(scaled, spec.scales.d_out, spec.out_dtype)
-    return outputs | {"d": stored, "d_out_scale": scales}
-
-
-def _encode_aux(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
-    """What is ahead of a gelu in its type; of fp8 scaled, and with its largest absolute value ahead of that."""
-    dtype = np.dtype(spec.aux_dtype or spec.out_dtype)
+def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
+    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value ahead of it."""
     if not low_precision.is_scaled(dtype):
-        return {"gelu_aux": z.astype(dtype)}
-    scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
-    amax = {"gelu_aux_amax": low_precision.amax(z)} if spec.scales.amax_aux else {}
-    return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
+        return {name: x.astype(dtype)}
+    scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")
+    outputs = {amax: low_precision.amax(x)} if amax in spec.output_names else {}
+    x = x * operands[scale] if scale in operands else x
+    if name == "d" and spec.scales.d_out != low_precision.NONE:
+        stored, scales = low_precision.encode_blocks(x, spec.scales.d_out, dtype)
+        return outputs | {"d": stored, "d_out_scale": scales}
+    return outputs | {name: low_precision.encode(x, dtype)}
 
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
