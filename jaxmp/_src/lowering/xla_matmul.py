@@ -236,7 +236,7 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
-    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value ahead of it."""
+    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value before it."""
     if not low_precision.is_scaled(dtype):
         return {name: x.astype(dtype)}
     scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")
