@@ -107,11 +107,8 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
-    if axis_name is None:
-        return Group(), Group()
-    first, second = (
-        sharded_call.group_on_axes(pattern, axis_name) for pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
-    )
+    patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
+    first, second = (Group() if axis_name is None else sharded_call.group_on_axes(p, axis_name) for p in patterns)
     return first, second
 
 

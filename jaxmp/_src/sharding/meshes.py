@@ -80,16 +80,6 @@ def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
 
 
-def check_all_manual(mesh: AbstractMesh) -> None:
-    """Raise ValueError where shards are named but only some axes of the mesh are manual."""
-    if rest := free_axes(mesh):
-        raise InvalidValue(
-            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
-            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
-            "or use jaxmp.matmul, which XLA then partitions"
-        )
-
-
 def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
     """Raise ValueError for axes that the mesh does not have, or that are named twice."""
     for axis in axes:

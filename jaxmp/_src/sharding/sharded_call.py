@@ -147,7 +147,12 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
             "works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
             "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
         )
-    meshes.check_all_manual(mesh)
+    if rest := meshes.free_axes(mesh):
+        raise InvalidValue(
+            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
+            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
+            "or use jaxmp.matmul, which XLA then partitions"
+        )
     row_axes: tuple[str, ...] = _as_axes(axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
