@@ -13,10 +13,10 @@ from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
-from jaxmp._src.lowering.ffi_call import mesh_position_p
+from jaxmp._src.lowering.ffi_call import mesh_position_p, mesh_position_rule
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import grouped, jvp, primitives, transpose
-from jaxmp._src.primitive.collectives import collective_p, process_barrier_p, reshard_p
+from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.primitives import (
     MATMULS,
     PRODUCTS,
@@ -52,7 +52,7 @@ for _product in MATMULS:
         jvp=by_batch(jvp.matmul_jvp_rule, batch_rules.batched_jvp_rule),
         transpose=by_batch(transpose.matmul_transpose_rule, batch_rules.batched_transpose_rule),
         batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
-        lower=partitioner.matmul_rule,
+        lower=lambda platform: partitioner.partitioned_rule(rules.matmul_rule(platform), partitioner.sharding_rule_of),
     )
     _jet_rules[_product] = naming_by_spec(under_known_flags(jvp.jet_rule))
 public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
@@ -60,11 +60,13 @@ public.when_imported("jax.experimental.roofline", functools.partial(other_rules.
 
 _register(
     activation_grad_p,
-    abstract_eval=primitives.activation_grad_abstract_eval,
+    abstract_eval=lambda aux, t, **_: t,
     jvp=jvp.activation_grad_jvp_rule,
     transpose=transpose.activation_grad_transpose_rule,
     batch=batch_rules.activation_grad_batch_rule,
-    lower=partitioner.activation_grad_rule,
+    lower=lambda platform: partitioner.partitioned_rule(
+        rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n"
+    ),
 )
 
 _register(
@@ -96,9 +98,7 @@ jax_rules.register_checks(
 )
 mlir.register_lowering(grouped.sizes_p, lambda ctx, sizes, **_: [sizes])
 
-mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
-mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
-mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
+mlir.register_lowering(mesh_position_p, mesh_position_rule)
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):
     mlir.register_lowering(_primitive, functools.partial(_rule, platform="other"))
     mlir.register_lowering(_primitive, functools.partial(_rule, platform="cpu"), platform="cpu")

@@ -23,7 +23,7 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.jax_internals import jax_lowering
 from jaxmp._src.lowering import backend
-from jaxmp._src.lowering.legalize import why_card_refuses
+from jaxmp._src.lowering.backend import why_card_refuses
 from jaxmp._src.runtime import native
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 

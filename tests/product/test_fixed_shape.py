@@ -24,7 +24,7 @@ import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, fixed_shape, forms
-from jaxmp._src.lowering.legalize import Capabilities
+from jaxmp._src.lowering.backend import Capabilities
 from jaxmp._src.primitive import primitives
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import matmul_spec
@@ -48,8 +48,8 @@ def in_tiles(monkeypatch):
     def run(f, *args):
         custom_call = forms.custom_call
 
-        def uniform(a, b, *extra, spec, devices=()):
-            return custom_call(a, b, *extra, spec=spec.replace(determinism="batch"), devices=devices)
+        def uniform(operands, spec, devices=()):
+            return custom_call(operands, spec.replace(determinism="batch"), devices)
 
         with monkeypatch.context() as patch:
             patch.setattr(forms, "custom_call", uniform)
@@ -229,8 +229,9 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch
     """
     custom_call = forms.custom_call
 
-    def unequal(a, b, *extra, **options):
-        return custom_call((a * 1.1).astype(a.dtype), b, *extra, **options)
+    def unequal(operands, *options):
+        a = operands["a"]
+        return custom_call(operands | {"a": (a * 1.1).astype(a.dtype)}, *options)
 
     monkeypatch.setattr(forms, "custom_call", unequal)
     check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])

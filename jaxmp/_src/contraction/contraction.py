@@ -96,6 +96,7 @@ class Contraction:
         axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
         return f"{self.a},{self.b}->{self.d}{''.join(axes)}"
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  frozen; what follows from it is found once
     def replace(self, layout: Layout) -> Contraction:
         """The same in another layout."""
         return dataclasses.replace(self, layout=layout)
@@ -179,8 +180,8 @@ class Contraction:
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
-        role = next((role for role in self.roles.values() if role.communicates), None)
-        if role is None:
+        role = self.role
+        if not role.communicates:
             return Pattern.LOCAL, (), ()
         if role.is_contracted:
             axes = sum((self.sharded("a", index) for index in self.contracted), ())
@@ -206,8 +207,8 @@ class Contraction:
     @functools.cached_property
     def shared(self) -> str:
         """The free index along which an operand is gathered, or d is scattered, or ""."""
-        role = next((role for role in self.roles.values() if role.communicates), Role())
-        if self.is_block_grid or self.is_grid_role(role):
+        role = self.role
+        if self.is_grid_role(role):
             return ""
         if role.is_contracted:
             return role.d
@@ -277,7 +278,7 @@ class Contraction:
         """The place among the rows of the one that is gathered or scattered."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
-    @property
+    @functools.cached_property
     def is_stored_in_order(self) -> bool:
         """Whether a is stored (rows, k) and b (k, columns), each perhaps with a batch."""
         k = self.contracted

@@ -84,9 +84,9 @@ def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | No
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
-    if not all(_is_of_a_call(given, role, gathers_k=gathers_k) for role in roles.values()):
-        return None
-    if not given.is_one_call(roles):
+    if not {*roles.values()} <= {*_roles(given, given.a + given.b, gathers_k=gathers_k)} or not given.is_one_call(
+        roles
+    ):
         return None
     layout = _layout(given, roles)
     is_given = layout.d == given.layout.d and all(
@@ -111,18 +111,6 @@ def _completed(given: Contraction, role: Role) -> Role:
     return Role(a, b, d)
 
 
-def _is_of_a_call(given: Contraction, role: Role, *, gathers_k: bool) -> bool:
-    """Whether `role` is one of the table's (`contraction`)."""
-    if not role.communicates:
-        return role.d == (role.a or role.b)
-    if given.is_grid_role(role):
-        free = role.a if role.a in given.rows else role.b if role.b in given.cols else ""
-        return gathers_k and free == role.d != ""
-    if role.is_contracted:
-        return role.a in given.contracted and (role.d == "" or role.d not in given.batch)
-    return role.a in given.rows and role.b in given.cols and role.d in (role.a, role.b)
-
-
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
     """The call of least cost for operands and a result that are sharded as `given`."""
@@ -137,7 +125,7 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
     """Every call of a product, in no layout yet, that runs as it lies, with another role for each mesh axis."""
-    axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, terms)
+    axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
     roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
         if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
@@ -157,14 +145,14 @@ def _calls(
                 yield call
 
 
-def _roles(product: Contraction, where: Iterable[str], terms: Terms) -> list[Role]:
+def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
     """The roles that an axis may have in a call (the table of `contraction`), of these indices."""
     batch, rows, cols, contracted = (
         [index for index in dict.fromkeys(where) if index and index in group]
         for group in (product.batch, product.rows, product.cols, product.contracted)
     )
     roles = []
-    if terms.gathers_k:  # ahead of what costs as much, for a call may read the shards in place
+    if gathers_k:  # ahead of what costs as much, for a call may read the shards in place
         roles += [Role(row, k, row) for row in rows for k in contracted]
         roles += [Role(k, col, col) for col in cols for k in contracted]
     roles += [Role(index, index, index) for index in batch]
@@ -175,7 +163,7 @@ def _roles(product: Contraction, where: Iterable[str], terms: Terms) -> list[Rol
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
     """The roles that an axis may have for what it shards; only the one that it has where that communicates nothing."""
-    roles = _roles(given, have, terms)
+    roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have in roles and not have.communicates:
         return [have]
     return [role for role in roles if _lies(given, role, have) and (role.d == have.d or not terms.keeps_result)]

@@ -8,7 +8,8 @@ from jaxmp._src.contraction import moves
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents
+from jaxmp._src.spec.extents import extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:

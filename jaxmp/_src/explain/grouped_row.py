@@ -31,7 +31,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     is_cpu = jax_compat.default_platform() == "cpu"
     is_left = spec.is_global and spec.level.global_order
     is_host = is_cpu and not is_left and spec.implementation != "xla"
-    apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh()) if spec.experts else ""
+    apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))

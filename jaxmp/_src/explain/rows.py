@@ -21,7 +21,7 @@ from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
-from jaxmp._src.lowering.resolve import resolve, resolve_chosen
+from jaxmp._src.lowering.forms import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.grouped import GROUPED
@@ -29,7 +29,8 @@ from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import ragged, shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, extents, operations
+from jaxmp._src.spec.extents import extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 
@@ -168,13 +169,13 @@ def matmul_row(
     """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
     dimensions around it that several axes share."""
     spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
-    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh())
+    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
     if spec.is_batch:
         work = operations(spec, a.shape, b.shape)
         call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, apart, operands, work)[0])
     else:
         call = resolve(spec, a, b, platform, apart)
-    algorithm, workspace = forms.facts(call)
+    algorithm, workspace = call.facts()
     reasons = [call.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
@@ -186,7 +187,7 @@ def matmul_row(
     operand = low_precision.operand_type(a.dtype, b.dtype)
     compute = precisions.find(spec.precision, operand, platform)
     # Gathered, an all-reduced product is computed by every rank.
-    is_repeated = call.form is forms.Gathered and spec.contraction.is_reduced
+    is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
     rows, cols = _outside(spec, varying)
     whole_m, whole_n = rows * m, cols * n

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,16 +72,6 @@ def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
     axes = ctx.module_context.axis_context
     mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
-
-
-def operand_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
-    """The types of what is lowered."""
-    return cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
-
-
-def result_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
-    """The types of its results."""
-    return cast(Sequence[jax.core.ShapedArray], ctx.avals_out)
 
 
 def device_count(ctx: LoweringContext) -> int:
@@ -216,7 +206,6 @@ __all__ = [
     "manual_mesh",
     "mlir",
     "next_index",
-    "operand_types",
     "partitions_without_shardy",
     "platform",
     "program_name",

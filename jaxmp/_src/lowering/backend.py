@@ -1,4 +1,5 @@
-"""Which implementation serves a call: the written rule behind `implementation=None`."""
+"""Which implementation serves a call: the written rule behind `implementation=None`, and what a library, or a card,
+takes in no form (`forms` has those in which it takes the others)."""
 
 from __future__ import annotations
 
@@ -7,19 +8,26 @@ import functools
 
 import numpy as np
 
-from jaxmp._src.lowering.legalize import (
-    Capabilities,
-    why_card_refuses,
-    why_not_cublasmp,
-    why_unsupported,
-)
 from jaxmp._src.runtime import native
-from jaxmp._src.spec import low_precision
+from jaxmp._src.spec import low_precision, precisions
+from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a library takes beyond cuBLASMp's documented forms; csrc/cublasmp/api_table.h declares it per library."""
+
+    all_reduce_any_transposition: bool = False
+    all_reduce_c: bool = False
+    grid_any_shape: bool = False
+    grid_epilogs: bool = False
+    complex_epilogs: bool = False
+    fixed_reduction_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +87,9 @@ def choose_for_batch(
 def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
-    if why := why_no_library(operands):
+    name = np.dtype(operands[0]).name if operands else ""
+    if name in INTEGERS:
+        why = f"XLA alone multiplies {name}"
         if spec.implementation:
             raise NotAvailable(
                 f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
@@ -140,7 +150,65 @@ def capabilities_of(library: str) -> Capabilities:
     return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
 
 
-def why_no_library(operands: tuple[np.dtype, ...]) -> str:
-    """Why neither library multiplies operands of these types, or the empty string."""
-    name = np.dtype(operands[0]).name if operands else ""
-    return f"XLA alone multiplies {name}" if name in INTEGERS else ""
+# What is not taken ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why the library takes the call in no form, or the empty string."""
+    # Calls of one shape are local products, whatever the pattern is.
+    has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+    why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
+    if why and spec.fixed_reduction_order:
+        return f"{why}, and XLA's would not keep {spec.level}"
+    if has_tiles:
+        return ""
+    is_free = spec.distributions or capabilities.grid_any_shape
+    if is_free or not spec.contraction.is_grid:
+        return ""
+    nrow, ncol = spec.group.shape
+    return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+
+
+def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
+    """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
+    if precisions.sums_in_16_bits(spec.precision):
+        return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
+    if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
+        return "cuBLASMp multiplies int8 to float32 only, not to int32"
+    return ""
+
+
+# Compute capabilities from which on cuBLASMp multiplies float8 (cublasmp.h 0.10, cublasMpMatmul; its modes of scales
+# begin at 8.9) and has scales of blocks (cublasMpMatmulMatrixScale_t), and the one that has the other modes.
+_FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (9, 0), (10, 0), (9, 0)
+_HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BLK128)
+
+
+def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
+    """Why a card of this compute capability does not multiply operands of these types, or the empty string.
+
+    None: the card is not known, for the program is for another machine.
+    """
+    names = [np.dtype(dtype).name for dtype in operands]
+    if capability is None or not any(name in low_precision.SCALED for name in names):
+        return ""
+    modes = {spec.scales.a, spec.scales.b}
+    has = f"this card has {capability[0]}.{capability[1]}"
+    if modes & {low_precision.VEC16, low_precision.VEC32} or low_precision.FLOAT4 in names:
+        kind = "NVFP4" if low_precision.FLOAT4 in names else "MXFP8"
+        return "" if capability >= _BLOCK_CARD else f"{kind} needs compute capability 10.0 or later, {has}"
+    if hopper := sorted(modes.intersection(_HOPPER_MODES)):
+        return "" if capability == _HOPPER else f"scales of {hopper[0]} need compute capability 9.0, {has}"
+    return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 9.0 or later, {has}"
+
+
+def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why the library has this epilog nowhere or not here, or the empty string."""
+    if spec.epilog == Epilog.NONE:
+        return ""
+    # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
+    if np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating) and not capabilities.complex_epilogs:
+        return "cuBLASMp has no epilogs of complex numbers"
+    if spec.contraction.is_grid and not capabilities.grid_epilogs:
+        return "cuBLASMp has no epilogs on 2-D grids"
+    return ""

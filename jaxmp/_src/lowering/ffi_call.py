@@ -13,14 +13,17 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.mlir.dialects import stablehlo
 
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, SPANS, Extents, MatmulSpec, aux_dtype, extents
+from jaxmp._src.spec.extents import Extents, extents, result_type
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec
 
 _DTYPES = {
     "float32": "f32",
@@ -46,71 +49,58 @@ _DTYPES = {
 }
 
 
-def custom_call(
-    a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, devices: tuple[int, ...] = ()
-) -> list[jax.Array]:
-    """The results of one custom call."""
+def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
+    """The results of one custom call, by name."""
     native.register()
-    found, names = extents(spec, a.shape, b.shape), spec.output_names
-    named = dict(zip(spec.operand_names, extra, strict=True))
+    a, b, names = operands["a"], operands["b"], spec.output_names
+    found = extents(spec, a.shape, b.shape)
     is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is handed over as XLA holds it
-    operands = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
-    operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
+    given = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
+    for name in (name for name in spec.operand_names if name not in SCALE_NAMES):
+        x = operands[name]  # cuBLASLt wants the rows of a gelu_aux padded
+        padding = process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1] if name == "gelu_aux" else 0
+        given.append(jnp.pad(x, ((0, 0), (0, padding))) if padding else x)
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
-        if name in named:
-            operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
+        if name in operands:
+            given.append(low_precision.for_library(operands[name], spec.scales.of(name)))
     if spec.group.nranks > 1 and not devices:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment. On GPUs it
         # costs work on the device at every run, so a call that names its devices does without.
-        operands.append(mesh_position(spec.group.mesh))
+        given.append(mesh_position(spec.group.mesh))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
-        outputs = call(*operands, **call_attributes(spec, a, b, devices, found))
+        outputs = dict(zip(names, call(*given, **call_attributes(spec, a, b, devices, found)), strict=True))
     if spec.distributions:
-        return [xla_matmul.without_padding(spec, outputs[0])]  # the library leaves it alone
-    return [_final(name, spec, found, x) for name, x in zip(names, outputs, strict=True)]
+        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library leaves it alone
+    return {name: _final(name, spec, found, x) for name, x in outputs.items()}
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
     """The type of a result as the library writes it."""
     rows, cols = found.d
-    if name in AMAXES:
-        return jax.ShapeDtypeStruct((), jnp.float32)
-    if name == "relu_aux":
-        return jax.ShapeDtypeStruct((rows, process_grid.relu_aux_bytes(cols)), jnp.uint8)
-    if name == "gelu_aux":
-        return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), aux_dtype(spec))
-    if name == "d_out_scale":
-        blocks = cols // low_precision.BLOCK[spec.scales.d_out]
-        size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
-        return jax.ShapeDtypeStruct((size,), jnp.uint8)
-    if name != "d":
-        return jax.ShapeDtypeStruct((cols if SPANS[name][0].dim == "n" else found.m,), spec.out_dtype)
-    if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
+    if name == "d" and spec.out_dtype.name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
-    return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)
+    if name == "d":
+        return jax.ShapeDtypeStruct(found.d, spec.out_dtype)
+    plain = result_type(name, spec, found)
+    if name == "gelu_aux":
+        return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), plain.dtype)
+    if name == "d_out_scale":
+        size = process_grid.round_up(rows, 128) * process_grid.round_up(plain.shape[1], 4)
+        return jax.ShapeDtypeStruct((size,), jnp.uint8)
+    return plain
 
 
 def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Array:
     """A result from what the library has written."""
-    rows, cols = found.d
-    if name == "d" and x.dtype == jnp.uint8:
-        return low_precision.from_bytes(x, spec.out_dtype)
     if name == "gelu_aux":
-        return x[:, :cols]
-    if name == "d_out_scale":
-        mode = spec.scales.d_out
-        plain = low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[mode])
-        return low_precision.from_bytes(plain, low_precision.scale_dtype(mode))
-    return x
-
-
-def _as_stored(name: str, x: jax.Array) -> jax.Array:
-    """A gelu_aux input with its rows padded as cuBLASLt wants them."""
-    if name != "gelu_aux":
+        return x[:, : found.d[1]]
+    if x.dtype != jnp.uint8:
         return x
-    return jnp.pad(x, ((0, 0), (0, process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1])))
+    plain = result_type(name, spec, found)
+    x = low_precision.unswizzle(x, *plain.shape) if name == "d_out_scale" else x
+    return low_precision.from_bytes(x, plain.dtype)
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
@@ -142,6 +132,11 @@ def call_attributes(
     axes_row, axes_col = (
         (spec.group.col_axes, spec.group.row_axes) if spec.contraction.is_grid else (spec.group.row_axes, ())
     )
+    # (mb, nb, rsrc, csrc) of A, B and D as stored, each pair reversed; empty where shards are contiguous.
+    layout_a, layout_b, layout_d = (
+        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
+        for x in spec.distributions or (None,) * 3
+    )
     return {
         "pattern": spec.group.pattern.value,
         "m": np.int64(found.n),
@@ -161,9 +156,14 @@ def call_attributes(
             "relu_aux": "u8",
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
-        "compute": _compute_type(spec, low_precision.operand_type(a.dtype, b.dtype)),
-        "alpha": _complex_pair(spec.alpha),
-        "beta": _complex_pair(spec.beta),
+        # hostmp takes cuBLASMp's, and no library sums in 16 bits.
+        "compute": precisions.find(
+            spec.precision,
+            low_precision.operand_type(a.dtype, b.dtype),
+            "cpu" if precisions.sums_in_16_bits(spec.precision) else "",
+        ),
+        "alpha": np.array([complex(spec.alpha).real, complex(spec.alpha).imag], np.float64),
+        "beta": np.array([complex(spec.beta).real, complex(spec.beta).imag], np.float64),
         "scale_mode_a": spec.scales.b,
         "scale_mode_b": spec.scales.a,
         "scale_mode_c": spec.scales.c,
@@ -181,33 +181,16 @@ def call_attributes(
         "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),
-        **_layouts(spec),
+        "layout_a": layout_b,
+        "layout_b": layout_a,
+        "layout_d": layout_d,
     }
-
-
-def _compute_type(spec: MatmulSpec, operand: np.dtype) -> str:
-    """hostmp takes cuBLASMp's, and no library sums in 16 bits."""
-    platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
-    return precisions.find(spec.precision, operand, platform)
-
-
-def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:
-    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair reversed; empty where shards are contiguous."""
-    a, b, d = (
-        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
-        for x in spec.distributions or (None,) * 3
-    )
-    return {"layout_a": b, "layout_b": a, "layout_d": d}
 
 
 def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
     if is_transposed:
         return "C" if is_conjugated else "T"
     return "N"
-
-
-def _complex_pair(value: complex) -> np.ndarray:
-    return np.array([complex(value).real, complex(value).imag], np.float64)
 
 
 def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:
@@ -236,8 +219,15 @@ def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 
 
-def _type(*, axes: tuple[tuple[str, int], ...]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((), np.dtype(np.uint32))
+def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    mesh = jax_lowering.manual_mesh(ctx)
+    if mesh is not None and tuple(mesh.shape.items()) == axes:
+        return [stablehlo.partition_id()]
+
+    def index() -> jax.Array:
+        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
+
+    return mlir.lower_fun(index, multiple_results=False)(ctx)
 
 
-mesh_position_p.def_abstract_eval(_type)
+mesh_position_p.def_abstract_eval(lambda *, axes: jax.core.ShapedArray((), np.dtype(np.uint32)))

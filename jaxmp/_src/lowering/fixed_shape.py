@@ -25,10 +25,11 @@ from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.spec import levels, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SPANS, MatmulSpec, aux_dtype, extents, spans
+from jaxmp._src.spec.extents import SPANS, Extents, extents, result_type, spans
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
 # about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where
@@ -41,43 +42,52 @@ _COLUMN_STEP = 1024
 # element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
 PADDED_K = 2
 # As in `matmul`.
-TileCall = Callable[..., list[jax.Array]]
+TileCall = Callable[..., Operands]
 
 
-def matmul(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, call: TileCall) -> list[jax.Array]:
-    """The results of a local product, in the order of `output_names`; `call(a, b, *extra, spec=spec)` has a tile's."""
-    row = spec.rule
-    rows, k, _, cols = extents(spec, a.shape, b.shape).local
+def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
+    """The results of a local product by name; `call(operands, spec=spec)` has a tile's."""
+    a, b, row = operands["a"], operands["b"], spec.rule
+    found = extents(spec, a.shape, b.shape)
+    rows, k, _, cols = found.local
     if 0 in (rows, cols) or (k == 0 and low_precision.is_low_precision(a.dtype)):
-        return xla_matmul.matmul(a, b, *extra, spec=spec, platform="cpu")
+        return xla_matmul.matmul(operands, spec, "cpu")
     if k == 0:  # which cuBLASMp does not take
-        a, b = padded_along_k(a, b, spec)
-    if spec.order.is_transposed:
-        return [_transposed_product(a, b, spec, call).T]
+        operands = padded_along_k(operands, spec)
+    if spec.order.is_transposed:  # the transposed product is the one that the same gradient is on other meshes
+        transposed = spec.reorder(is_transposed=False).swapped()
+        return {"d": matmul({"a": operands["b"], "b": operands["a"]}, transposed, call)["d"].T}
     if row.derivative and row.gradient:
-        return _with_sums(a, b, *extra, spec=spec, call=call)
-    operands = dict(zip(("a", "b", *spec.operand_names), (a, b, *extra), strict=True))
+        return _with_sums(operands, spec, call)
     types = {name: x.dtype for name, x in operands.items()}
     moved = {name: _padded(spec, name, low_precision.as_moved(x)) for name, x in operands.items()}
     nrow, ncol = _count(rows, cols)
     tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
-    def tiles_of_columns(j: jax.Array | int) -> list[jax.Array]:
+    def in_rows(name: str) -> bool:  # whether a tile of rows lies in one piece in the operand's own memory
+        return _cuts(spec, name).get(0, ("",))[0] == "m"
+
+    def tiles_of_columns(j: jax.Array | int) -> Operands:
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
         of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
 
-        def one(i: jax.Array | int, rows: dict[str, jax.Array]) -> list[jax.Array]:
+        def one(i: jax.Array | int, rows: Operands) -> Operands:
             parts = {
                 name: rows[name] if name in rows else _part(spec, name, x, "m", i) for name, x in of_columns.items()
             }
             parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
-            outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=tile)
-            return [low_precision.as_moved(x) for x in outputs]
+            parts = {name: low_precision.from_moved(x, types[name]) for name, x in parts.items()}
+            return {name: low_precision.as_moved(x) for name, x in call(parts, spec=tile).items()}
 
-        return _each(nrow, one, {name: _rows(spec, name, x) for name, x in of_columns.items() if _has_rows(spec, name)})
+        tiles = {
+            name: x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
+            for name, x in of_columns.items()
+            if in_rows(name)
+        }
+        return _each(nrow, one, tiles)
 
     stacked = _each(ncol, lambda j, _: tiles_of_columns(j), {})
-    return [_whole(spec, name, x, rows, cols) for name, x in zip(spec.output_names, stacked, strict=True)]
+    return {name: _whole(spec, name, stacked[name], found) for name in spec.output_names}
 
 
 def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> str:
@@ -108,12 +118,14 @@ def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Sh
     return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
 
 
-def padded_along_k(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> tuple[jax.Array, jax.Array]:
-    """(a, b) with zeros behind them along the contraction, which then has PADDED_K terms."""
-    shapes = with_k(spec, a.shape, b.shape, PADDED_K)
-    pairs = [list(zip(x.shape, shape, strict=True)) for x, shape in zip((a, b), shapes, strict=True)]
-    a, b = (jnp.pad(x, [(0, want - have) for have, want in pair]) for x, pair in zip((a, b), pairs, strict=True))
-    return a, b
+def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
+    """The operands, a and b with zeros behind them along the contraction, which then has PADDED_K terms."""
+    wanted = dict(zip("ab", with_k(spec, operands["a"].shape, operands["b"].shape, PADDED_K), strict=True))
+    widths = {
+        name: [(0, want - have) for have, want in zip(operands[name].shape, shape, strict=True)]
+        for name, shape in wanted.items()
+    }
+    return operands | {name: jnp.pad(operands[name], width) for name, width in widths.items()}
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
@@ -128,27 +140,13 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     )
 
 
-def _transposed_product(a: jax.Array, b: jax.Array, spec: MatmulSpec, call: TileCall) -> jax.Array:
-    """The transposed product, which is the one that the same gradient is on other meshes."""
-    transposed = spec.reorder(is_transposed=False).replace(
-        transpose_a=not spec.transpose_b,
-        transpose_b=not spec.transpose_a,
-        conjugate_a=spec.conjugate_b,
-        conjugate_b=spec.conjugate_a,
-    )
-    return matmul(b, a, spec=transposed, call=call)[0]
-
-
-def _with_sums(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, call: TileCall) -> list[jax.Array]:
+def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
     """With d summed over its rows. The library would round the sums of each tile to d's type, so they are a product
     with ones, rounded once."""
-    row = spec.rule
-    plain = spec.replace(epilog=row.without_gradient)
-    outputs = dict(zip(plain.output_names, matmul(a, b, *extra, spec=plain, call=call), strict=True))
+    outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)
-    outputs[row.gradient] = matmul(ones, d, spec=spec.alike(spec.out_dtype), call=call)[0][0]
-    return [outputs[name] for name in spec.output_names]
+    return outputs | {spec.rule.gradient: matmul({"a": ones, "b": d}, spec.alike(spec.out_dtype), call)["d"][0]}
 
 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
@@ -181,19 +179,7 @@ def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_
     return lax.conj(x) if is_conjugated and not wants_transposed else x
 
 
-def _has_rows(spec: MatmulSpec, name: str) -> bool:
-    """Whether a tile of rows lies in one piece in the operand's own memory."""
-    return _cuts(spec, name).get(0, ("",))[0] == "m"
-
-
-def _rows(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
-    """`x` by its tiles of rows."""
-    return x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
-
-
-def _each(
-    number: int, body: Callable[[jax.Array | int, dict[str, jax.Array]], list[jax.Array]], tiles: dict[str, jax.Array]
-) -> list[jax.Array]:
+def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], tiles: Operands) -> Operands:
     """The results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)`, each stacked along a new
     first dimension.
 
@@ -201,24 +187,19 @@ def _each(
     where they go; others it copies.
     """
     if number == 1:
-        return [x[None] for x in body(0, {name: x[0] for name, x in tiles.items()})]
-    stacked: list[jax.Array] = lax.map(lambda each: body(*each), (jnp.arange(number, dtype=jnp.int32), tiles))
+        return {name: x[None] for name, x in body(0, {name: x[0] for name, x in tiles.items()}).items()}
+    stacked: Operands = lax.map(lambda each: body(*each), (jnp.arange(number, dtype=jnp.int32), tiles))
     return stacked
 
 
-def _whole(spec: MatmulSpec, name: str, x: jax.Array, rows: int, cols: int) -> jax.Array:
+def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Array:
     """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
-    found = SPANS.get(name)
-    if not found:  # the largest values
+    dims, (rows, cols) = SPANS.get(name), found.d
+    if not dims:  # the largest values
         return jnp.max(x)
-    if len(found) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
-        return x[0].reshape(-1)[:rows] if found[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
+    if len(dims) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
+        return x[0].reshape(-1)[:rows] if dims[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
     x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // columns()]
-    types = {
-        "d": spec.out_dtype,
-        "gelu_aux": aux_dtype(spec),
-        "d_out_scale": low_precision.scale_dtype(spec.scales.d_out),
-    }
-    return low_precision.from_moved(x, types[name]) if name in types else x
+    return low_precision.from_moved(x, result_type(name, spec, found).dtype)

@@ -1,27 +1,33 @@
-"""The forms in which a call reaches its library: one class each, in order of preference in `FORMS`.
+"""One resolved call: what a product is, who computes it, in which form, and why.
 
-cuBLASMp all-reduces with op(A) = A^T, op(B) = B and without C only, and has its epilogs on one-dimensional layouts and
-of real numbers only. hostmp declares that it takes more. A call that a library does not take directly is put together
-from calls that it takes: `ResolvedCall.inner` is the call that a form contains.
+`resolve` decides all of it, once and before anything is lowered, from the spec, the shards' types and the platform.
+`rules` emits what it says, and `explain` prints it.
+
+A form is how a call reaches its library: one class each, in order of preference in `FORMS`. cuBLASMp all-reduces with
+op(A) = A^T, op(B) = B and without C only, and has its epilogs on one-dimensional layouts and of real numbers only.
+hostmp declares that it takes more. A call that a library does not take directly is put together from calls that it
+takes: `inner` is the call that a form contains.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax import lax
 
 from jaxmp._src.lowering import backend, ffi_call, fixed_shape, xla_matmul
-from jaxmp._src.lowering.backend import Choice
+from jaxmp._src.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, is_tiled, why_no_epilog
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.runtime import native
-from jaxmp._src.spec import low_precision
+from jaxmp._src.runtime import logs, native
+from jaxmp._src.runtime.types import ArrayType, Operands
+from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes, accumulator, axes_text, extents
+from jaxmp._src.spec.extents import axes_text, extents
+from jaxmp._src.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
@@ -37,12 +43,12 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCall:
-    """One product on one platform, hashable.
+    """One product on one platform, hashable; its class is the form.
 
     `spec` is the product in this form, for shards converted to the types `a` and `b`; `is_conjugated` says which of the
     two are conjugated ahead of it. `implementation` is "host", "cublasmp", "host+xla" or "xla", chosen because of
-    `why`; `library` makes the calls ("host", "cublasmp", or "" for XLA). `form` is taken because of `form_why`. `inner`
-    is the call that the form contains, where it is not the library's call itself.
+    `why`; `library` makes the calls ("host", "cublasmp", or "" for XLA). The form is taken because of `form_why`.
+    `inner` is the call that the form contains, where it is not the library's call itself.
     """
 
     spec: MatmulSpec
@@ -51,85 +57,72 @@ class ResolvedCall:
     implementation: str
     why: str
     library: str
-    form: type[Form]
     form_why: str = ""
     is_conjugated: tuple[bool, bool] = (False, False)
-    inner: ResolvedCall | None = None
-
-    @property
-    def contained(self) -> ResolvedCall:
-        """`inner`, which this form has."""
-        assert self.inner is not None, self
-        return self.inner
-
-    def emit(self, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        """The results; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
-        `processes` as in `xla_matmul.matmul`."""
-        is_conjugated_a, is_conjugated_b = self.is_conjugated
-        a = lax.conj(a) if is_conjugated_a else a
-        b = lax.conj(b) if is_conjugated_b else b
-        return self.form.emit(self, a, b, *extra, **where)
-
-
-class Form:
-    """How a call reaches its library. By default the form itself makes one call, `inner`, which has another form."""
+    inner: ResolvedCall = None  # type: ignore[assignment]  # of the forms that contain one
 
     name: ClassVar[str]
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
-        """Why the call takes this form, or None where it does not."""
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        """Why a call takes this form, or None where it does not."""
         raise NotImplementedError
 
     @staticmethod
-    def inner(product: Product) -> Product | None:
+    def asked(product: Product) -> Product | None:
         """What the library is asked for instead."""
         return None
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        """The results from operands that are conjugated already."""
+    def emit(self, operands: Operands, **where: Any) -> Operands:
+        """The results by name; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
+        `processes` as in `xla_matmul.matmul`."""
+        conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
+        return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        """The same, of operands that are conjugated already."""
         raise NotImplementedError
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        """(algorithm, workspace bytes per rank) for `explain`."""
-        return f"{cls.name} ({call.form_why})", 0
+    def facts(self) -> tuple[str, int]:
+        """(algorithm, workspace bytes per rank) of the plan that serves the call.
+
+        Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
+        """
+        return f"{self.name} ({self.form_why})", 0
 
 
-class Tiles(Form):
+class Tiles(ResolvedCall):
     """A local product as many calls of one shape."""
 
     name = "fixed_shape_tiles"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
-        return None if product.spec.contraction.communicates else Gathered.why(product, capabilities)
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return None if product.spec.contraction.communicates else Gathered.why_taken(product, capabilities)
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
-            return one_device(spec, a, b, call.library).emit(a, b, *extra)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        def tile(operands: Operands, spec: MatmulSpec) -> Operands:
+            return one_device(spec, operands, self.library).emit(operands)
 
-        with jax.named_scope(f"jaxmp {call.spec.level.name} by calls of one shape"):
-            return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
+        with jax.named_scope(f"jaxmp {self.spec.level.name} by calls of one shape"):
+            return fixed_shape.matmul(operands, self.spec, tile)
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        return fixed_shape.describe(call.spec, call.a.shape, call.b.shape, call.library), 0
+    def facts(self) -> tuple[str, int]:
+        return fixed_shape.describe(self.spec, self.a.shape, self.b.shape, self.library), 0
 
 
-class Gathered(Form):
+class Gathered(ResolvedCall):
     """Each rank gathers what its part of d needs, and multiplies on its own."""
 
     name = "gathered"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
-        return _NO_ORDER if is_tiled(product.spec, capabilities) else None
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        has_no_order = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+        return "the library promises no order of sums" if has_no_order else None
 
     @staticmethod
-    def inner(product: Product) -> Product:
+    def asked(product: Product) -> Product:
         spec, a, b = product
         # Over these axes the ranks have other rows of D.
         axes = spec.contraction.sharded("d", "m")
@@ -147,35 +140,31 @@ class Gathered(Form):
             b = b.update(shape=(cols, k) if spec.transpose_b else (k, cols))
         return Product(fit_comm_options(spec.local()), a, b)
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        spec, platform = call.spec, where["platform"]
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        spec, platform = self.spec, where["platform"]
         if spec.group.nranks > 1:
-            a, b = xla_matmul.gather_for_part(spec, a, b, platform)
-        outputs = call.contained.emit(a, b, *extra)
+            operands = operands | xla_matmul.gather_for_part(spec, operands, platform)
+        outputs = self.inner.emit(operands)
         # Over these axes the ranks have summed other rows of op(a).
         axes = spec.contraction.sharded("d", "m")
-        if spec.rule.gradient != "bgrada" or not axes:
-            return outputs
-        return [
-            xla_matmul.collective("all_gather", x, axes, (0,), None, platform) if name == "bgrada" else x
-            for name, x in zip(spec.output_names, outputs, strict=True)
-        ]
+        if spec.rule.gradient == "bgrada" and axes:
+            sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), None, platform)
+            return outputs | {"bgrada": sums}
+        return outputs
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        algorithm, workspace = facts(call.contained)
-        gathers = "each rank gathers what its part of d needs; " if call.spec.group.nranks > 1 else ""
+    def facts(self) -> tuple[str, int]:
+        algorithm, workspace = self.inner.facts()
+        gathers = "each rank gathers what its part of d needs; " if self.spec.group.nranks > 1 else ""
         return gathers + algorithm, workspace
 
 
-class PaddedK(Form):
+class PaddedK(ResolvedCall):
     """Zeros are added along k."""
 
     name = "padded_k"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         spec, a, b = product
         is_thin = spec.rule.derivative and extents(spec, a.shape, b.shape).k == 1
         if not is_thin or why_no_epilog(spec, capabilities):
@@ -183,30 +172,28 @@ class PaddedK(Form):
         return "cuBLASMp multiplies by an activation's derivative only where k is not 1"
 
     @staticmethod
-    def inner(product: Product) -> Product:
+    def asked(product: Product) -> Product:
         spec, a, b = product
         shape_a, shape_b = fixed_shape.with_k(spec, a.shape, b.shape, fixed_shape.PADDED_K)
         return Product(spec, a.update(shape=shape_a), b.update(shape=shape_b))
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        return call.contained.emit(*fixed_shape.padded_along_k(a, b, call.spec), *extra, **where)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return self.inner.emit(fixed_shape.padded_along_k(operands, self.spec), **where)
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        algorithm, workspace = facts(call.contained)
-        return f"{cls.name} ({call.form_why}); {algorithm}", workspace
+    def facts(self) -> tuple[str, int]:
+        algorithm, workspace = self.inner.facts()
+        return f"{self.name} ({self.form_why}); {algorithm}", workspace
 
 
-class SeparateEpilog(Form):
+class SeparateEpilog(ResolvedCall):
     """XLA adds C to the plain product and applies the epilog."""
 
     name = "separate_epilog"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         spec = product.spec
-        if why := why_no_epilog(spec, capabilities):
+        if spec.epilog and (why := why_no_epilog(spec, capabilities)):
             return why
         if not spec.contraction.is_reduced:
             return None
@@ -219,100 +206,146 @@ class SeparateEpilog(Form):
         return None
 
     @staticmethod
-    def inner(product: Product) -> Product:
+    def asked(product: Product) -> Product:
         spec, a, b = product
         out = accumulator(low_precision.operand_type(a.dtype, b.dtype))
         return Product(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        plain, named = call.contained, dict(zip(call.spec.operand_names, extra, strict=True))
-        z = plain.emit(a, b, *(named[name] for name in plain.spec.operand_names), **where)[0]
-        return xla_matmul.apply_epilog(z, extra, call.spec.replace(alpha=1.0), a, b)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
+        return xla_matmul.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
 
 
-class TransposedCopy(Form):
+class TransposedCopy(ResolvedCall):
     """Operands are copied, so that they are stored as the library wants them."""
 
     name = "transposed_copy"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         copied = _copied(product, capabilities)
         why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
         return f"{why}; copying {2 * sum(x.size * x.dtype.itemsize for x in copied)} bytes" if copied else None
 
     @staticmethod
-    def inner(product: Product) -> Product:
+    def asked(product: Product) -> Product:
         spec, a, b = product
         copied = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
         a = a.update(shape=a.shape[::-1]) if spec.transpose_a else a
         return Product(copied, a, b if spec.transpose_b else b.update(shape=b.shape[::-1]))
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        a, b = (a.T if call.spec.transpose_a else a), (b if call.spec.transpose_b else b.T)
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        a = operands["a"].T if self.spec.transpose_a else operands["a"]
+        b = operands["b"] if self.spec.transpose_b else operands["b"].T
         # What a transposition also conjugated still has to be.
-        a = lax.conj(a) if call.spec.conjugate_a else a
-        return call.contained.emit(a, b, *extra, **where)
+        a = lax.conj(a) if self.spec.conjugate_a else a
+        return self.inner.emit(operands | {"a": a, "b": b}, **where)
 
 
-class Direct(Form):
+class Direct(ResolvedCall):
     """One call of the library's."""
 
     name = "direct"
 
     @staticmethod
-    def why(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
         return ""
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        return custom_call(a, b, *extra, spec=call.spec, devices=where.get("devices", ()))
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return custom_call(operands, self.spec, where.get("devices", ()))
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        plan = native.describe_plan(ffi_call.call_attributes(call.spec, call.a, call.b), call.library)
-        if call.library == "cublasmp":
+    def facts(self) -> tuple[str, int]:
+        plan = native.describe_plan(ffi_call.call_attributes(self.spec, self.a, self.b), self.library)
+        if self.library == "cublasmp":
             return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
         workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
-        order = f"; {_ORDER}" if call.spec.fixed_reduction_order else ""
+        order = "; each element is one sum over k in ascending order, in fixed K blocks, then its epilog"
+        order = order if self.spec.fixed_reduction_order else ""
         return f"{plan['library']} {plan['algorithm']} ({plan['kernel']}){order}", workspace
 
 
-class Xla(Form):
+class Xla(ResolvedCall):
     """XLA computes everything but, on CPUs of several processes, the local product."""
 
     name = "xla"
 
-    @staticmethod
-    def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        product = _host_product if call.library == "host" else None
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        product = _host_product if self.library == "host" else None
         platform, processes = where.get("platform", "cpu"), where.get("processes")
-        return xla_matmul.matmul(
-            a, b, *extra, spec=call.spec, platform=platform, local_product=product, processes=processes
-        )
+        return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
-    @classmethod
-    def facts(cls, call: ResolvedCall) -> tuple[str, int]:
-        if call.implementation in ("host", "cublasmp"):
-            return call.form_why, 0
-        if call.library:
+    def facts(self) -> tuple[str, int]:
+        if self.implementation in ("host", "cublasmp"):
+            return self.form_why, 0
+        if self.library:
             return "hostmp local Matmul and lax collectives", 0
-        return ("lax.dot_general and lax collectives" if call.spec.group.nranks > 1 else "lax.dot_general"), 0
+        return ("lax.dot_general and lax collectives" if self.spec.group.nranks > 1 else "lax.dot_general"), 0
 
 
 # The forms of a library's calls, in order of preference.
-FORMS: tuple[type[Form], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, TransposedCopy, Direct)
-
-_NO_ORDER = "the library promises no order of sums"
-# What a fixed order is.
-_ORDER = "each element is one sum over k in ascending order, in fixed K blocks, then its epilog"
+FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, TransposedCopy, Direct)
 
 
-def find(product: Product, capabilities: Capabilities) -> tuple[type[Form], str]:
+def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
+    """The call for shards like `a` and `b`; `apart` says why the ranks of its group share no call, or "".
+
+    Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
+    """
+    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, apart, (a.dtype, b.dtype)))
+    if logs.logger("backend").isEnabledFor(logging.DEBUG):
+        shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
+        form = f"; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
+        logs.logger("backend").debug(
+            "%s of shards %s: %s, %s%s", call.spec.group.pattern, shards, call.implementation, call.why, form
+        )
+    return call
+
+
+def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
+    """As `resolve`, for the implementation that was chosen."""
+    implementation, types = choice.implementation, (a.dtype, b.dtype)
+    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand itself, elsewhere it is converted
+        wide = low_precision.operand_type(*types)
+        is_decoded = implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
+        types = types if is_decoded else (wide, wide)
+    product = Product(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
+    extents = *a.shape, *b.shape
+    if not all(isinstance(extent, int) for extent in extents):
+        if spec.asked_of_library:
+            raise NotAvailable(
+                f"{spec.asked_of_library} takes numbers for extents, got operands of {a.shape} and {b.shape}; export "
+                "for numbers, or leave it out to have XLA multiply"
+            )
+        if spec.implementation != "xla":
+            choice = Choice("xla", "extents are symbolic, and a custom call takes numbers")
+        return in_form(Xla, "", product, choice)
+    if implementation == "cublasmp":
+        product = product._replace(spec=spec.replace(implementation="cublasmp"))
+        if 0 in extents and not spec.fixed_reduction_order:
+            return in_form(Xla, "nothing to multiply, so XLA writes d", product, choice)
+    if implementation in ("host", "cublasmp"):
+        return in_library(product, choice, implementation)
+    if spec.fixed_reduction_order:
+        why = "ranks share no call, and the order of XLA's sums is its own"
+        return in_form(Gathered, why, product, choice, "host")
+    if implementation == "host+xla":
+        return in_form(Xla, "hostmp multiplies what a device has gathered", product, choice, "host")
+    return in_form(Xla, "", product, choice)
+
+
+def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
+    """The product by an activation's derivative, of `t` as the C of a product over nothing: -0 * 0 is -0, and -0 + t is
+    t, also for t = -0."""
+    choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
+    library = choice.implementation if choice.implementation == "cublasmp" else "host"
+    spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
+    a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
+    return in_library(Product(spec, a, b), choice, library)
+
+
+def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
     """(the first form in which a library takes the call, why)."""
-    return next((form, why) for form in FORMS if (why := form.why(product, capabilities)) is not None)
+    return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
 
 def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
@@ -321,10 +354,10 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:
         why = f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
-        if option := asked_of_library(asked):
+        if asked.asked_of_library:
             raise NotAvailable(
-                f"{option} is not available here: {why}; shard the operands further, or leave it out to have XLA "
-                "multiply"
+                f"{asked.asked_of_library} is not available here: {why}; shard the operands further, or leave it out "
+                "to have XLA multiply"
             )
         return in_form(Xla, "", product, Choice("xla", why))
     if asked.rule.gradient and 0 in found.d:
@@ -347,7 +380,7 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
 
 
 def in_form(
-    form: type[Form],
+    form: type[ResolvedCall],
     why: str,
     product: Product,
     choice: Choice,
@@ -355,36 +388,22 @@ def in_form(
     is_conjugated: tuple[bool, bool] = (False, False),
 ) -> ResolvedCall:
     """The call in this form."""
-    asked = form.inner(product)
-    inner = in_library(asked, choice, library) if asked else None
-    return ResolvedCall(*product, choice.implementation, choice.why, library, form, why, is_conjugated, inner)
+    asked = form.asked(product)
+    inner: Any = in_library(asked, choice, library) if asked else None
+    return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
 
 
-def facts(call: ResolvedCall) -> tuple[str, int]:
-    """(algorithm, workspace bytes per rank) of the plan that serves a call.
-
-    Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
-    """
-    return call.form.facts(call)
-
-
-def one_device(spec: MatmulSpec, a: jax.Array, b: jax.Array, library: str) -> ResolvedCall:
+def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
     """One of the calls of one shape that a local product comes to."""
-    shards = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
+    shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
     return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """One device's product in the accumulator's type, through the custom call."""
-    local = MatmulSpec(
-        accumulator(a.dtype),
-        transpose_a=spec.transpose_a,
-        transpose_b=spec.transpose_b,
-        conjugate_a=spec.conjugate_a,
-        conjugate_b=spec.conjugate_b,
-        precision=spec.precision,
-    )
-    return one_device(local, a, b, "host").emit(a, b)[0]
+    flags = {name: getattr(spec, name) for name in (*FLAGS, "precision")}
+    local, operands = MatmulSpec(accumulator(a.dtype), **flags), {"a": a, "b": b}
+    return one_device(local, operands, "host").emit(operands)["d"]
 
 
 def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:

@@ -36,7 +36,7 @@ def _sparsify(
         transform._raise_unimplemented_primitive(primitive)
 
     def product(*operands: Any) -> list[jax.Array]:
-        named = dict(zip(("a", "b", *spec.operand_names), operands, strict=True))
+        named = dict(zip(spec.names, operands, strict=True))
         return list(xla_matmul.global_matmul(named, spec, jax_compat.default_platform(), None).values())
 
     results: Sequence[Any] = transform.sparsify_raw(jax.vmap(product) if spec.is_batch else product)(env, *operands)[0]
@@ -56,7 +56,9 @@ def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
 def _roofline(
     interpret: Callable[..., Any], primitive: jax_compat.Primitive, ctx: Any, *operands: Any, spec: MatmulSpec
 ) -> Any:
-    product = functools.partial(xla_matmul.matmul, spec=spec, platform=_PLATFORM)
+    def product(*operands: Any) -> list[jax.Array]:
+        return [*xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, _PLATFORM).values()]
+
     product = jax.vmap(product) if spec.is_batch else product
     return _roofline_of(product, interpret, primitive, ctx, operands, spec.group.mesh)
 
@@ -66,7 +68,9 @@ def _collective_roofline(
 ) -> Any:
     def collective(x: jax.Array) -> jax.Array:
         axes, dimensions = where["axis_name"], where["dimensions"]
-        return x if kind == "vary" else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
+        return (
+            x if kind in ("vary", "wait", "pass") else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
+        )
 
     return _roofline_of(collective, interpret, collective_p, ctx, [x], mesh)
 

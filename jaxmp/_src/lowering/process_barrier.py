@@ -17,7 +17,8 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
+from jaxmp._src.spec.extents import extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
 # call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
@@ -90,7 +91,7 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
     return tuple(device.id for device in mesh.devices.flat)
 
 
-def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> str:
+def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], find_mesh: Callable[[], jax.sharding.Mesh | None]) -> str:
     """Why CPU devices of a group over `group_axes` of a mesh with these axes share no call, or "".
 
     A call that ranks share is pending until all have come, and a loop or branch with such a call counts for XLA as
@@ -98,6 +99,7 @@ def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Me
     """
     if jax.process_count() == 1:
         return ""
+    mesh = find_mesh()
     found = span(axes, group_axes, mesh)
     nprocesses = jax.process_count() if found is None else found.group_processes
     if nprocesses > 1:
@@ -198,7 +200,7 @@ def site(
     A group within one process needs none, but for a collective in a job that shares memory: XLA's own goes over gloo
     there too, where a loop with a call of ours does not keep its order.
     """
-    if not native.has_barrier() or jax.process_count() == 1:
+    if not native.has_barrier or jax.process_count() == 1:
         return None
     mesh = jax_lowering.lowering_mesh(ctx)
     found = span(axes, group_axes, mesh)

@@ -41,24 +41,20 @@ class SharedMemory:
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.all_gather` over the axes of the call's group."""
-        return low_precision.moved(lambda x: self._gather(x, axes, dimension), x, "")
+        return low_precision.moved(lambda x: self._run(x, axes, dimension), x, "")
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.psum_scatter`, summed in the order of the ranks."""
-        nranks = self._nranks(axes)
-        shape = (*x.shape[:dimension], x.shape[dimension] // nranks, *x.shape[dimension + 1 :])
-        return self._run(x, shape, axes, dimension, is_sum=True)
+        return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """`lax.psum`, summed in the order of the ranks."""
-        nranks = self._nranks(axes)
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
-            first, *others = self._gather(x[None], axes, 0)
+            first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)
             return total
-        flat = jnp.pad(x.reshape(-1), (0, -x.size % nranks))
-        own = self._run(flat, (flat.size // nranks,), axes, 0, is_sum=True)
-        return self._gather(own, axes, 0)[: x.size].reshape(x.shape)
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % self._nranks(axes)))
+        return self._run(self._run(flat, axes, 0, is_sum=True), axes, 0)[: x.size].reshape(x.shape)
 
     def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """(m, ...), of which this rank takes rows from x (rows, ...) of all ranks.
@@ -69,17 +65,13 @@ class SharedMemory:
 
         def run(x: jax.Array) -> jax.Array:
             tables = written.astype(np.int32), table.astype(np.int32)
-            return self._run(x, (m, *x.shape[1:]), axes, 0, is_sum=False, tables=tables)
+            return self._run(x, axes, 0, extent=m, tables=tables)
 
         return low_precision.moved(run, x, "")
 
     def sums(self, dtype: np.dtype) -> bool:
         """Whether elements of this type can be summed."""
         return np.dtype(dtype).name in _SUMMED
-
-    def _gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        shape = (*x.shape[:dimension], x.shape[dimension] * self._nranks(axes), *x.shape[dimension + 1 :])
-        return self._run(x, shape, axes, dimension, is_sum=False)
 
     def _nranks(self, axes: tuple[str, ...]) -> int:
         sizes = dict(self.site.axes)
@@ -88,16 +80,21 @@ class SharedMemory:
     def _run(
         self,
         x: jax.Array,
-        shape: tuple[int, ...],
         axes: tuple[str, ...],
         dimension: int,
         *,
-        is_sum: bool,
+        is_sum: bool = False,
+        extent: int | None = None,
         tables: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
+        """What is gathered along a dimension, or scattered along it after it is summed; or `extent` rows by tables."""
+        nranks = self._nranks(axes)
+        if extent is None:
+            extent = x.shape[dimension] // nranks if is_sum else x.shape[dimension] * nranks
+        shape = (*x.shape[:dimension], extent, *x.shape[dimension + 1 :])
         if 0 in (*x.shape, *shape):
             return jnp.zeros(shape, x.dtype)
-        if self._nranks(axes) == 1:  # nobody would read what it writes
+        if nranks == 1:  # nobody would read what it writes
             return x
         native.register()
         # Over some axes of the call's group, as in a grid, smaller groups communicate.

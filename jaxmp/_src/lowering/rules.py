@@ -10,20 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.mlir.dialects import stablehlo
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import backend, process_barrier, xla_matmul
-from jaxmp._src.lowering.forms import Xla
+from jaxmp._src.lowering.forms import Xla, resolve, resolve_activation_grad
 from jaxmp._src.lowering.process_collectives import SharedMemory
-from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
 from jaxmp._src.primitive.collectives import place
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
-from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
+from jaxmp._src.spec.extents import operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Mesh
 
 
@@ -33,25 +32,36 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if spec.is_batch:
             return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
-        mesh = jax_lowering.lowering_mesh(ctx)
-        a, b = jax_lowering.operand_types(ctx)[:2]
+        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
+        avals: Any = ctx.avals_in
+        a, b, *_ = avals
         call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
-        devices = _devices_of(spec, mesh) if is_named else ()
+        # Naming its devices ties the lowering to this process.
+        devices = process_barrier.mesh_devices(spec, mesh()) if is_named and needs_devices(spec) else ()
+        if devices:  # binding has asked for them, unless the backend has started since
+            jax_lowering.require_devices([matmul_p])
         is_barred = platform == "cpu" and call.implementation != "host"
-        is_collective = call.form is Xla
+        is_collective = isinstance(call, Xla)
         site = None
         if is_barred:
             site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=is_collective)
 
-        def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-            processes = None
-            a, b = (x if x.dtype == t.dtype else jax_compat.convert(x, t.dtype) for x, t in ((a, call.a), (b, call.b)))
+        def lower(*operands: jax.Array) -> list[jax.Array]:
+            named, processes = dict(zip(spec.names, operands, strict=True)), None
+            for name, like in (("a", call.a), ("b", call.b)):
+                if named[name].dtype != like.dtype:
+                    named[name] = jax_compat.convert(named[name], like.dtype)
             if site and is_collective:
-                processes = _processes(site, spec, a, b)
+                barrier, memory = functools.partial(_barrier, site, spec, named["a"], named["b"]), None
+                if site.shares_memory:
+                    fields = process_barrier.fields(spec, named["a"], named["b"])
+                    memory = SharedMemory(site, spec.source_line, fields)
+                processes = xla_matmul.Processes(barrier, memory)
             elif site:
-                a, b = _barrier(site, spec, a, b, [a, b])
-            return call.emit(a, b, *extra, devices=devices, platform=platform, processes=processes)
+                named["a"], named["b"] = _barrier(site, spec, named["a"], named["b"], [named["a"], named["b"]])
+            outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
+            return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
@@ -61,8 +71,10 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
-        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_lowering.lowering_mesh(ctx))
+        avals: Any = ctx.avals_in
+        a, b = map(jax_compat.without_front, avals[:2])
+        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
+        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh)
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
@@ -71,12 +83,12 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
         def lower(*operands: jax.Array) -> Any:
             if not is_one_product:
                 return lax.map(lambda each: bind_operands(spec, *each), operands)
-            operands = (*low_precision.widened(*operands[:2]), *operands[2:])
+            a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
             if site:
-                a, b, *rest = operands
-                fields = {"batch": a.shape[0]}
-                operands = (*_barrier(site, spec, a[0], b[0], [a, b], fields), *rest)
-            return jax.vmap(functools.partial(xla_matmul.matmul, spec=spec, platform=platform))(*operands)
+                a, b = _barrier(site, spec, a[0], b[0], [a, b], {"batch": a.shape[0]})
+            named = dict(zip(spec.names, (a, b, *rest), strict=True))
+            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform))(named)
+            return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
@@ -84,25 +96,15 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     return rule
 
 
-def _activation_grad(
-    aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None, platform: str
-) -> jax.Array:
-    if spec is None:
-        return multiply_by_slope(activation, aux, t)
-    call = resolve_activation_grad(spec, t, platform)
-    return call.emit(jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
-
-
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
-    return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
+    def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
+        if spec is None:
+            return multiply_by_slope(activation, aux, t)
+        call = resolve_activation_grad(spec, t, platform)
+        nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
+        return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
 
-
-def _processes(site: process_barrier.Site, spec: MatmulSpec, a: jax.Array, b: jax.Array) -> xla_matmul.Processes:
-    barrier = functools.partial(_barrier, site, spec, a, b)
-    if not site.shares_memory:
-        return xla_matmul.Processes(barrier)
-    memory = SharedMemory(site, spec.source_line, process_barrier.fields(spec, a, b))
-    return xla_matmul.Processes(barrier, memory)
+    return mlir.lower_fun(grad, multiple_results=False)
 
 
 def _barrier(
@@ -129,10 +131,12 @@ def collective_rule(
     caller: str,
     platform: str,
 ) -> Any:
-    """A collective: between processes through shared memory, or XLA's own behind a barrier."""
-    if kind == "vary":
+    """A collective: between processes through shared memory, or XLA's own behind a barrier; and that ahead of a
+    reshard."""
+    if kind in ("vary", "pass"):
         return [x]
-    site = process_barrier.site(ctx, mesh, axis_name, is_collective=True) if platform == "cpu" else None
+    is_collective = kind != "wait"
+    site = process_barrier.site(ctx, mesh, axis_name, is_collective=is_collective) if platform == "cpu" else None
 
     def lower(x: jax.Array) -> jax.Array:
         return communicated(site, kind, x, axis_name, dimensions, caller, platform)
@@ -151,26 +155,17 @@ def communicated(
     platform: str,
 ) -> jax.Array:
     """`x` after a collective at `site`, if processes meet there."""
-    memory, dtype, sums = None, x.dtype, kind in ("psum", "reduce_scatter")
+    is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
+    memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
     if sums and low_precision.is_narrow_float(dtype):
         x = x.astype(np.float32)
     if site is not None:
-        call, fields = f"{kind} for {caller}", _fields_of(kind, x, axes, site.axes)
-        memory = SharedMemory(site, call, fields) if site.shares_memory else None
+        fields = {"collective": name, "shape of a shard": x.shape, "dtype": x.dtype.name}
+        call, fields = f"{name} for {caller}", fields | {"axes": axes, "mesh": site.axes}
+        memory = SharedMemory(site, call, fields) if site.shares_memory and not is_wait else None
         if memory is None or (sums and not memory.sums(x.dtype)):
             memory, x = None, site.barrier(call, fields, [x])[0]
-    return xla_matmul.collective(kind, x, axes, dimensions, memory, platform).astype(dtype)
-
-
-def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:
-    """What has to be equal on every rank of a collective."""
-    return {
-        "collective": collective,
-        "shape of a shard": x.shape,
-        "dtype": x.dtype.name,
-        "axes": axes,
-        "mesh": mesh,
-    }
+    return x if is_wait else xla_matmul.collective(kind, x, axes, dimensions, memory, platform).astype(dtype)
 
 
 def reshard_rule(
@@ -183,44 +178,3 @@ def reshard_rule(
         return low_precision.moved(move, x, platform, mesh.size)
 
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
-
-
-def process_barrier_rule(
-    ctx: jax_lowering.LoweringContext,
-    x: Any,
-    *,
-    mesh: process_barrier.MeshAxes,
-    axes: tuple[str, ...],
-    call: str,
-    is_active: bool,
-) -> Any:
-    site = process_barrier.site(ctx, mesh, axes) if is_active else None
-    if site is None:
-        return [x]
-
-    def lower(x: jax.Array) -> jax.Array:
-        return site.barrier(call, _fields_of(call.partition(" ")[0], x, axes, mesh), [x])[0]
-
-    with jax_compat.off_explicit_mesh():
-        return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
-
-
-def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """The devices of a call that is to run in this process, for which alone its lowering serves from now on."""
-    if not needs_devices(spec):
-        return ()
-    devices = process_barrier.mesh_devices(spec, mesh)
-    if devices:  # binding has asked for them, unless the backend has started since
-        jax_lowering.require_devices([matmul_p])
-    return devices
-
-
-def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
-    mesh = jax_lowering.manual_mesh(ctx)
-    if mesh is not None and tuple(mesh.shape.items()) == axes:
-        return [stablehlo.partition_id()]
-
-    def index() -> jax.Array:
-        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
-
-    return mlir.lower_fun(index, multiple_results=False)(ctx)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,11 @@ from jax import lax
 
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, aux_dtype, extents
+from jaxmp._src.spec.extents import extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
@@ -39,54 +41,48 @@ class Processes:
     barrier: Barrier
     memory: SharedMemory | None = None
 
-    def memory_for(self, acc: np.dtype) -> SharedMemory | None:
-        """`memory` where it does all collectives of a call."""
-        return self.memory if self.memory and self.memory.sums(acc) else None
-
 
 def matmul(
-    a: jax.Array,
-    b: jax.Array,
-    *extra: jax.Array,
+    operands: Operands,
     spec: MatmulSpec,
     platform: str,
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
-) -> list[jax.Array]:
-    """The results from one device's shards, in the order of `output_names`.
+) -> Operands:
+    """The results by name from one device's shards.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
     type.
     """
-    a, b = low_precision.widened(a, b)
+    a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
     if spec.distributions or low_precision.is_low_precision(a.dtype):
         local_product = None
-    named = dict(zip(spec.operand_names, extra, strict=True))
     if 0 in (*a.shape, *b.shape):
-        shards = _decoded(a, b, named, spec, acc)
-        return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, *shards)
-    memory = processes.memory_for(acc) if processes else None
+        a, b = _decoded(a, b, operands, spec, acc)
+        z = jnp.zeros(extents(spec, a.shape, b.shape).d, acc)
+        return apply_epilog(z, operands | {"a": a, "b": b}, spec)
+    memory = processes.memory if processes else None
+    memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
     if gathers:
-        scales = [name for name in ("scale_a", "scale_b") if name in named]
-        a, b, *waited = barrier([a, b, *map(named.__getitem__, scales)])
-        named |= zip(scales, waited, strict=True)
+        scales = [name for name in ("scale_a", "scale_b") if name in operands]
+        a, b, *waited = barrier([a, b, *map(operands.__getitem__, scales)])
+        operands = operands | dict(zip(scales, waited, strict=True))
 
-    def computed(a: jax.Array, b: jax.Array, scales: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
         a, b = _decoded(a, b, scales, spec, acc)
         return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
 
-    shards = computed(a, b, named)
+    shards = computed(a, b, operands)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
         a, b = _gather_operands(spec, *shards, all_gather)
     else:  # in the types that they are stored in, of fewer bytes
-        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, named, all_gather))
-    shards = shards[0].astype(acc), shards[1].astype(acc)
+        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, operands, all_gather))
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
@@ -95,14 +91,15 @@ def matmul(
         z = psum(z, spec.group.axes)
     elif sums and scattered is not None and spec.group.nranks > 1:
         z = psum_scatter(z, spec.group.axes, scattered)
-    return apply_epilog(z, extra, spec, *shards)
+    return apply_epilog(z, operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}, spec)
 
 
 def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:
     """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
     if memory:
         return memory.all_gather, memory.psum, memory.psum_scatter
-    return functools.partial(_all_gather, platform=platform), lax.psum, _psum_scatter
+    all_gather = functools.partial(_all_gather, platform=platform)
+    return all_gather, lax.psum, lambda x, axes, dim: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def collective(
@@ -128,22 +125,19 @@ def collective(
     return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
 
+@collectives.unless_empty
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, platform: str) -> jax.Array:
     return low_precision.moved(lambda x: collectives.gather(x, axes, dimension), x, platform)
 
 
+@collectives.unless_empty
 def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, platform: str) -> jax.Array:
     exchange = functools.partial(lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=joined, tiled=True)
     return low_precision.moved(exchange, x, platform, lax.axis_size(axes))
 
 
-def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-    scattered: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
-    return scattered
-
-
 def _decoded(
-    a: jax.Array, b: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec, acc: np.dtype
+    a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Operands of fp8 and fp4 times their scales, in the accumulator's type, and others as they are."""
     if not low_precision.is_low_precision(a.dtype):
@@ -184,8 +178,8 @@ def _dot_general(
 
 
 def global_matmul(
-    operands: Mapping[str, jax.Array], spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
-) -> dict[str, jax.Array]:
+    operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
+) -> Operands:
     """The results by name of a product of global arrays that XLA partitions; `out_sharding` is d's on explicit axes.
 
     `numbers` are the dimension numbers of a product without an epilog.
@@ -196,31 +190,18 @@ def global_matmul(
     a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):
         z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
-    extra = [operands[name] for name in spec.operand_names]
-    scalars = {name: operands[name] for name in spec.traced}
-    return dict(zip(spec.output_names, apply_epilog(z, extra, spec, **scalars), strict=True))
+    return apply_epilog(z, operands, spec)
 
 
-def apply_epilog(
-    z: jax.Array,
-    extra: Sequence[jax.Array],
-    spec: MatmulSpec,
-    a: jax.Array | None = None,
-    b: jax.Array | None = None,
-    *,
-    alpha: jax.Array | None = None,
-    beta: jax.Array | None = None,
-) -> list[jax.Array]:
-    """The results from the accumulated product: scale, add, activate, round once.
+def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
+    """The results by name from the accumulated product: scale, add, activate, round once.
 
-    `a` and `b` are this device's shards, which some epilogs sum. A given alpha or beta is an array and takes the place
-    of the spec's.
+    `operands` are those of the call by name, of which a and b are this device's shards, which some epilogs sum; an
+    "alpha" or "beta" among them is an array, and takes the place of the spec's.
     """
-    acc = z.dtype
-    operands = dict(zip(spec.operand_names, extra, strict=True))
+    acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
     if alpha is not None or spec.alpha != 1:
         z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
-    row = spec.rule
     if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
         c = operands["c"].astype(acc)
         c = c * operands["scale_c"] if "scale_c" in operands else c
@@ -232,72 +213,45 @@ def apply_epilog(
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:
         d = FUNCTIONS[row.activation](z) if row.activation else z
-    outputs = (
-        {"d": d.astype(spec.out_dtype)} if not low_precision.is_scaled(spec.out_dtype) else _encode(d, operands, spec)
-    )
+    outputs = _encoded("d", d, spec.out_dtype, operands, spec)
     if row.aux == "relu_aux":
         outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
-        outputs |= _encode_aux(z, operands, spec)
+        outputs |= _encoded("gelu_aux", z, spec.aux_dtype or spec.out_dtype, operands, spec)
     if row.gradient:
-        summed = {"a": a, "b": b, "d": outputs["d"]}[bias_grad.summed(row.gradient)]
-        assert summed is not None
+        summed = (operands | outputs)[bias_grad.summed(row.gradient)]
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
-    return [outputs[name] for name in spec.output_names]
+    return {name: outputs[name] for name in spec.output_names}
 
 
-def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
-    """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
-    parts = []
-    for which, x in enumerate((a, b)):
-        gather = functools.partial(_gather_part, spec, which, platform=platform)
-        if x.size:
-            parts.append(gather(x))
-        else:  # XLA gathers nothing that is empty; the other operand may still have to be summed
-            like = jax.eval_shape(gather, x)
-            parts.append(jnp.zeros(like.shape, like.dtype))
-    return parts[0], parts[1]
+def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
+    """a and b with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
+    a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
+    if not product.sums:
+        a, b = _gather_operands(spec, a, b, functools.partial(_all_gather, platform=platform))
+        return {"a": a, "b": b}
+    k = product.a.index("k")
+    a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else _all_gather(a, axes, k, platform)
+    return {"a": a, "b": _all_gather(b, axes, product.b.index("k"), platform)}
 
 
-def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> jax.Array:
-    """`gather_for_part` of a (0) or of b (1)."""
-    is_transposed = (spec.transpose_a, spec.transpose_b)[which]
-    own, k = (1 - which, which) if is_transposed else (which, 1 - which)
-    if spec.contraction.gathers:
-        return x if which else _all_gather(x, spec.group.row_axes, own, platform)
-    if spec.contraction.is_grid:
-        # As in `_gather_operands`.
-        x = _gather_stored(spec, x, None if is_transposed else own, functools.partial(_all_gather, platform=platform))
-        return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
-    if spec.contraction.scatters and not which:
-        return _all_to_all(x, spec.group.row_axes, own, k, platform)
-    return _all_gather(x, spec.group.row_axes, k, platform)
-
-
-def _encode(d: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
-    """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
-    outputs = {"amax_d": low_precision.amax(d)} if spec.scales.amax_d else {}
-    scaled = d * operands["scale_d"] if "scale_d" in operands else d
-    if spec.scales.d_out == low_precision.NONE:
-        return outputs | {"d": low_precision.encode(scaled, spec.out_dtype)}
-    stored, scales = low_precision.encode_blocks(scaled, spec.scales.d_out, spec.out_dtype)
-    return outputs | {"d": stored, "d_out_scale": scales}
-
-
-def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
-    """What is ahead of a gelu in its type; of fp8 scaled, and with its largest absolute value ahead of that."""
-    dtype = aux_dtype(spec)
+def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
+    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value before it."""
     if not low_precision.is_scaled(dtype):
-        return {"gelu_aux": z.astype(dtype)}
-    scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
-    amax = {"gelu_aux_amax": low_precision.amax(z)} if spec.scales.amax_aux else {}
-    return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
+        return {name: x.astype(dtype)}
+    scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")
+    outputs = {amax: low_precision.amax(x)} if amax in spec.output_names else {}
+    x = x * operands[scale] if scale in operands else x
+    if name == "d" and spec.scales.d_out != low_precision.NONE:
+        stored, scales = low_precision.encode_blocks(x, spec.scales.d_out, dtype)
+        return outputs | {"d": stored, "d_out_scale": scales}
+    return outputs | {name: low_precision.encode(x, dtype)}
 
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     """Whether the scales of operands that are gathered are so too: those of whole blocks, along one dimension."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
-    if {*modes.values()} <= {low_precision.NONE, low_precision.SCALAR}:
+    if all(map(low_precision.is_of_tensor, modes.values())):
         return True
     gathered = spec.contraction.gathered
     if gathered is None or spec.contraction.is_block_grid or spec.distributions:
@@ -307,7 +261,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     return modes[which] != low_precision.BLK128 or extent % low_precision.BLOCK[low_precision.BLK128] == 0
 
 
-def _gather_scales(spec: MatmulSpec, operands: Mapping[str, jax.Array], all_gather: Gather) -> Mapping[str, jax.Array]:
+def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
     """The operands by name, with the scales of what is gathered."""
     if spec.contraction.gathered is None or spec.group.nranks == 1:
         return operands

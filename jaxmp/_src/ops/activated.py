@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
@@ -26,7 +27,6 @@ from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accu
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
-Operands = dict[str, jax.Array]
 # From the operands by name to products of one shape, each with its bias, in a type.
 Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
 # The products in d's type, and in the accumulator's where that is another.

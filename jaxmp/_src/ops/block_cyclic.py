@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxmp._src.contraction.contraction import Contraction, of_matrices
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import collectives
@@ -230,21 +231,18 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
         return empty(shape, target, data.dtype)
     exchanges = [process_grid.exchange(shape, dimension, source.layout, target) for dimension in range(2)]
 
-    def exchange_all(x: jax.Array) -> jax.Array:
+    def exchanged(x: jax.Array) -> jax.Array:
         for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
-            if exchange is not None:
-                x = _exchanged(x, dimension, names, exchange)
+            if exchange is None:
+                continue
+            nprocs, me = len(exchange.take), lax.axis_index(names)
+            send, take = jnp.asarray(exchange.send.reshape(nprocs, -1))[me], jnp.asarray(exchange.take)[me]
+            x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
+            x = collectives.all_to_all(x, names, dimension, dimension)
+            x = jnp.take(x, take, axis=dimension, mode="fill", fill_value=0)
         return x
 
-    return jax.shard_map(exchange_all, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
-
-
-def _exchanged(x: jax.Array, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange) -> jax.Array:
-    nprocs, me = len(exchange.take), lax.axis_index(names)
-    send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
-    x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
-    x = collectives.all_to_all(x, names, dimension, dimension)
-    return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)
+    return jax.shard_map(exchanged, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
 
 
 # Products --------------------------------------------------------------------------------------------------------
@@ -266,24 +264,24 @@ def matmul(request: Request) -> BlockCyclicArray:
     flags = operand_checks.check_flags(request)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
     operand, out = result_types.of_call(((a.dtype, False), (b.dtype, False)), preferred, False)[:2]
-    shape, layout = _result_shape(request), _result_layout(request)
-    distributions = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
-    _check_blocks(distributions, request)
+    product = of_matrices(2, transpose_a=flags["transpose_a"], transpose_b=flags["transpose_b"])
+    *_, d = distributions = _result(request, product)
+    _check_blocks(product, distributions)
     like_c = None if c is None else jax.ShapeDtypeStruct(c.shape, c.dtype)
     spec = MatmulSpec(
         out_dtype=out,
         group=Group(Pattern.GRID, tuple(a.mesh.shape.items()), *a.axes),
         **flags,
         alpha=arguments.check_scalar("alpha", request.alpha, out),
-        beta=arguments.check_c(like_c, request.beta, out, shape),
+        beta=arguments.check_c(like_c, request.beta, out, d.shape),
         precision=precisions.resolve(request.precision, operand, out),
         has_c=c is not None,
         distributions=distributions,
         comm=comm_options.resolve_comm_options(out, operand, request.comm),
     )
-    comm_options.check_comm_options(spec, shape[-1])
+    comm_options.check_comm_options(spec, d.shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]
-    return BlockCyclicArray(_multiply(spec, a.mesh, *operands), shape, layout, a.mesh, a.axes)
+    return BlockCyclicArray(_multiply(spec, a.mesh, *operands), d.shape, d.layout, a.mesh, a.axes)
 
 
 # Options that block-cyclic operands do not take.
@@ -324,44 +322,33 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
         raise InvalidValue("takes block-cyclic arrays outside of shard_map only, for they are global")
 
 
-def _result_shape(request: Request) -> tuple[int, int]:
-    a, b = request.a.shape, request.b.shape
-    m, k_a = a[::-1] if request.transpose_a else a
-    k_b, n = b[::-1] if request.transpose_b else b
-    if k_a != k_b:
-        raise InvalidValue(f"b has k={k_b} but a has k={k_a} (global shapes {a}, {b})")
-    return m, n
-
-
-def _result_layout(request: Request) -> BlockCyclic:
-    """The layout asked for or that of c, else the blocks of m and n, from the process that a's rows and b's columns
-    start at where those lie along the same dimension of the grid."""
+def _result(request: Request, product: Contraction) -> tuple[Distributed, Distributed, Distributed]:
+    """a, b and the result as they lie. The result is as asked for or as c, else in the blocks of m and n, from the
+    process that a's rows and b's columns start at where those lie along the same dimension of the grid."""
     a, b, c, asked = request.a, request.b, request.c, request.out_sharding
+    of_a, of_b = dict(zip(product.a, a.shape, strict=True)), dict(zip(product.b, b.shape, strict=True))
+    if of_a["k"] != of_b["k"]:
+        raise InvalidValue(f"b has k={of_b['k']} but a has k={of_a['k']} (global shapes {a.shape}, {b.shape})")
     if asked is not None and not isinstance(asked, BlockCyclic):
         raise InvalidType(f"out_sharding must be a jaxmp.BlockCyclic, got {type(asked).__name__}")
-    block = a.layout.block[1 if request.transpose_a else 0], b.layout.block[0 if request.transpose_b else 1]
+    block = a.layout.block[product.a.index("m")], b.layout.block[product.b.index("n")]
     first = 0 if request.transpose_a else a.layout.first[0], 0 if request.transpose_b else b.layout.first[1]
     layout: BlockCyclic = asked or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
     if layout.grid != a.layout.grid:
         raise InvalidValue(f"out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
     if c is not None and c.layout != layout:
         raise InvalidValue(f"c has the layout {c.layout} but the result {layout}; they must be equal")
-    return layout
+    d = Distributed((of_a["m"], of_b["n"]), layout)
+    return Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), d
 
 
-def _check_blocks(distributions: tuple[Distributed, Distributed, Distributed], request: Request) -> None:
+def _check_blocks(product: Contraction, matrices: tuple[Distributed, Distributed, Distributed]) -> None:
     """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
-    a, b, d = distributions
-    (m_a, k_a) = a.layout.block[::-1] if request.transpose_a else a.layout.block
-    (k_b, n_b) = b.layout.block[::-1] if request.transpose_b else b.layout.block
-    m_d, n_d = d.layout.block
-    for dimension, one, x, other, y in (
-        ("k", "a", k_a, "b", k_b),
-        ("m", "a", m_a, "the result", m_d),
-        ("n", "b", n_b, "the result", n_d),
-    ):
+    names = "a", "b", "the result"
+    for index, one, other in (("k", 0, 1), ("m", 0, 2), ("n", 1, 2)):
+        x, y = (matrices[i].layout.block[product.indices[i].index(index)] for i in (one, other))
         if x != y:
             raise InvalidValue(
-                f"along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
-                f"{other} out in blocks of {x}, or {one} in blocks of {y} (jaxmp.to_block_cyclic)"
+                f"along {index}, {names[one]} has blocks of {x} but {names[other]} has {y}; they must be equal: lay "
+                f"{names[other]} out in blocks of {x}, or {names[one]} in blocks of {y} (jaxmp.to_block_cyclic)"
             )

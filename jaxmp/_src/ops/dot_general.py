@@ -30,9 +30,9 @@ from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
-from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import eager_calls, meshes
-from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
+from jaxmp._src.runtime.types import Operands, Shape
+from jaxmp._src.sharding import eager_calls, meshes, shardings
+from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.matmul_spec import Group, accumulator
@@ -109,11 +109,6 @@ class _Product:
         """The free dimensions of rhs in the order in which they fold."""
         return tuple(map(self.plan.b.index, self.plan.columns)) if self.plan else self.numbers.rhs_free
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the row dimensions stay apart: one that ranks share, and others are slower."""
-        return self.plan is not None and self.plan.dimension > 0
-
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
         preferred: Any = self.request.preferred_element_type
@@ -146,7 +141,8 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_
     if placement.mode == meshes.Mode.SHARDED:
         gathers_inside = not request.level.fixed_order  # else gradients are sums in an order of their own
         shapes = lhs.shape, rhs.shape
-        given = placement.given(numbers.product(lhs.ndim, rhs.ndim), shapes)
+        whole = numbers.product(lhs.ndim, rhs.ndim)
+        given = shardings.lying(whole, placement.lie, (*shapes, placement.shape), placement.mesh.shape)
         operand, out = call.dtypes(lhs, rhs)
         itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(operand).itemsize
         terms = functools.partial(planner.terms, given, (*shapes, placement.shape), placement.mesh.shape, itemsizes)
@@ -159,22 +155,20 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    placement = product.placement
+    placement, frame = product.placement, product.frame
     out_shape = product.numbers.result(lhs.shape, rhs.shape)
-    if placement.mode == meshes.Mode.XLA:
-        d = _product_of_xla(product, lhs, rhs)
-        return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    plan, frame = product.plan, product.frame
-    if plan is None or frame is None:
-        lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
-        d = _fold(product, functools.partial(_multiply, placement), out_shape, lhs, rhs)
+    if frame is None:
+        if placement.mode == meshes.Mode.XLA:
+            d = _product_of_xla(product, lhs, rhs)
+        else:
+            lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
+            d = _fold(product, out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     local_shape = NamedSharding(placement.mesh, frame.out_spec).shard_shape(out_shape)
     operands = {"a": lhs, "b": rhs}
 
     def multiplied(shards: Operands) -> Operands:
-        multiply = functools.partial(_multiply_shards, placement, plan)
-        return {"d": _fold(product, multiply, local_shape, shards["a"], shards["b"])}
+        return {"d": _fold(product, local_shape, shards["a"], shards["b"])}
 
     def zeros(_: Operands) -> Operands:
         return {"d": jnp.zeros(local_shape, product.dtypes(lhs, rhs)[1])}
@@ -198,15 +192,15 @@ def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     return xla_matmul.global_matmul(operands, spec, platform, product.placement.out_sharding, given)["d"]
 
 
-def _fold(
-    product: _Product, multiply: Callable[..., jax.Array], out_shape: Shape, lhs: jax.Array, rhs: jax.Array
-) -> jax.Array:
-    """The result, of shape `out_shape`; `multiply` makes it of a (rows..., k) or (k, m) and b (k, n) or (n, k)."""
+def _fold(product: _Product, out_shape: Shape, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The result, of shape `out_shape`, by a product of a (rows..., k) or (k, m) and b (k, n) or (n, k)."""
     numbers = product.numbers
-    a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, product.keeps_rows)
+    # Row dimensions stay apart where ranks share one, and others are slower.
+    keeps_rows = product.plan is not None and product.plan.dimension > 0
+    a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
     b, transpose_b = _matrix(rhs, numbers.rhs_batch, numbers.rhs_contract, product.columns)
     request = product.request._replace(transpose_a=transpose_a, transpose_b=transpose_b)
-    multiply = functools.partial(multiply, request)
+    multiply = functools.partial(_multiply, product, request)
     d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
     ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
     order = tuple(map(numbers.rhs_free.index, product.columns))
@@ -230,18 +224,15 @@ def _matrix(
     return x.reshape(*lead, *parts[0], *parts[1]), is_transposed
 
 
-def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
+def _multiply(product: _Product, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
-    spec, operands, shape = validated(request._replace(a=a, b=b))
+    plan, placement = product.plan, product.placement
+    group = Group() if plan is None else Group.of(plan, placement.axes)
+    # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
+    fits = group if plan is not None and plan.is_grid else Group()
+    spec, operands, shape = validated(request._replace(a=a, b=b), fits)
+    if plan is not None:
+        return bind_plan(plan, spec.replace(group=group), operands)["d"]
     call = make_call(spec, dataclasses.replace(placement, shape=shape, constraint=None), operands)
     d: jax.Array = jaxmp_call(call, operands)["d"]
     return d
-
-
-def _multiply_shards(
-    placement: meshes.Placement, plan: Contraction, request: Request, a: jax.Array, b: jax.Array
-) -> jax.Array:
-    group = Group.of(plan, placement.axes)
-    # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    spec, operands, _ = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
-    return bind_plan(plan, spec.replace(group=group), operands)["d"]

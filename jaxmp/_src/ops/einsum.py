@@ -269,7 +269,8 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
 
 def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
     """The product of two of several operands, with the indices that are `needed`, on the way to `output`."""
-    indices = "".join(index for index in _product_order(left.indices, right.indices) if index in needed)
+    batch = "".join(index for index in left.indices if index in right.indices)  # in the order of `dot_general`
+    indices = "".join(index for index in dict.fromkeys(batch + left.indices + right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
     try:
         where = _toward(left, right, indices, output, request.out_sharding)
@@ -281,11 +282,6 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
         )
         raise
     return _Term(f"{left.name} * {right.name}", array, indices)
-
-
-def _product_order(left: str, right: str) -> str:
-    """The indices of two operands in the order in which `dot_general` gives those of its result."""
-    return "".join(dict.fromkeys("".join(index for index in left if index in right) + left + right))
 
 
 def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
@@ -322,7 +318,7 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
     if placement.constraint is not None:
         constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
         return constrained
-    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.out or ()))
+    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.lie[2] or ()))
     have = partition_spec(meshes.type_dims("the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -20,14 +19,16 @@ from jax.typing import ArrayLike
 from jaxmp._src.contraction.contraction import LOCAL, Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated
-from jaxmp._src.ops.activated import Operands, Preactivations
+from jaxmp._src.ops.activated import Preactivations
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.runtime.types import Operands
+from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.layer_plans import Label, Layers, groups_on_axes, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
+from jaxmp._src.sharding.sharded_call import Call, ShardedCall, jaxmp_call
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import MatmulSpec
@@ -88,7 +89,10 @@ def gated_mlp(
     """
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
-    x, w_gate, w_up = _of_one_type(x, w_gate, w_up)
+    shared: list[Any] = [x, w_gate, w_up]
+    if all(hasattr(operand, "dtype") for operand in shared):  # what is no array is refused later, by name
+        dtype = jnp.result_type(*shared)
+        x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
@@ -110,18 +114,8 @@ def gated_mlp(
             result: jax.Array = dense(down._replace(a=h, in_shardings=None), None)
             return result
         shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
-        run = functools.partial(sharded_call.jaxmp_call, layers.calls[1]) if layers.calls else None
-        y: jax.Array = (run(shards) if run else bind_plan(layers.plans[1], layers.specs[1], shards))["d"]
+        y: jax.Array = jaxmp_call(layers.calls[1], shards)["d"]
     return y
-
-
-def _of_one_type(x: Any, w_gate: Any, w_up: Any) -> tuple[Any, Any, Any]:
-    """x and both weights in the type that JAX promotes them to; what is no array is refused later, by name."""
-    if not all(hasattr(operand, "dtype") for operand in (x, w_gate, w_up)):
-        return x, w_gate, w_up
-    dtype = jnp.result_type(x, w_gate, w_up)
-    x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in (x, w_gate, w_up))
-    return x, w_gate, w_up
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
@@ -138,7 +132,8 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
         raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
     with UP.naming():
         _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
-    if layers.mode == meshes.Mode.SHARDED and layers.calls[0].frame.is_explicit:
+    call = layers.calls[0]
+    if isinstance(call, ShardedCall) and call.frame.is_explicit:
         have, wanted = (meshes.type_dims("w_up", w) for w in (operands["b"], like))
         if have != wanted:
             raise InvalidValue(
@@ -153,24 +148,20 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
 
 @dataclasses.dataclass(frozen=True)
 class _Hidden:
-    """The products of gate and up, hashable: their spec and plan, on global arrays with the gate's call; whether they
-    share x."""
+    """The products of gate and up, hashable: the gate's call and plan, and whether they share x."""
 
-    spec: MatmulSpec
+    call: Call
     plan: Contraction
-    call: sharded_call.Call | None
     shares_x: bool
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
-    call = layers.calls[0] if layers.calls else layers.first
-    plan = layers.plans[0] if layers.plans else LOCAL
+    call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # The others bring no x to a device, or one of which it has a part of the columns.
     brings_x = not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes)
-    shares_x = brings_x and not plan.is_transposed
-    shares_x = shares_x and all(each.frame.asked is None for each in layers.calls[:1])
+    shares_x = brings_x and not plan.is_transposed and not any(0 in x.shape for x in operands.values())
     shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
-    return _Hidden(layers.specs[0], plan, call, shares_x and not any(0 in x.shape for x in operands.values()))
+    return _Hidden(call, plan, shares_x and not (isinstance(call, ShardedCall) and call.frame.asked is not None))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -185,47 +176,46 @@ def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> ja
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     """x @ w_gate + b_gate and x @ w_up + b_up."""
-    spec, plan, call = hidden.spec, hidden.plan, hidden.call
+    plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
     if not hidden.shares_x:
-        products = functools.partial(_products, spec, functools.partial(_product, call, plan))
-        return activated.preactivations(products, spec.out_dtype, operands)
+        return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
     body = functools.partial(_preactivations_on_shards, spec, plan)
-    if not isinstance(call, sharded_call.ShardedCall):
+    if not isinstance(call, ShardedCall):
         return body(operands)
-    entries, bias = dict(call.frame.entries), Entry(meshes.partition_spec((plan.layout.d[-1],)))
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
-    placed = tuple((name, (entries | {"bias": bias})[kind]) for name, kind in kinds.items())
-    frame = dataclasses.replace(call.frame, entries=placed)
+    entries = _entries(call)
+    frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kind]) for name, kind in kinds.items()))
     zs: Preactivations = on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
     return zs
 
 
+def _entries(call: ShardedCall) -> dict[str, Entry]:
+    """How operands enter, those of a bias with or without which the call was planned too."""
+    return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
+
+
 def _products(
-    spec: MatmulSpec, product: Callable[[MatmulSpec, Operands], jax.Array], dtype: np.dtype, operands: Operands
+    call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Both products, each by `product` of its spec and operands."""
+    """Both products, each by the gate's call; without one, on shards."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
         layer |= {"bias": operands[f"b_{name}"]} if f"b_{name}" in operands else {}
         each = spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
-        products.append(product(*activated.in_type(each, layer, dtype)))
+        each, layer = activated.in_type(each, layer, dtype)
+        if call is None:
+            products.append(bind_plan(plan, each, layer)["d"])
+            continue
+        if isinstance(call, ShardedCall):
+            entries = _entries(call)
+            frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))
+            call = dataclasses.replace(call, frame=frame)
+        products.append(jaxmp_call(dataclasses.replace(call, spec=each), layer)["d"])
     return products
 
 
 _NAMES = ("gate", "up")
-
-
-def _product(call: sharded_call.Call | None, plan: Contraction, spec: MatmulSpec, layer: Operands) -> jax.Array:
-    """One of the products, by the gate's call."""
-    if call is None:
-        return bind_plan(plan, spec, layer)["d"]
-    if isinstance(call, sharded_call.ShardedCall):
-        entries = dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((plan.layout.d[-1],)))}
-        frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))
-        call = dataclasses.replace(call, frame=frame)
-    result: jax.Array = sharded_call.jaxmp_call(dataclasses.replace(call, spec=spec), layer)["d"]
-    return result
 
 
 def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
@@ -238,5 +228,5 @@ def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Ope
         # Varying, so that both cotangents are added before they are summed over devices.
         axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
         x = cast_varying(x, axes, source_line=spec.source_line)
-    products = functools.partial(_products, inner, functools.partial(_product, None, inner_plan))
+    products = functools.partial(_products, None, inner, inner_plan)
     return activated.preactivations(products, spec.out_dtype, operands | {"x": x})

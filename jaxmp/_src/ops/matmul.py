@@ -133,7 +133,7 @@ def matmul(
         return entry[0](*operands.values())  # type: ignore[no-any-return]
     if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
         return _contract(request, entry)
-    return product(request, entry)
+    return product(request, entry, operands)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
@@ -240,7 +240,7 @@ def dense(request: Request, activation: Activation | None) -> Any:
     epilog = epilogs.for_activation(found if isinstance(found, str) else None, request.epilog_inputs is not None)
     request = request._replace(epilog=epilog)
     if not callable(found):
-        return product(request, entry)
+        return product(request, entry, operands)
     conversion, request = converted(request)
     spec, operands, shape = validated(request)
     activated.check_spec(spec)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
@@ -24,14 +22,15 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
-from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
+from jaxmp._src.primitive.primitives import activated_matmul, completes_sums, fold_rows
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
+from jaxmp._src.sharding.sharded_call import ShardedCall
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
-from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue
@@ -117,29 +116,14 @@ class _Layer:
     bias: str
 
     def apply(
-        self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
-    ) -> dict[str, jax.Array]:
+        self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
+    ) -> Operands:
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
-    def hidden(self, x: jax.Array, operands: dict[str, jax.Array], activation: str | Function) -> jax.Array:
-        if isinstance(activation, str):
-            return self.apply(x, operands, activation)["d"]
-
-        def products(dtype: np.dtype, layer: dict[str, jax.Array]) -> list[jax.Array]:
-            spec = self.spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
-            return [bind_plan(self.plan, *activated.in_type(spec, layer, dtype))["d"]]
-
-        layer = self.operands(x, operands)
-        return activated.activate(activation, activated.preactivations(products, self.spec.out_dtype, layer))
-
-    def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
-        layer = self.operands(x, operands)
-        return bind_plan(self.plan, self.spec.replace(epilog=Epilog.NONE), {"a": layer["a"], "b": layer["b"]})["d"]
-
-    def operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def operands(self, x: jax.Array, operands: Operands) -> Operands:
         """Those of the call, by their names there."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
@@ -148,19 +132,20 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
-    """Both layers, hashable; on global arrays with their calls, else on the shards of the enclosing shard_map."""
+    """Both layers, hashable."""
 
     first: _Layer
     second: _Layer
     activation: str | Function
     is_fused: bool
-    calls: tuple[sharded_call.ShardedCall, ...]
+    calls: tuple[sharded_call.Call, ...]
 
 
-def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
+def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
     """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
-    h = mlp.first.hidden(operands["x"], operands, mlp.activation)
-    return mlp.second.apply(h, operands, None)["d"]
+    assert isinstance(mlp.activation, str)
+    h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
+    return mlp.second.apply(h, operands)["d"]
 
 
 _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
@@ -168,20 +153,21 @@ _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 @jax_compat.under_known_flags
 def _layers_jvp_rule(
-    mlp: _Mlp, primals: tuple[dict[str, jax.Array]], tangents: tuple[dict[str, Any]]
+    mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     assert isinstance(mlp.activation, str)
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
-    y = mlp.second.apply(h, operands, None)["d"]
+    y = mlp.second.apply(h, operands)["d"]
+    weights = {name: operands[name] for name in ("x", "w_in")}
 
-    def first(varied: dict[str, jax.Array]) -> jax.Array:
-        return mlp.first.product((operands | varied)["x"], operands | varied)
+    def first(varied: Operands) -> jax.Array:
+        return mlp.first.apply((weights | varied)["x"], weights | varied)["d"]
 
-    def second(varied: dict[str, jax.Array]) -> jax.Array:
-        return mlp.second.apply(h, operands | varied, None)["d"]
+    def second(varied: Operands) -> jax.Array:
+        return mlp.second.apply(h, operands | varied)["d"]
 
-    def tangent(f: Callable[[dict[str, jax.Array]], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
+    def tangent(f: Callable[[Operands], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
         varied = {name: operands[name] for name in names if name in moved}
         return jax.jvp(f, (varied,), ({name: moved[name] for name in varied},))[1] if varied else None
 
@@ -200,19 +186,12 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
     """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
-    scatters, p = spec.contraction.scatters, spec.group.nranks
-    shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
-    batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-
-    def fold(x: jax.Array) -> jax.Array:
-        if scatters and batch > 1:
-            x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)
-        return x.reshape(batch * rows, x.shape[-1])
-
+    scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
+    fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
     assert isinstance(mlp.activation, str)
     y = activated_matmul(spec, mlp.activation, fold(tz), fold(aux), w, tbias=tbias)
     if scatters:
-        shape[lead] //= p
+        shape[ahead] //= spec.group.nranks
     return y.reshape(*shape, y.shape[-1])
 
 
@@ -226,14 +205,14 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
     # A hidden bias has its sums over data-parallel ranks from calls.
     is_fused = is_fused and not spec.global_order and all(map(completes_sums, layers.specs))
-    if is_fused and calls:
-        is_fused = calls[0].frame.asked is None and not plans[1].is_transposed
+    first, second = calls
+    if isinstance(first, ShardedCall) and isinstance(second, ShardedCall):
+        is_fused = is_fused and first.frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
-        is_fused = is_fused and not dict(calls[1].frame.entries)["a"].gathers
+        is_fused = is_fused and not dict(second.frame.entries)["a"].gathers
         # Each device has its rows of the hidden layer.
         is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
-    first, second = (each.replace(epilog=Epilog.NONE) for each in layers.specs)
-    both = _Layer(first, plans[0], "w_in", "b_in"), _Layer(second, plans[1], "w_out", "b_out")
+    both = _Layer(spec, plans[0], "w_in", "b_in"), _Layer(next_spec, plans[1], "w_out", "b_out")
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, activation)
@@ -242,11 +221,8 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_mlp(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
+def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
-    body = functools.partial(_fused_layers if mlp.is_fused else _layers, mlp)
-    if not mlp.calls:
-        return body(cast_reduced(operands))
     first, second = mlp.calls
     if not mlp.is_fused:
         layer = mlp.first.operands(operands["x"], operands)
@@ -256,6 +232,9 @@ def jaxmp_mlp(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
             h = activated.activated_call(first, mlp.activation, layer)
         y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
         return y
+    body = functools.partial(_fused_layers, mlp)
+    if not (isinstance(first, ShardedCall) and isinstance(second, ShardedCall)):
+        return body(cast_reduced(operands))
     entries: dict[str, Entry] = {}
     for call, layer_of, x in ((first, mlp.first, "x"), (second, mlp.second, "hidden")):
         names = {"a": x, "b": layer_of.weight, "bias": layer_of.bias}

@@ -24,8 +24,9 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated, ragged_dot
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.grouped import GroupedSpec
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes, ragged, shardings
-from jaxmp._src.sharding.on_shards import Operands, on_shards
+from jaxmp._src.sharding.on_shards import on_shards
 from jaxmp._src.sharding.ragged import RaggedCall
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import accumulator
@@ -170,9 +171,10 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     if first.mode != meshes.Mode.SHARDED:
         call = RaggedCall(ragged_dot.of_global(spec, first))
         return (call, call), second.constraint
-    rows = first.a[0]
-    out = (rows, tuple(axis for axis in second.b[2] if axis not in rows)) if second.out is None else second.out
-    dims = first.a, first.b, second.b, out
+    (x_lies, up_lies, _), (_, down_lies, out) = first.lie, second.lie
+    rows = x_lies[0]
+    out = (rows, tuple(axis for axis in down_lies[2] if axis not in rows)) if out is None else out
+    dims = x_lies, up_lies, down_lies, out
     shapes = x.shape, w_up.shape, w_down.shape, first.shape
     for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
         shardings.check_dims(name, lie, shape, first.mesh.shape)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
-from jaxmp._src.sharding import meshes, ragged
+from jaxmp._src.sharding import meshes, ragged, shardings
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import INTEGERS
@@ -100,7 +100,7 @@ def product(
     if placement.mode == meshes.Mode.XLA:
         raise no_call(placement)
     if placement.mode == meshes.Mode.SHARDED:
-        given = placement.given(ragged.PRODUCT, shapes)
+        given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
     if bias is None and activation is None:
         d: jax.Array = jaxmp_ragged_dot(call, operands)

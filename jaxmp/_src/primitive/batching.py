@@ -28,14 +28,15 @@ from jaxmp._src.primitive.primitives import (
     activated_matmul_parts,
     activation_grad,
     bind,
+    bind_named,
     bind_operands,
     bind_rows,
+    fold_rows,
     has_rows,
     matmul_abstract_eval,
-    merge_rows,
 )
 from jaxmp._src.primitive.transpose import matmul_transpose_rule
-from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
+from jaxmp._src.runtime.types import Aval, BatchDims, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
@@ -50,7 +51,7 @@ def matmul_batch_rule(
 ) -> tuple[list[jax.Array], list[int | None]]:
     if spec.rule.gradient:
         return _split_gradient(args, dims, spec)
-    names = ("a", "b", *spec.operand_names)
+    names = spec.names
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
     is_decoded = low_precision.is_low_precision(low_precision.operand_type(args[0].dtype, args[1].dtype))
@@ -60,26 +61,25 @@ def matmul_batch_rule(
     # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
     is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
     if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
-        return [_bind_columns(spec, operands["a"], operands["b"])], [1]
+        b = operands["b"]
+        batch, n, k = b.shape if spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
+        b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
+        d = bind(spec, operands["a"], b)["d"]
+        return [d.reshape(d.shape[0], batch, n)], [1]
     size = next(operands[name].shape[0] for name in names if name in batched)
     if _folds_into_rows(spec, batched):
         for name in spec.operand_names:
             if has_rows(name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
-        outputs = bind_rows(spec.folded(size), operands.pop("a"), operands.pop("b"), operands)
+        outputs = bind_rows(spec.folded(size), operands)
     elif may_batch(spec) and batched.issuperset("ab"):
         whole = {
             name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
         }
-        outputs = bind(spec.replace(is_batch=True), whole.pop("a"), whole.pop("b"), whole)
+        outputs = bind_named(spec.replace(is_batch=True), whole)
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
-
-        def one(mapped: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            each = fixed | mapped
-            return bind(spec, each.pop("a"), each.pop("b"), each)
-
-        outputs = jax.lax.map(one, operands)
+        outputs = jax.lax.map(lambda mapped: bind_named(spec, fixed | mapped), operands)
     results = [outputs[name] for name in spec.output_names]
     return results, [0] * len(results)
 
@@ -91,14 +91,6 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
     return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
     )
-
-
-def _bind_columns(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> jax.Array:
-    """d of shape (m, batch, n) for b of shape (batch, k, n), or (batch, n, k) where it is transposed."""
-    batch, k, n = b.shape if not spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
-    b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
-    d = bind(spec, a, b)["d"]
-    return d.reshape(d.shape[0], batch, n)
 
 
 def _split_bias(
@@ -142,7 +134,7 @@ def _split_gradient(
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
-    if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.amax_d or spec.scales.amax_aux or not low_precision.is_of_tensor(spec.scales.a):
         return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
@@ -156,7 +148,7 @@ def activation_grad_batch_rule(
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
         for x, dim in zip(args, dims, strict=True)
     )
-    rows = activation_grad(activation, merge_rows(aux), merge_rows(t), spec)
+    rows = activation_grad(activation, fold_rows(aux, 2, 0, 1), fold_rows(t, 2, 0, 1), spec)
     return rows.reshape(t.shape), 0
 
 
@@ -175,7 +167,7 @@ def may_batch(spec: MatmulSpec) -> bool:
     return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
 
 
-def batched_abstract_eval(*avals: jax.core.ShapedArray, spec: MatmulSpec) -> list[jax.core.ShapedArray]:
+def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
     outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=spec)

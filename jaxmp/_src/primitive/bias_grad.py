@@ -30,7 +30,8 @@ def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
             total = _sum(x, spec.contraction.a.index("k"), spec.conjugate_a, axes("a", "k"), spec.source_line)
             # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
             rows = axes("a", "m")
-            total = _gather_whole(total, rows, spec.source_line) if rows else total
+            if rows:
+                total = collectives.all_gather(total, rows, axis=0, to="invarying", source_line=spec.source_line)
         elif name == "bgradb":
             total = _sum(x, spec.contraction.b.index("k"), spec.conjugate_b, axes("b", "k"), spec.source_line)
         else:
@@ -43,10 +44,3 @@ def _sum(x: jax.Array, dimension: int, is_conjugated: bool, axes: tuple[str, ...
     total = jnp.sum(x.astype(acc), dimension, dtype=acc)
     total = lax.conj(total) if is_conjugated else total
     return collectives.psum(total, axes, source_line=source_line) if axes else total
-
-
-def _gather_whole(x: jax.Array, axes: tuple[str, ...], source_line: str) -> jax.Array:
-    """All-gather of a vector whose result is the same on every rank, and known to be."""
-    if x.size == 0:  # XLA gathers nothing that is empty
-        return jnp.zeros(x.shape, x.dtype)
-    return collectives.all_gather(x, axes, axis=0, to="invarying", source_line=source_line)

@@ -8,11 +8,11 @@ In a job, a collective inside shard_map is `collective_p`. Gathers, sums and max
 processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
 collective behind a barrier. Its transpose is another one.
 
-Reshards are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads over processes.
-What ran after a collective runs ahead of it in the transposed program. So each stands between two barriers, and the
-second waits in the transposed program only:
+Reshards are XLA's, behind a "wait": an identity, lowered to a barrier where the group spreads over processes. What ran
+after a collective runs ahead of it in the transposed program. So each stands between two, and the second, a "pass",
+waits in the transposed program only:
 
-    x -> barrier -> reshard -> (barrier)         transposed: ct -> barrier -> reshard -> (barrier)
+    x -> wait -> reshard -> pass         transposed: ct -> wait -> reshard -> pass
 
 Outside a job of several processes nothing is added to the program. Types that XLA:CPU would widen on the wire have
 `collective_p` and `reshard_p` there too: their lowering moves integers of the same width.
@@ -20,10 +20,11 @@ Outside a job of several processes nothing is added to the program. Types that X
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,32 +36,18 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.jax_internals.jax_compat import batching
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Operand, Operands, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import Mesh
 
+F = TypeVar("F", bound=Callable[..., jax.Array])
 Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 
-# (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
-# is ahead of, "all_gather for matmul at train.py:41"; a barrier that is not `is_active` waits only when transposed.
-process_barrier_p = jax_compat.make_primitive("jaxmp_process_barrier", multiple_results=False)
-process_barrier_p.def_abstract_eval(lambda x, **_: x)
-batching.primitive_batchers[process_barrier_p] = lambda operands, dims, **params: (
-    process_barrier_p.bind(*operands, **params),
-    dims[0],
-)
-
-
-def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> list[Tangent]:
-    return [process_barrier_p.bind(ct, is_active=not is_active, **params)]
-
-
-ad.deflinear2(process_barrier_p, _transpose)
-
 # (x) -> x after the collective `kind` of lax over `axis_name`: "all_gather", "all_gather_invariant" and
-# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax"; or "vary",
-# the transpose of a psum, which makes the type of x vary over the axes and moves nothing. `caller` says for people what
-# it belongs to, "matmul at train.py:41".
+# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax". Those that
+# move nothing: "vary", the transpose of a psum, which makes the type of x vary over the axes; "wait", the barrier ahead
+# of a reshard, and its transpose, "pass". `mesh` are all mesh axes as (name, size), `caller` says for people what it
+# belongs to, "matmul at train.py:41".
 collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
 _TRANSPOSED = {
     "all_gather": "reduce_scatter",
@@ -68,6 +55,8 @@ _TRANSPOSED = {
     "all_to_all": "all_to_all",
     "vary": "psum",
     "psum": "vary",
+    "wait": "pass",
+    "pass": "wait",
 }
 
 
@@ -149,7 +138,7 @@ batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
 def _is_ours(x: jax.Array) -> bool:
     """Whether a collective of `x` is `collective_p`."""
-    return native.has_barrier() or low_precision.is_widened(x.dtype)
+    return native.has_barrier or low_precision.is_widened(x.dtype)
 
 
 def _collective(
@@ -162,6 +151,20 @@ def _collective(
     return result
 
 
+def unless_empty(collective: F) -> F:
+    """`collective(x, ...)`, which moves nothing of an x that is empty: XLA does not gather such an array."""
+
+    @functools.wraps(collective)
+    def moved(x: jax.Array, *args: Any, **params: Any) -> jax.Array:
+        if x.size != 0:
+            return collective(x, *args, **params)
+        like: Any = jax.eval_shape(lambda x: collective(x, *args, **params), x)
+        return cast_varying(jnp.zeros(like.shape, like.dtype), like.manual_axis_type.varying)
+
+    return cast(F, moved)
+
+
+@unless_empty
 def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
@@ -180,9 +183,11 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
         return gathered
     # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
     stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
-    return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
+    return jnp.moveaxis(stacked, 0, axis).reshape(shape)
 
 
+@unless_empty
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
 ) -> jax.Array:
@@ -195,13 +200,13 @@ def all_to_all(
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
+    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
     return total
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
     """`lax.psum_scatter`, tiled."""
-    if native.has_barrier():
+    if native.has_barrier:
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
     part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
     return part
@@ -209,7 +214,7 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_lin
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
+    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
     return most
 
 
@@ -220,13 +225,13 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    if native.has_barrier() and jax_compat.is_vma_checked():
+    if native.has_barrier and jax_compat.is_vma_checked():
         return _collective("vary", x, missing, source_line)
     cast: jax.Array = lax.pcast(x, missing, to="varying")
     return cast
 
 
-def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
+def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
     """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
@@ -244,12 +249,12 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
         # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
         x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
-        x = _global_barrier(x, mesh, have, is_active=not _is_finer(have, spec))
+        x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
         if low_precision.is_widened(x.dtype):
             x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
         else:
             x = place(x, mesh, spec, is_explicit=is_explicit)
-        return _global_barrier(x, mesh, spec, is_active=False)
+        return _global_barrier("pass", x, mesh, spec)
 
 
 def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
@@ -271,22 +276,9 @@ def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
 
 
-def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> jax.Array:
+def _global_barrier(kind: str, x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
-    if not native.has_barrier():
+    if not native.has_barrier:
         return x
-    axes = tuple(mesh.axis_names)
-
-    def local(x: jax.Array) -> jax.Array:
-        return _barrier(x, axes, "reshard", "", is_active=is_active)
-
-    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
-
-
-def _barrier(x: jax.Array, axes: tuple[str, ...], operation: str, source_line: str, *, is_active: bool) -> jax.Array:
-    if not native.has_barrier():
-        return x
-    call = f"{operation} for {source_line or 'a matmul'}"
-    mesh = jax_compat.mesh_axes()
-    waited: jax.Array = process_barrier_p.bind(x, mesh=mesh, axes=tuple(axes), call=call, is_active=is_active)
-    return waited
+    wait = functools.partial(_collective, kind, axes=tuple(mesh.axis_names), source_line="")
+    return jax.shard_map(lambda x: wait(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)

@@ -3,6 +3,7 @@ mode (`jax.experimental.jet`), for products without an epilog, which are bilinea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,16 +17,17 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import bias_grad, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import (
-    activated_matmul,
+    activated_matmul_parts,
     activation_grad,
     bind,
+    bind_named,
     bind_operands,
 )
-from jaxmp._src.runtime.types import Tangent
+from jaxmp._src.runtime.types import Operands, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, aux_dtype
+from jaxmp._src.spec.matmul_spec import FLAGS, SCALE_NAMES, MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
@@ -44,7 +46,7 @@ def matmul_jvp_rule(
     is_relu = row.activation == "relu" and row.with_aux is not None
     is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
     kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
-    stored = dict(zip(kept.output_names, bind_operands(kept, *primals), strict=True))
+    stored = bind_named(kept, dict(zip(spec.names, primals, strict=True)))
     tz = _preactivation_tangent(primals, tangents, spec, stored["d"])
     moved = {}
     if tz is not None:
@@ -59,7 +61,7 @@ def matmul_jvp_rule(
 
 
 def _with_tangents(
-    spec: MatmulSpec, stored: dict[str, jax.Array], moved: Mapping[str, Tangent]
+    spec: MatmulSpec, stored: Operands, moved: Mapping[str, Tangent]
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """The results of the spec, and their tangents, which are zero where none is known."""
     outputs = {name: stored[name] for name in spec.output_names}
@@ -72,14 +74,14 @@ def _derivative_jvp_rule(
     """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
     row = spec.rule
-    outputs = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
+    operands = dict(zip(spec.names, primals, strict=True))
+    outputs = bind_named(spec, operands)
     td = _preactivation_tangent(primals, tangents, spec, outputs["d"])
     if row.derivative:
-        operands = dict(zip(("a", "b", *spec.operand_names), primals, strict=True))
-        taux, aux = tangents[-1], operands.pop(row.aux_input)
+        taux, aux = tangents[-1], operands[row.aux_input]
         td = None if td is None else activation_grad(row.derivative, aux, td, spec)
         if row.derivative == "gelu" and not isinstance(taux, ad.Zero):
-            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands)["d"]
+            z = bind_named(spec.replace(epilog=Epilog.NONE), operands)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
             td = curve if td is None else td + curve
     moved = {} if td is None else {"d": td}
@@ -97,10 +99,9 @@ def _low_precision_jvp(
     cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
     scales of d's blocks count as constants."""
-    stored = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
-    names = ("a", "b", *spec.operand_names)
-    fixed = dict(zip(names, primals, strict=True))
-    moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+    fixed = dict(zip(spec.names, primals, strict=True))
+    stored = bind_named(spec, fixed)
+    moving = {name: t for name, t in zip(spec.names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     of_scales = [name for name in SCALE_NAMES if name in moving]
     if of_scales and spec.global_order:
         scale = of_scales[0].removeprefix("scale_")
@@ -108,7 +109,7 @@ def _low_precision_jvp(
             f"has no derivative in scaling.{scale}, which XLA would sum", "hold it constant (jax.lax.stop_gradient)"
         )
 
-    def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def wide(given: Operands) -> Operands:
         outputs = _widened(fixed | given, spec)
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
@@ -116,7 +117,7 @@ def _low_precision_jvp(
     return _with_tangents(spec, stored, moved)
 
 
-def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
+def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
     """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
@@ -128,11 +129,11 @@ def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
     if spec.scales.c != low_precision.NONE:
         extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
-    outputs = bind(call, a, b, extra)
+    outputs = bind_named(call, extra | {"a": a, "b": b})
     for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
         if scale in spec.operand_names:
             outputs[name] = outputs[name] * operands[scale].astype(dtype)
-    dtypes = {"d": spec.out_dtype, "gelu_aux": aux_dtype(spec)}
+    dtypes = {"d": spec.out_dtype, "gelu_aux": spec.aux_dtype or spec.out_dtype}
     return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
 
 
@@ -171,8 +172,9 @@ def _preactivation_tangent(
 def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array) -> jax.Array:
     """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
-    local = spec.bare().bilinear(group=spec.ungrouped().group, alpha=1.0, out_dtype=bias.dtype)
-    local = local.reorder(rows=row_order.rows_of_result(spec), outer_rows=1)
+    order = dataclasses.replace(spec.order, rows=row_order.rows_of_result(spec), outer_rows=1)
+    given = {"group": spec.ungrouped().group, "order": order, "alpha": 1.0, "out_dtype": bias.dtype}
+    local = spec.bilinear(**dict.fromkeys(FLAGS, False), **given)
     return row_order.folded(spec, bind(local, ones, bias[None])["d"])
 
 
@@ -192,24 +194,18 @@ def activation_grad_jvp_rule(
 def activated_matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, activation: str
 ) -> tuple[jax.Array, Tangent]:
-    """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
-    t, *bias, aux, w = primals
-    tt, *tbias, taux, tw = tangents
-    y = activated_matmul(spec, activation, t, aux, w, tbias=bias[0] if bias else None)
-    terms = []
-    moved = [x for x in tbias if not isinstance(x, ad.Zero)]
-    if not isinstance(tt, ad.Zero) or moved:
-        tt = ad.instantiate_zeros(tt)
-        terms.append(activated_matmul(spec, activation, tt, aux, w, tbias=moved[0] if moved else None))
-    whole = t + bias[0][None, :] if bias else t
-    if not isinstance(tw, ad.Zero):
-        terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
-    if activation == "gelu" and not isinstance(taux, ad.Zero):
-        terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
-    if not terms:
+    """That of its parts: linear in t, bias and w, and in z by the second derivative of the activation."""
+    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
+
+    def parts(varied: dict[int, jax.Array]) -> jax.Array:
+        operands = (varied.get(i, x) for i, x in enumerate(primals))
+        return activated_matmul_parts(*operands, spec=spec, activation=activation)
+
+    if not moving:
+        y = parts({})
         return y, _zero_tangent(y)
-    axes = jax_compat.varying_axes(y)
-    return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+    y, moved = jax.jvp(parts, ({i: primals[i] for i in moving},), (moving,))
+    return y, moved
 
 
 def jet_rule(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,21 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.runtime import native
-from jaxmp._src.spec import low_precision, process_grid
-from jaxmp._src.spec.extents import check_local_shapes
-from jaxmp._src.spec.matmul_spec import (
-    SPANS,
-    Group,
-    MatmulSpec,
-    aux_dtype,
-    axes_text,
-    extents,
-    output_rows,
-)
+from jaxmp._src.runtime.types import Aval, Operands, Shape
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.refusal import InvalidValue, Refusal
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
@@ -51,7 +44,6 @@ activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multipl
 
 MATMULS = (matmul_p, partitioned_matmul_p)
 PRODUCTS = (*MATMULS, activated_matmul_p)
-AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
@@ -86,11 +78,14 @@ def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, 
     return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
 
 
-def bind(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
-) -> dict[str, jax.Array]:
+def bind(spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Operands | None = None) -> Operands:
     """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
-    outputs = bind_operands(spec, a, b, *((extra or {})[name] for name in spec.operand_names))
+    return bind_named(spec, {**(extra or {}), "a": a, "b": b})
+
+
+def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
+    """The same, from all operands by name, or more."""
+    outputs = bind_operands(spec, *map(operands.__getitem__, spec.names))
     return dict(zip(spec.output_names, outputs, strict=True))
 
 
@@ -112,48 +107,46 @@ def needs_devices(spec: MatmulSpec) -> bool:
     return not is_local and native.has_cuda_devices()
 
 
-def bind_rows(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
-) -> dict[str, jax.Array]:
-    """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
+def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Operands:
+    """As `bind` for an a, and whatever has d's rows, with leading dimensions, which fold into the rows of one call.
 
-    Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
-    are ordered by rank first, so there the rank's index has to be the slowest: (P, batch, m/P).
+    `dimension`: the one of a that is gathered or scattered. A rank's part of it is contiguous in the rows of a call, so
+    dimensions ahead of it stand behind the rank there: (P, batch, m/P).
     """
+    a, b = operands["a"], operands["b"]
     if spec.transpose_a:
-        a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
-    batch, rows, k = a.shape
-    p = spec.group.nranks
-    gathers = spec.contraction.gathers and batch > 1
-    scatters = spec.contraction.scatters and batch > 1
+        a, spec = jnp.swapaxes(a, -1, -2), spec.replace(transpose_a=False)
+    shape, p, scatters, gathers = a.shape[:-1], spec.group.nranks, spec.contraction.scatters, spec.contraction.gathers
+    ahead = dimension if scatters or gathers else 0
+    of_a, of_d = (len(shape), ahead, p if scatters else 1), (len(shape), ahead, p if gathers else 1)
     if scatters:
-        check_local_shapes(spec, (rows, k), b.shape)
-
-    def fold_operand(x: jax.Array) -> jax.Array:
-        if scatters:
-            x = jnp.swapaxes(x.reshape(batch, p, rows // p, *x.shape[2:]), 0, 1)
-        return x.reshape(batch * rows, *x.shape[3 if scatters else 2 :])
-
-    def fold(x: jax.Array) -> jax.Array:
-        if gathers:
-            x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
-        return merge_rows(x)
-
-    def unfold(x: jax.Array) -> jax.Array:
-        if gathers:
-            x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
-        return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
-
-    folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
-    if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
-        folded["scale_a"] = fold_operand(folded["scale_a"])
-    outputs = bind(spec, fold_operand(a), b, folded)
-    return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
+        check_local_shapes(spec, (math.prod(shape[ahead:]), a.shape[-1]), b.shape)
+    extra = {
+        name: fold_rows(x, *of_d) if has_rows(name) else x for name, x in operands.items() if name not in ("a", "b")
+    }
+    if not low_precision.is_of_tensor(spec.scales.a):
+        extra["scale_a"] = fold_rows(extra["scale_a"], *of_a)
+    outputs = bind_named(spec, extra | {"a": fold_rows(a, *of_a), "b": b})
+    shape = (*shape[:ahead], output_rows(spec, shape[ahead]), *shape[ahead + 1 :]) if scatters or gathers else shape
+    return {name: unfold_rows(x, shape, *of_d[1:]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def merge_rows(x: jax.Array) -> jax.Array:
-    """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def fold_rows(x: jax.Array, ndim: int, ahead: int, nranks: int) -> jax.Array:
+    """`x` with its first `ndim` dimensions as one; of `nranks` that share the dimension behind `ahead` others, the rank
+    is the slowest index of the result."""
+    shape, rest = x.shape[:ndim], x.shape[ndim:]
+    rows, batch = math.prod(shape), math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(batch, nranks, rows // (batch * nranks), *rest), 0, 1)
+    return x.reshape(rows, *rest)  # reshape cannot tell their number without columns
+
+
+def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Array:
+    """The inverse, for the dimensions `shape`."""
+    batch = math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(nranks, batch, math.prod(shape) // (batch * nranks), x.shape[-1]), 0, 1)
+    return x.reshape(*shape, x.shape[-1])
 
 
 def has_rows(name: str) -> bool:
@@ -161,30 +154,19 @@ def has_rows(name: str) -> bool:
     return len(SPANS.get(name, ())) == 2
 
 
-def fold_scale(spec: MatmulSpec, scale: jax.Array) -> jax.Array:
-    """scale_a of an operand whose leading dimensions have folded into its rows."""
-    if spec.scales.a in (low_precision.NONE, low_precision.SCALAR):
-        return scale
-    return scale.reshape(-1) if spec.scales.a == low_precision.OUTER_VEC else merge_rows(scale)
-
-
-def global_amax(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
+def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
     """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
     amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
         unequal = tuple(
             axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
         )
-        with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = amax_of_ranks(amax, unequal, source_line=spec.source_line) if unequal else amax
+        if unequal:  # bits of numbers that are not negative have their order, and NaN comes last: floats may lose it
+            with jax.named_scope("jaxmp_amax"):
+                bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.int32)
+                bits = collectives.pmax(bits, unequal, source_line=spec.source_line)
+                amaxes[name] = lax.bitcast_convert_type(bits, jnp.float32)
     return outputs | amaxes
-
-
-def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
-    """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
-    comes last, which the maximum of floats may lose."""
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(collectives.pmax(bits, axes, source_line=source_line), jnp.float32)
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
@@ -234,9 +216,7 @@ def naming_by_spec(rule: Rule) -> Rule:
 # Abstract evaluation -------------------------------------------------------------------------------------------
 
 
-def _output_varying(
-    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
-) -> frozenset[str]:
+def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
     """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
@@ -256,61 +236,32 @@ def _output_varying(
     return frozenset(product)
 
 
-def _output_aval(
-    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
-) -> jax.core.ShapedArray:
+def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
+    varying = _output_varying(spec, a, b, extra)
     found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
-    return jax_compat.with_shape(a, found.d, spec.out_dtype, _output_varying(spec, a, b, extra))
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, varying)
 
 
-def matmul_abstract_eval(
-    a: jax.core.ShapedArray, b: jax.core.ShapedArray, *extra: jax.core.ShapedArray, spec: MatmulSpec
-) -> list[jax.core.ShapedArray]:
+def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
     # Block scales vary as their operands do.
     named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
-    return [_result_aval(name, spec, a, b, d) for name in spec.output_names]
+    return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
-def _result_aval(
-    name: str, spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, d: jax.core.ShapedArray
-) -> jax.core.ShapedArray:
-    """The type of d, or of a result beside it."""
-    varying = d.manual_axis_type.varying
-    if name in AMAXES:
-        return jax_compat.with_shape(d, (), jnp.float32, varying)
-    if name == "gelu_aux":
-        return jax_compat.with_shape(d, d.shape, aux_dtype(spec), varying)
-    if name == "d_out_scale":
-        blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
-        return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
-    if name == "d":
-        return d
-    if name == "relu_aux":
-        return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
-    # Bias gradients: complete, so the same on all ranks that share what is summed.
-    shared = frozenset(spec.contraction.sharded("b", "k") if name == "bgradb" else spec.contraction.sharded("d", "m"))
-    if name == "bgrada":
-        shape = (extents(spec, a.shape, b.shape).m,)
-        varying, shared = a.manual_axis_type.varying, frozenset(spec.group.axes)
-    else:
-        shape = (d.shape[1],)
-        varying = b.manual_axis_type.varying if name == "bgradb" else varying
-    return jax_compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
+def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval:
+    """The type of a result beside d; bias gradients are complete, so the same on all ranks that share a sum."""
+    found = result_type(name, spec, extents(spec, a.shape, b.shape))
+    axes, of = spec.contraction.sharded, bias_grad.summed(name)
+    shared = {"a": spec.group.axes, "b": axes("b", "k"), "d": axes("d", "m"), "": ()}[of]
+    varying = {"a": a, "b": b}.get(of, d).manual_axis_type.varying - frozenset(shared)
+    return jax_compat.with_shape(d, found.shape, found.dtype, varying)
 
 
-def activation_grad_abstract_eval(
-    aux: jax.core.ShapedArray, t: jax.core.ShapedArray, *, activation: str, spec: MatmulSpec | None
-) -> jax.core.ShapedArray:
-    return t
-
-
-def activated_matmul_abstract_eval(
-    t: jax.core.ShapedArray, *rest: jax.core.ShapedArray, spec: MatmulSpec, activation: str
-) -> jax.core.ShapedArray:
+def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activation: str) -> Aval:
     return _output_aval(spec, t, rest[-1])
 
 

@@ -31,10 +31,11 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activation_grad, bind, completes_sums, summed_over
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Aval, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator, axes_text
+from jaxmp._src.spec.extents import axes_text
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
@@ -124,7 +125,7 @@ def cotangents_of_b_and_bias(
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
-def cotangent_of_bias(ct: jax.Array, bias: jax.core.ShapedArray, spec: MatmulSpec) -> jax.Array:
+def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
     """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
@@ -150,11 +151,6 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
 
 def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
     """All-gather of `x` over the group, under a name that `explain` finds."""
-    if x.size == 0:  # XLA gathers nothing that is empty
-        axes = jax_compat.varying_axes(x)
-        axes = axes | set(spec.group.row_axes) if to == "varying" and spec.is_typed else axes - set(spec.group.row_axes)
-        shape = (extent * (spec.group.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
-        return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 

@@ -33,7 +33,8 @@ ABI_VERSION = 15
 _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
-_has_barrier = False
+# Whether this process watches others, and is watched.
+has_barrier = False
 _shared_processes: frozenset[int] = frozenset()
 _timeout: float | None = None  # of `jaxmp.distributed.initialize`, where it was given one
 _why_no_cublasmp: str | None = None
@@ -173,17 +174,17 @@ def set_gpu_timeout(seconds: float | None) -> None:
 
 def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
-    global _has_barrier
+    global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout, interrupts)
-    _has_barrier = True
+    has_barrier = True
 
 
 def stop_barrier() -> None:
     """Close the sockets; calls that still wait fail."""
-    global _has_barrier, _shared_processes
+    global has_barrier, _shared_processes
     extension().stop_barrier()
-    _has_barrier, _shared_processes = False, frozenset()
+    has_barrier, _shared_processes = False, frozenset()
 
 
 def own_arena() -> str:
@@ -227,11 +228,6 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
             f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
             f"another program ({error})"
         ) from error
-
-
-def has_barrier() -> bool:
-    """Whether this process watches others, and is watched."""
-    return _has_barrier
 
 
 def plan_cache_info() -> dict[str, int]:

@@ -13,6 +13,10 @@ import numpy as np
 from jax.interpreters import ad
 
 Shape = tuple[int, ...]
+# The type of what is traced.
+Aval = jax.core.ShapedArray
+# Operands or results of a call by name.
+Operands = dict[str, jax.Array]
 
 # What rules of differentiation take: tangents and cotangents may be symbolic zeros, and in a transposition the operands
 # whose cotangents are asked for have no value.

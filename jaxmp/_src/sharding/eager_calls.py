@@ -62,7 +62,7 @@ def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry |
         else:
             return None
     alpha, beta, scaling, comm = request.alpha, request.beta, request.scaling, request.comm
-    if not types or type(alpha) not in _PLAIN or type(beta) not in _PLAIN or native.has_barrier():
+    if not types or type(alpha) not in _PLAIN or type(beta) not in _PLAIN or native.has_barrier:
         return None
     if scaling is not None and jax.tree.leaves(scaling):
         return None
@@ -85,7 +85,7 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
     """As `find`, for a contraction; None also for operands of several devices, and where anybody speaks of a mesh."""
-    if native.has_barrier() or not is_on_one_device(request, operands):
+    if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
 

@@ -49,15 +49,14 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The products of two layers: their specs, operands by name, plans and, of global arrays, calls; where XLA
-    partitions only the call of the first, and no plan."""
+    """The products of two layers: their specs, operands by name, calls and plans; where XLA partitions only the call of
+    the first, and no plan."""
 
     mode: meshes.Mode
     specs: tuple[MatmulSpec, MatmulSpec]
     operands: tuple[dict[str, Any], dict[str, Any]]
+    calls: tuple[sharded_call.Call, ...]
     plans: tuple[Contraction, ...] = ()
-    calls: tuple[sharded_call.ShardedCall, ...] = ()
-    first: sharded_call.Call | None = None
 
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
@@ -78,18 +77,20 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     groups = groups_on_axes(axis_name)
     with one.naming():
         spec, operands, shape = validated_layer(first, groups[0])
-        h = jax.ShapeDtypeStruct(shape, _promoted(spec.out_dtype, w_out))
+        # In the type in which the second layer takes it; what is no array is refused later, by name.
+        h = jax.ShapeDtypeStruct(shape, jnp.promote_types(spec.out_dtype, getattr(w_out, "dtype", spec.out_dtype)))
     with other.naming():
         next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
     specs, both = (spec, next_spec), (operands, next_operands)
     with one.naming():
         placement = meshes.place(first._replace(in_shardings=None if ins is None else tuple(ins)[:2]), h.shape)
         if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-            return Layers(placement.mode, specs, both, first=sharded_call.make_call(spec, placement, operands))
+            return Layers(placement.mode, specs, both, (sharded_call.make_call(spec, placement, operands),))
     if placement.mode == meshes.Mode.MANUAL:
         spec, next_spec = specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
         plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in specs)
-        return Layers(placement.mode, specs, both, plans)
+        calls = tuple(sharded_call.ManualCall(s, x.ndim - 2) for s in specs)
+        return Layers(placement.mode, specs, both, calls, plans)
     placement = _with_hidden(one, placement)
     with one.naming():
         call = sharded_call.planned_call(spec, placement, operands)
@@ -100,17 +101,14 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         second = second._replace(a=a, b=b, in_shardings=where, mesh=placement.mesh)
         placement = meshes.place(second, shape)
         next_call = sharded_call.planned_call(next_spec, placement, next_operands)
-    calls = call, next_call
-    return Layers(placement.mode, (call.spec, next_call.spec), both, (call.plan, next_call.plan), calls)
+    plans = call.plan, next_call.plan
+    return Layers(placement.mode, (call.spec, next_call.spec), both, (call, next_call), plans)
 
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
-    if axis_name is None:
-        return Group(), Group()
-    first, second = (
-        sharded_call.group_on_axes(pattern, axis_name) for pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
-    )
+    patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
+    first, second = (Group() if axis_name is None else sharded_call.group_on_axes(p, axis_name) for p in patterns)
     return first, second
 
 
@@ -121,20 +119,15 @@ def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[st
     return spec, operands | {"a": a, "b": b}, shape
 
 
-def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
-    """The type in which the second layer takes the hidden one; what is no array is refused later, by name."""
-    return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
-
-
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
     """Where the hidden layer goes: by default it keeps the columns of w_in and the other axes of x's rows."""
-    if placement.out is not None:
+    a, b, out = placement.lie
+    if out is not None:
         return placement
-    if placement.a[-1] and placement.b[0]:
+    if a[-1] and b[0]:
         raise InvalidValue(
-            f"the contraction of x @ {label.b} is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
-            f"{label.b}, so the sharding of its result is ambiguous; pass hidden_sharding"
+            f"the contraction of x @ {label.b} is sharded over {a[-1]} in x and {b[0]} in {label.b}, so the sharding "
+            "of its result is ambiguous; pass hidden_sharding"
         )
-    cols = placement.b[1]
-    rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
-    return dataclasses.replace(placement, out=(*rows, cols))
+    rows = tuple(tuple(axis for axis in dim if axis not in b[1]) for dim in a[:-1])
+    return dataclasses.replace(placement, lie=(a, b, (*rows, b[1])))

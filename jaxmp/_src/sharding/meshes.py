@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import moves
-from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import options
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -31,17 +31,15 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored.
-    For XLA `why`, and the sharding that the result is to have on explicit axes; the one on automatic axes is a
-    `constraint`. `shape` is that of the result."""
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and how a, b and the result lie, as
+    stored; None is what follows from the others. For XLA `why`, and the sharding that the result is to have on explicit
+    axes; the one on automatic axes is a `constraint`. `shape` is that of the result."""
 
     mode: Mode
     shape: Shape
     mesh: Any = None
     is_explicit: bool = False
-    a: Dims = ()
-    b: Dims = ()
-    out: Dims | None = None
+    lie: tuple[Dims, Dims, Dims | None] = ((), (), None)
     constraint: NamedSharding | None = None
     why: str = ""
     out_sharding: NamedSharding | None = None
@@ -50,29 +48,19 @@ class Placement:
     def axes(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 
-    def given(self, product: Contraction, shapes: tuple[Shape, Shape]) -> Contraction:
-        """A product of arrays of these shapes as they and its result lie; axes have to divide them."""
-        out = shardings.default_result(product, self.a, self.b) if self.out is None else self.out
-        layout = Layout(self.a, self.b, out)
-        for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, (*shapes, self.shape), strict=True):
-            shardings.check_dims(argument, dims, shape, self.mesh.shape)
-        return product.replace(layout)
-
 
 def partition_spec(dims: Dims) -> P:
     """The inverse of `shardings.to_dims`."""
     return P(*(dim or None for dim in dims))
 
 
-def constrained(outputs: dict[str, jax.Array], sharding: NamedSharding | None) -> dict[str, jax.Array]:
+def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
     """The results of a call with a constraint on d, if there is one."""
     return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """A global array that is sharded as `have`, sharded as `want`."""
-    if have == want:
-        return x
     dims = [shardings.as_dims("an array", spec, x.ndim) for spec in (have, want)]
     for step in moves.steps(*dims):
         spec = partition_spec(step)
@@ -92,16 +80,6 @@ def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
 
 
-def check_all_manual(mesh: AbstractMesh) -> None:
-    """Raise ValueError where shards are named but only some axes of the mesh are manual."""
-    if rest := free_axes(mesh):
-        raise InvalidValue(
-            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
-            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
-            "or use jaxmp.matmul, which XLA then partitions"
-        )
-
-
 def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
     """Raise ValueError for axes that the mesh does not have, or that are named twice."""
     for axis in axes:
@@ -113,16 +91,10 @@ def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
 
 def place(request: Request, out_shape: Shape) -> Placement:
     """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
-    a, b, mesh, out_sharding, in_shardings = (
-        request.a,
-        request.b,
-        request.mesh,
-        request.out_sharding,
-        request.in_shardings,
-    )
+    a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
-        if in_shardings is not None:
+        if request.in_shardings is not None:
             raise InvalidValue(
                 f"in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
                 "only, where XLA partitions the product; drop them, or use jax.lax.with_sharding_constraint"
@@ -140,7 +112,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
         return Placement(Mode.MANUAL, out_shape, manual)
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if in_shardings is not None:
+    if request.in_shardings is not None:
         return _from_in_shardings(request, out_shape)
     mixed = _mixed_mesh(request)
     if mixed is not None:
@@ -181,26 +153,25 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("out_sharding", out_sharding, mesh)
-    if is_partial(out_sharding):  # JAX checks it
-        spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-        abstract = getattr(mesh, "abstract_mesh", mesh)
-        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
-    spec = _spec("out_sharding", out_sharding)
-    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    named = {kinds[axis] for dim in dims for axis in dim}
-    if AxisType.Manual in named:
-        raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
-    shardings.check_dims("the result", dims, out_shape, mesh.shape)
-    abstract = getattr(mesh, "abstract_mesh", mesh)
-    if AxisType.Auto not in named:
-        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
-    if AxisType.Explicit in named:
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    named: set[AxisType] = set()
+    if not is_partial(out_sharding):  # which JAX checks
+        spec = _spec("out_sharding", out_sharding)
+        dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        named = {kinds[axis] for dim in dims for axis in dim}
+        if AxisType.Manual in named:
+            raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+        shardings.check_dims("the result", dims, out_shape, mesh.shape)
+    if {AxisType.Auto, AxisType.Explicit} <= named:
         raise InvalidValue(
             f"out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
             "with_sharding_constraint takes the others)"
         )
-    return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=NamedSharding(abstract, spec))
+    where = NamedSharding(getattr(mesh, "abstract_mesh", mesh), spec)
+    if AxisType.Auto in named:
+        return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=where)
+    return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=where)
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
@@ -249,7 +220,7 @@ def _sharded(
     _check_mesh("out_sharding", out_sharding, mesh)
     asked = None if out_sharding is None else _spec("out_sharding", out_sharding)
     out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
-    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, *dims, out)
+    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out))
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:

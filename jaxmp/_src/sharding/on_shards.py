@@ -14,10 +14,9 @@ from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.contraction.moves import Gather
 from jaxmp._src.primitive.primitives import dots_saveable
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.shard_local import gathered
-
-Operands = dict[str, jax.Array]
 
 
 class Entry(NamedTuple):
@@ -45,13 +44,6 @@ class Frame:
     def out_spec(self) -> P:
         """The sharding in which d leaves."""
         return dict(self.outs)["d"]
-
-    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """The results with d in the sharding that it is to have."""
-        if self.asked is None:
-            return results
-        d = meshes.reshard(results["d"], self.mesh, self.out_spec, self.asked, is_explicit=self.is_explicit)
-        return results | {"d": d}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -90,12 +82,19 @@ def on_shards(
     placed = {}
     for name, x in operands.items():
         entry = entries[name]
-        have = meshes.type_spec(x) if frame.is_explicit else entry.spec if entry.have is None else entry.have
-        placed[name] = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
+        have = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have
+        if have is not None and have != entry.spec:
+            have = meshes.type_spec(x) if frame.is_explicit else have
+            x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
+        placed[name] = x
     specs = {name: entry.spec for name, entry in entries.items()}
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
     run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
-    return frame.finish(run(placed))
+    results: dict[str, Any] = run(placed)
+    if frame.asked is None:
+        return results
+    d = meshes.reshard(results["d"], frame.mesh, frame.out_spec, frame.asked, is_explicit=frame.is_explicit)
+    return results | {"d": d}
 
 
 def on_gathered(

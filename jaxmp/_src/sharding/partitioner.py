@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,21 +31,23 @@ from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
-from jaxmp._src.lowering import grouped, rules
-from jaxmp._src.lowering.resolve import resolve
+from jaxmp._src.lowering import grouped
+from jaxmp._src.lowering.forms import resolve
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, global_amax, matmul_p
+from jaxmp._src.primitive.primitives import activation_grad, bind_operands, by_settled, matmul_p
 from jaxmp._src.runtime import native
 from jaxmp._src.sharding import ragged, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
+from jaxmp._src.spec.extents import spans
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import MatmulSpec, spans
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
+from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 TARGET = "jaxmp_partitioned_matmul"
 
@@ -87,12 +89,13 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    names, where = ("a", "b", *spec.operand_names), (results[0].shape, mesh.shape)
+    names, where = spec.names, (results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan, local = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
+    plan = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
+    local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items()))))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
-        return _global_results(local, bind_plan(plan, local, dict(zip(names, shards, strict=True))))
+        return tuple(bind_plan(plan, local, dict(zip(names, shards, strict=True))).values())
 
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
@@ -104,8 +107,8 @@ def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: 
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
     _check_whole(args)
 
-    def body(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Sequence[jax.Array]:
-        return _global_results(spec, bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))))
+    def body(*operands: jax.Array) -> Sequence[jax.Array]:
+        return bind_operands(spec, *operands)
 
     whole = NamedSharding(mesh, P())
     return _observed(body), [whole] * len(args), [whole] * len(results)
@@ -139,7 +142,8 @@ def _proposed(x: Global, mesh: Mesh) -> Dims | None:
     if sharding is None:
         return None
     found = to_dims("operand", sharding.spec, len(x.shape), mesh.axis_names)
-    return tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True))
+    pairs = zip(found, x.shape, strict=True)
+    return tuple(() if extent % size_of(mesh.shape, dim) else dim for dim, extent in pairs)
 
 
 def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
@@ -156,24 +160,14 @@ def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequenc
     return on_shards
 
 
-def _global_results(spec: MatmulSpec, outputs: dict[str, jax.Array]) -> Sequence[jax.Array]:
-    """The results in their order, with the largest absolute values over all devices."""
-    return tuple(global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh)).values())
-
-
-def _dividing(dim: Dim, extent: int, mesh: Mapping[str, int]) -> Dim:
-    """The axes of a dimension, or none if they do not divide its extent."""
-    return dim if extent % size_of(mesh, dim) == 0 else ()
-
-
-def _sharding_rule(spec: MatmulSpec) -> str:
+def sharding_rule_of(spec: MatmulSpec) -> str:
     blocks = map("b{}".format, itertools.count())
 
     def factors(name: str) -> str:
         # A dimension of blocks has an extent of its own, so no sharding can be propagated into it.
         return " ".join(span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
 
-    operands = [factors(name) for name in ("a", "b", *spec.operand_names)]
+    operands = [factors(name) for name in spec.names]
     results = [factors(name) for name in spec.output_names]
     return ", ".join(_led(spec, operands)) + " -> " + ", ".join(results)
 
@@ -196,22 +190,14 @@ def _place(
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
-def matmul_rule(platform: str) -> LoweringRule:
-    """The lowering of a product. Unsettled, one of global arrays becomes a call that XLA partitions."""
-    return _rule(rules.matmul_rule(platform), _sharding_rule)
+def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
+    """The lowering of a primitive that has one of shards; of global arrays, unsettled, a call that XLA partitions."""
 
-
-def activation_grad_rule(platform: str) -> LoweringRule:
-    """As `matmul_rule`."""
-    return _rule(rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n")
-
-
-def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
-        types = jax_lowering.operand_types(ctx)
+        types: Any = ctx.avals_in
         if spec.is_batch or _is_symbolic(types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
@@ -236,12 +222,12 @@ def grouped_rule(platform: str) -> LoweringRule:
     on_shards = grouped.grouped_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
-        types = jax_lowering.operand_types(ctx)
+        types: Any = ctx.avals_in
         is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or _is_symbolic(types)
         is_known = jax_lowering.global_mesh(ctx) is not None and not jax_lowering.partitions_without_shardy(ctx)
         if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla or not is_known:
             return on_shards(ctx, *nodes, spec=spec)
-        indices = ragged.indices_of(spec, [x.shape for x in (*types, *jax_lowering.result_types(ctx))])
+        indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
         units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
         *operands, result = (" ".join(next(units) if i == "u" else i for i in text) for text in indices)
         sharding_rule = f"{', '.join(operands)} -> {result}"
@@ -270,7 +256,7 @@ def _lower(
         "mesh": [] if mesh is None else list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
-    if native.has_barrier():  # processes tell the calls of a program apart
+    if native.has_barrier:  # processes tell the calls of a program apart
         described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
         described["program"] = jax_lowering.program_name(ctx)
         described["is_in_body"] = jax_lowering.is_in_body()
@@ -286,7 +272,11 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     """A call of this description on one device's shards."""
     described = json.loads(text)
     call, platform = described["call"], described["platform"]
-    mesh = _mesh(described["mesh"], described.get("devices"), platform)
+    names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
+    mesh: Mesh = jax.sharding.AbstractMesh(sizes, names)
+    if "devices" in described:
+        devices = {device.id: device for device in jax.devices(platform)}
+        mesh = jax.sharding.Mesh(np.array([devices[id] for id in described["devices"]]).reshape(sizes), names)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     if "grouped" in call:
         groups = from_fields(GroupedSpec, call["grouped"])
@@ -297,15 +287,6 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
         with naming(spec.function):
             placed = _place(spec, call.get("activation"), mesh, operands, results)
     return OnShards(*placed, mesh, platform, described["x64"], name, described.get("is_in_body", False))
-
-
-def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:
-    """The mesh of these axes; of devices where they are said."""
-    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
-    if ids is None:
-        return jax.sharding.AbstractMesh(sizes, names)
-    devices = {device.id: device for device in jax.devices(platform)}
-    return jax.sharding.Mesh(np.array([devices[id] for id in ids]).reshape(sizes), names)
 
 
 jax_partitioner.register_partitioner(TARGET, _partition)

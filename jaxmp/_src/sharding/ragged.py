@@ -26,9 +26,9 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped, sizes_p
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import meshes
-from jaxmp._src.sharding.on_shards import Entry, Frame, Operands, on_shards
+from jaxmp._src.sharding.on_shards import Entry, Frame, on_shards
 from jaxmp._src.spec.matmul_spec import accumulator
 
 _CALLER = "ragged_dot"
@@ -251,7 +251,7 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
     axes = tuple(mesh.shape.items())
-    is_near = not process_barrier.why_apart(axes, groups, known) or process_barrier.may_exchange(axes, known)
+    is_near = not process_barrier.why_apart(axes, groups, lambda: known) or process_barrier.may_exchange(axes, known)
     return groups if is_host and is_near else ()
 
 

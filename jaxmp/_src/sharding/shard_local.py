@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.contraction.contraction import Contraction, Dim
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
-from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
+from jaxmp._src.runtime.types import Operands
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.extents import axes_text
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
 
 
-def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
@@ -35,24 +35,28 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if plan.is_transposed:
-        return _bind_transposed(plan, spec, operands)
-    outputs = bind_shards(spec, plan.dimension, operands)
-    if not spec.rule.gradient:
-        return outputs
-    return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))
+        outputs = _bind_transposed(plan, spec, operands)
+    else:
+        outputs = bind_shards(spec, plan.dimension, operands)
+        if spec.rule.gradient:
+            outputs = _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))
+    if spec.scales.amax_d or spec.scales.amax_aux:
+        return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))
+    return outputs
 
 
-def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
-    a, b = operands["a"], operands["b"]
-    rows, a, is_transposed = _flat_rows(spec, a)
+    a, b, is_transposed = operands["a"], operands["b"], spec.transpose_a and operands["a"].ndim == 2
+    rows = a.shape[1:] if is_transposed else a.shape[:-1]
+    if a.ndim > 2:
+        a = a.swapaxes(-1, -2) if spec.transpose_a else a
+        rows = a.shape[:-1]
+        a = fold_rows(a, len(rows), 0, 1)
     is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
     accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
-    transposed = spec.bilinear(
-        transpose_a=not spec.transpose_b,
-        transpose_b=not is_transposed,
-        conjugate_a=spec.conjugate_b,
-        conjugate_b=spec.conjugate_a,
+    swapped = spec.replace(transpose_a=is_transposed).swapped()
+    transposed = swapped.bilinear(
         out_dtype=spec.out_dtype if is_plain else accumulated,  # cotangents have this type too
         is_typed=jax_compat.is_vma_checked(),
         epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
@@ -61,7 +65,9 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
     )
     extra = {}
     for name in transposed.operand_names:
-        extra[name] = operands["scale_b"] if name == "scale_a" else fold_scale(spec, operands["scale_a"])
+        extra[name] = operands["scale_b"] if name == "scale_a" else operands["scale_a"]
+    if not low_precision.is_of_tensor(spec.scales.a):
+        extra["scale_b"] = fold_rows(extra["scale_b"], len(rows), 0, 1)
     z, *gradient = bind(fit_comm_options(transposed), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
@@ -70,12 +76,12 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
     return _sum_over_data(spec, outputs, sum(plan.layout.d[:-1], ()))
 
 
-def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
+def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
-            f"has no epilog {spec.epilog.name} on rows that are sharded over {matmul_spec.axes_text(axes)} beside the "
+            f"has no epilog {spec.epilog.name} on rows that are sharded over {axes_text(axes)} beside the "
             f"call, for XLA would complete {names[0]}",
             "take the gradient of a bias",
         )
@@ -93,7 +99,7 @@ def _untransposed(
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
     """
-    why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
+    why = f"where columns of the result are gathered or scattered over {axes_text(plan.row_axes)}"
     if spec.rule.gradient:
         raise spec.level.refusal(f"has no epilog {spec.epilog.name} {why}", "take another out_sharding")
     check_gathered_scales(spec, why)
@@ -103,17 +109,8 @@ def _untransposed(
             b = gathered(plan.row_axes, b, n, spec.source_line)
         else:
             a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
-            b = _exchange(plan, b, n, k, spec.source_line)
+            b = collectives.all_to_all(b, plan.row_axes, n, k, source_line=spec.source_line)
     return plan.local(), spec.ungrouped(), a, b
-
-
-def _exchange(plan: Contraction, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
-    """`x` sharded over the group along dimension `split` instead of `joined`."""
-    if x.size == 0:  # as in _gather
-        p, shape = lax.axis_size(plan.row_axes), list(x.shape)
-        shape[split], shape[joined] = shape[split] // p, shape[joined] * p
-        return jnp.zeros(shape, x.dtype)
-    return collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line)
 
 
 def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
@@ -133,40 +130,21 @@ def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str 
     """The gather of an operand that the shardings force."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x
-    if x.size == 0:  # XLA gathers nothing that is empty
-        shape = list(x.shape)
-        shape[dimension] *= lax.axis_size(axes)
-        kept = jax_compat.varying_axes(x) if to == "varying" else jax_compat.varying_axes(x) - frozenset(axes)
-        return collectives.cast_varying(jnp.zeros(shape, x.dtype), kept)
     with jax.named_scope("jaxmp_all_gather"):
         return collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line)
 
 
-def _flat_rows(spec: MatmulSpec, a: jax.Array) -> tuple[Shape, jax.Array, bool]:
-    """(row extents, a as a matrix, whether it is stored transposed); leading dimensions fold into rows."""
-    if a.ndim == 2:
-        return (a.shape[1 if spec.transpose_a else 0],), a, spec.transpose_a
-    if spec.transpose_a:
-        a = a.swapaxes(-1, -2)
-    return a.shape[:-1], merge_rows(a), False
-
-
-def _apply_epilog(
-    z: jax.Array, operands: dict[str, jax.Array], spec: MatmulSpec, rows: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:
     """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
 
     A bias gradient of d is that of this device's rows.
     """
-    extra = {name: operands[name] for name in spec.operand_names}
-    folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
-    scalars = {name: operands[name] for name in spec.traced if name in operands}  # else the caller has them
-    local = spec.ungrouped()
-    outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
+    folded = {name: x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in operands.items()}
+    outputs = xla_matmul.apply_epilog(z, folded, spec.ungrouped())
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operands:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
@@ -178,24 +156,11 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]
         out = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
         plain = spec.bilinear(out_dtype=out, traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b})["d"]
-        return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
-    names = spec.operand_names
-    extra = dict(zip(names, map(operands.__getitem__, names), strict=True))
+        return _apply_epilog(fold_rows(z, z.ndim - 1, 0, 1), operands, spec.replace(alpha=1.0), z.shape[:-1])
+    operands = {name: operands[name] for name in spec.names}
     if a.ndim == 2:
-        return bind(spec, a, b, extra)
-    if spec.transpose_a:
-        a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
-    ordered = spec.contraction.gathers or spec.contraction.scatters
-    shape, lead = a.shape[:-1], dimension if ordered else 0
-    batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-    spec = spec.reorder(outer_rows=batch) if spec.global_order else spec
-    extra = {
-        name: x.reshape(batch, math.prod(x.shape[lead:-1]), x.shape[-1]) if has_rows(name) else x
-        for name, x in extra.items()
-    }
-    if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
-        extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
-    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra)
-    if ordered:
-        shape = (*shape[:lead], matmul_spec.output_rows(spec, shape[lead]), *shape[lead + 1 :])
-    return {name: x.reshape(*shape, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
+        return bind_named(spec, operands)
+    if spec.global_order:
+        ordered = spec.contraction.gathers or spec.contraction.scatters
+        spec = spec.reorder(outer_rows=math.prod(a.shape[:dimension]) if ordered else 1)
+    return bind_rows(spec, operands, dimension)

@@ -20,11 +20,12 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import global_amax
-from jaxmp._src.runtime.types import ArrayType, Shape
+from jaxmp._src.runtime.types import ArrayType, Operands, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
-from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
+from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
+from jaxmp._src.spec.extents import SPANS, spans
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -37,12 +38,13 @@ from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 @dataclasses.dataclass(frozen=True)
 class ManualCall:
-    """A call on the shards of the enclosing shard_map."""
+    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered."""
 
     spec: MatmulSpec
+    dimension: int = 0
 
     def __call__(self, operands: Operands) -> Operands:
-        return bind_shards(self.spec, 0, operands)
+        return bind_shards(self.spec, self.dimension, operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,40 +84,35 @@ class ShardedCall:
     def __call__(self, operands: Operands) -> Operands:
         if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
             return _of_any_extent(self, operands)
-        operands = {name: operands[name] for name in ("a", "b", *self.spec.operand_names, *self.spec.traced)}
-        body: Callable[[Operands], Operands] = self.body
+        operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
+        body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
         if self.is_empty or (0 in operands["a"].shape and 0 in operands["b"].shape):
-            body, operands = _of_empty(self, operands)
+            body, operands = _of_empty(self, body, operands)
         return on_shards(self.frame, body, operands, self.spec.source_line)
-
-    def body(self, operands: Operands) -> Operands:
-        """One device's part."""
-        outputs = bind_plan(self.plan, self.spec, operands)
-        if not (self.spec.scales.amax_d or self.spec.scales.amax_aux):
-            return outputs
-        return global_amax(self.spec, outputs, tuple(axis for axis, _ in self.spec.group.mesh))
 
 
 Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
 
 # d alone, or with further results by name.
-Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
+Results = jax.Array | tuple[jax.Array, Operands]
 
 
-def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
-    """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
+def product(
+    request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
+) -> Results:
+    """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it, which is of operands `given` by name."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
-    if entry is None:
+    if entry is None or given is None:
         result = _result(jaxmp_call(call, operands))
         return result if conversion is NOTHING else conversion.of_result(result)
-    given = eager_calls.operands_of(request)
-    types = tuple((key, operands[key].dtype) for key in given)
+    types = tuple((name, operands[name].dtype) for name in given)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
-    kept = functools.partial(_traced, call, conversion, types) if is_traced else _compiled(call, conversion, types)
-    entry.append(kept)
-    return kept(*given.values())
+    kept = functools.partial(jaxmp_call, call)
+    run = _taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
+    entry.append(run)
+    return run(*given.values())
 
 
 def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
@@ -136,7 +133,7 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     return result
 
 
-def _result(outputs: dict[str, jax.Array]) -> Results:
+def _result(outputs: Operands) -> Results:
     """What the user gets: d, or (d, {name: further result})."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
@@ -150,7 +147,12 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
             "works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
             "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
         )
-    meshes.check_all_manual(mesh)
+    if rest := meshes.free_axes(mesh):
+        raise InvalidValue(
+            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
+            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
+            "or use jaxmp.matmul, which XLA then partitions"
+        )
     row_axes: tuple[str, ...] = _as_axes(axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
@@ -176,7 +178,7 @@ def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands)
         return XlaCall(spec, placement.constraint, placement.out_sharding)
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
-        if placement.mode == meshes.Mode.MANUAL and spec.asks_all_reduce:
+        if placement.mode == meshes.Mode.MANUAL:
             spec = check_all_reduce(spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
@@ -192,8 +194,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
-        f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else "",
-        str(spec.level) if spec.fixed_reduction_order else "",
+        spec.asked_of_library,
         f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
         f"{blocks[0]}" if blocks else "",
     )
@@ -206,24 +207,25 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 
 def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
     """`make_call` for global arrays."""
-    sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
-    shape = placement.shape
-    flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
-    given = placement.given(contraction.of_matrices(a.ndim, **flags), (a.shape, b.shape))
-    plan, spec = planned(spec.replace(is_typed=True), given, (a, b), shape, sizes)
+    mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
+    product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
+    shapes = a.shape, b.shape, shape
+    given = shardings.lying(product, placement.lie, shapes, mesh.shape)
+    plan = planned(spec, given, (a, b), shape, mesh.shape)
+    spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
+    spec = check_all_reduce(spec) if spec.asks_all_reduce else spec
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
     for operand, dims in beside:
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(argument, dims, operands[operand].shape, sizes)
+            shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
     results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
-    gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
-    frame = frame_of(where, given.layout, plan, beside, results, gathers_inside=gathers_inside)
-    columns = shape[-1] // spec.group.size(plan.layout.d[-1])
-    if "relu_aux" in spec.operand_names:
+    gathers_inside = not spec.fixed_reduction_order
+    frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
+    if "relu_aux" in spec.operand_names or spec.comm != CommOptions():
+        columns = shape[-1] // spec.group.size(plan.layout.d[-1])
         check_relu_aux(operands, spec, shape[-1], columns)
-    if spec.comm != CommOptions():
         check_comm_options(spec, columns)
     return ShardedCall(spec, plan, frame, 0 in shape)
 
@@ -236,22 +238,20 @@ def planned(
     mesh: Mapping[str, int],
     *,
     shares_columns: bool = True,
-) -> tuple[Contraction, MatmulSpec]:
-    """The plan of a product of a and b, and the spec of its call; `shares_columns` as in `planner.Terms`."""
+) -> Contraction:
+    """The plan of a product of a and b; `shares_columns` as in `planner.Terms`."""
     (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
 
     def terms() -> planner.Terms:
         of_sums = matmul_spec.accumulator(operand).itemsize
         itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
-        keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
     # Along k no operand is gathered whose gradient is to be a sum in a fixed order.
     gathers_k = not (spec.fixed_reduction_order or low_precision.is_low_precision(operand))
-    plan = planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
-    spec = spec.replace(group=Group.of(plan, tuple(mesh.items())))
-    return plan, check_all_reduce(spec) if spec.asks_all_reduce else spec
+    return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
@@ -259,7 +259,7 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
-    found = matmul_spec.spans(spec, name)
+    found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
         return operand[: len(operand) - 2 + len(found)] if found else ()
@@ -272,40 +272,37 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def jaxmp_call(call: Call, operands: Operands) -> Operands:
     """The results of a call by name."""
     return call(operands)
 
 
-def _traced(
-    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], *operands: jax.Array
-) -> Results:
-    """The result of a call of operands in this order, which are cast to these types as `validated` casts them."""
-    named = {}
-    for (name, dtype), given in zip(types, operands, strict=True):
-        x = conversion.of(name, given)
-        named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
-    result: Results = conversion.of_result(_result(jaxmp_call(call, named)))
-    return result
+def _taking(
+    run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
+) -> Callable[..., Results]:
+    """A call as a function of operands in this order, which are cast to these types as `validated` casts them."""
+
+    def jaxmp_call(*operands: jax.Array) -> Results:
+        named = {}
+        for (name, dtype), x in zip(types, operands, strict=True):
+            x = x if conversion is NOTHING else conversion.of(name, x)
+            named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
+        result = _result(run(named))
+        return result if conversion is NOTHING else conversion.of_result(result)
+
+    return jaxmp_call
 
 
 @functools.lru_cache(eager_calls.CAPACITY)
 def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
-    """A call as a function of operands in this order, which are cast to these types.
-
-    Without jaxmp_call's static argument, which JAX would hash and compare at every call.
-    """
-
-    def jaxmp_call(*operands: jax.Array) -> Results:
-        named = ((name, dtype, conversion.of(name, x)) for (name, dtype), x in zip(types, operands, strict=True))
-        result: Results = conversion.of_result(_result(call({k: x.astype(t) for k, t, x in named})))
-        return result
-
-    return jax.jit(jaxmp_call)
+    """The same, compiled: without jaxmp_call's static argument, which JAX would hash and compare at every call."""
+    return jax.jit(_taking(call, conversion, types))
 
 
-def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands], Operands], Operands]:
-    """The body of a call with an empty d, or with nothing to contract, and its operands.
+def _of_empty(
+    call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
+) -> tuple[Callable[[Operands], Operands], Operands]:
+    """The body of a call with an empty d, or with nothing to contract, and its operands; `run` is that of another.
 
     XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so an empty a
     or b is made in it. An empty d, without sums of operands beside it, depends on none of them.
@@ -319,24 +316,24 @@ def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands
         return cast_varying(jnp.zeros(shape, x.dtype), sum(dims, ()))
 
     def body(rest: Operands) -> Operands:
-        nothing = {name: made(name, x) for name, x in empty.items()}
+        operands = rest | {name: made(name, x) for name, x in empty.items()}
         if call.is_empty:
-            types = jax.eval_shape(call.body, rest | nothing)
+            types = jax.eval_shape(run, operands)
             if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
                 return {name: jnp.zeros(x.shape, x.dtype) for name, x in types.items()}
-        return call.body(rest | nothing)
+        return run(operands)
 
     rest = {name: x for name, x in operands.items() if name not in empty}
     return body, rest | {"scalar": jnp.zeros(())}
 
 
-def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
     product = functools.partial(bind_shards, fit_comm_options(call.spec.local()).unsettled(), 0)
     if call.frame.is_explicit:
-        outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
+        outputs: Operands = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:
         outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
     return outputs

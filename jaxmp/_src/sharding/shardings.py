@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jaxmp._src.contraction.contraction import Contraction, Dim, Dims
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec.matmul_spec import axes_text
+from jaxmp._src.spec.extents import axes_text
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 
@@ -64,7 +64,18 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
             )
 
 
-def default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
+def lying(
+    product: Contraction, lie: tuple[Dims, Dims, Dims | None], shapes: Sequence[Shape], mesh: Mapping[str, int]
+) -> Contraction:
+    """A product as a, b and its result lie, by default as `lax.dot_general` has it; axes have to divide the shapes."""
+    a, b, out = lie
+    layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
+    for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
+        check_dims(argument, dims, shape, mesh)
+    return product.replace(layout)
+
+
+def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
     """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the batch and the free
     dimensions of a and b, which lie so. Raises ValueError where the result is ambiguous."""
     of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))

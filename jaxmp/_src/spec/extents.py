@@ -6,10 +6,13 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
+import numpy as np
+
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.process_grid import Distributed
+from jaxmp._src.spec.process_grid import Distributed, relu_aux_bytes
 from jaxmp._src.spec.refusal import InvalidValue
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
     if name not in ("scale_a", "scale_b"):
         return SPANS.get(name, ())
     mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
-    if mode in (low_precision.NONE, low_precision.SCALAR):
+    if low_precision.is_of_tensor(mode):
         return ()
     if mode == low_precision.OUTER_VEC:
         return (Span(outer),)
@@ -117,6 +120,26 @@ def output_rows(spec: MatmulSpec, rows: int) -> int:
 def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
     """Shape of d from `a`, whose leading dimensions d has too, and `b`."""
     return (*a.shape[:-2], *extents(spec, a.shape[-2:], b.shape).d)
+
+
+AMAXES = ("amax_d", "gelu_aux_amax")
+
+
+def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of d, or of a result beside it."""
+    rows, cols = found.d
+    if name in AMAXES:
+        return jax.ShapeDtypeStruct((), np.float32)
+    if name == "relu_aux":
+        return jax.ShapeDtypeStruct((rows, relu_aux_bytes(cols)), np.uint8)
+    if name == "gelu_aux":
+        return jax.ShapeDtypeStruct(found.d, spec.aux_dtype or spec.out_dtype)
+    if name == "d_out_scale":
+        mode = spec.scales.d_out
+        return jax.ShapeDtypeStruct((rows, cols // low_precision.BLOCK[mode]), low_precision.scale_dtype(mode))
+    if name == "d":
+        return jax.ShapeDtypeStruct(found.d, spec.out_dtype)
+    return jax.ShapeDtypeStruct((found.m if name == "bgrada" else cols,), spec.out_dtype)  # the sums are complete
 
 
 def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:

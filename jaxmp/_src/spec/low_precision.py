@@ -114,6 +114,11 @@ def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
     return np.dtype(a).name in NARROW and np.dtype(b).name in WIDE
 
 
+def is_of_tensor(mode: str) -> bool:
+    """Whether there is at most one scale, for the whole operand."""
+    return mode in (NONE, SCALAR)
+
+
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands of a mixed pair in its wide type, for what takes no such pair; others as they are."""
     wide = operand_type(a.dtype, b.dtype)

@@ -15,14 +15,6 @@ from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.contraction import Pattern as Pattern
 from jaxmp._src.spec import epilogs, levels, low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.extents import SPANS as SPANS
-from jaxmp._src.spec.extents import Extents as Extents
-from jaxmp._src.spec.extents import axes_text as axes_text
-from jaxmp._src.spec.extents import extents as extents
-from jaxmp._src.spec.extents import operations as operations
-from jaxmp._src.spec.extents import output_rows as output_rows
-from jaxmp._src.spec.extents import result_shape as result_shape
-from jaxmp._src.spec.extents import spans as spans
 from jaxmp._src.spec.levels import Level
 from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
@@ -53,6 +45,7 @@ _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "
 )
 
 
+FLAGS = ("transpose_a", "transpose_b", "conjugate_a", "conjugate_b")
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
@@ -205,6 +198,13 @@ class MatmulSpec(Parts):
         return self.level.global_order
 
     @functools.cached_property
+    def asked_of_library(self) -> str:
+        """The option that asks for a library's product, or the empty string."""
+        if self.implementation in ("host", "cublasmp"):
+            return f"implementation={self.implementation!r}"
+        return str(self.level) if self.fixed_reduction_order else ""
+
+    @functools.cached_property
     def contraction(self) -> Contraction:
         """How the axes of the group shard the stored a, b and d, which have no leading dimensions."""
         group, flags = self.group, {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
@@ -220,6 +220,11 @@ class MatmulSpec(Parts):
         """The operands after a and b, in the order of the primitive and of the custom call."""
         scales = tuple(name for name in SCALE_NAMES if self.scales.of(name) != low_precision.NONE)
         return ("c",) * self.has_c + self.rule.inputs + scales
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """All operands, in that order."""
+        return ("a", "b", *self.operand_names)
 
     @functools.cached_property
     def output_names(self) -> tuple[str, ...]:
@@ -256,9 +261,11 @@ class MatmulSpec(Parts):
         """The same product without C, epilog and scales."""
         return self.replace(**(_BILINEAR | changes))
 
-    def bare(self) -> MatmulSpec:
-        """The same for operands that are neither transposed nor conjugated."""
-        return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
+    def swapped(self, **changes: Any) -> MatmulSpec:
+        """The product of op(b)^T and op(a)^T, which is the transpose of this one."""
+        flags = {"transpose_a": not self.transpose_b, "transpose_b": not self.transpose_a}
+        flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
+        return self.replace(**flags, **changes)
 
     def ungrouped(self) -> MatmulSpec:
         """The same on each device of the mesh by itself; unsettled, it stays so."""
@@ -308,7 +315,3 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
-
-
-def aux_dtype(spec: MatmulSpec) -> np.dtype:
-    return np.dtype(spec.aux_dtype or spec.out_dtype)

@@ -85,7 +85,7 @@ def validated(
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
         operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}
-    line = f" at {jax_compat.user_line()}" if native.has_barrier() else ""
+    line = f" at {jax_compat.user_line()}" if native.has_barrier else ""
     spec = interned(
         out,
         group,
@@ -93,16 +93,18 @@ def validated(
         precision="DEFAULT" if request.precision is None else precisions.resolve(request.precision, operand, out),
         source_line=request.function + line,
     )
+    scalars = {"alpha": check_scalar("alpha", request.alpha, out)}
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
     shape = (*a.shape[:-2], *found.d)
-    c_dtype, bias_dtype = scale_checks.side_dtypes(out, c) if is_low_precision else (out, out)
-    scalars = {"alpha": check_scalar("alpha", request.alpha, out), "beta": check_c(c, request.beta, c_dtype, shape)}
+    c_dtype = bias_dtype = out
+    if is_low_precision:
+        c_dtype, bias_dtype = scale_checks.side_dtypes(out, c, (request.epilog_inputs or {}).get("bias"))
+    if c is not None or request.beta is not None:
+        scalars["beta"] = check_c(c, request.beta, c_dtype, shape)
     traced = {name: x for name, x in scalars.items() if isinstance(x, jax.Array)}
     changes = scalars | dict.fromkeys(traced, 1.0) | {"has_c": c is not None, "traced": tuple(traced)}
+    changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype} if is_low_precision else {}
     inputs: dict[str, Any] = {}
-    if is_low_precision:
-        scale_checks.check_bias((request.epilog_inputs or {}).get("bias"), bias_dtype, out)
-        changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype}
     if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
         of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)
         changes |= of_epilog
@@ -111,8 +113,7 @@ def validated(
     if traced:
         _check_traced(spec, a.dtype, is_low_precision)
     if is_low_precision:
-        scale_checks.check_transpositions(a.dtype, spec.transpose_a, spec.transpose_b)
-        scale_checks.check_epilog(spec.epilog.name, a.dtype, out)
+        scale_checks.check_stored(spec, a.dtype)
     scales: dict[str, Any] = {}
     if is_low_precision or request.scaling is not None:
         of_scales, scales = scale_checks.resolve_scales(request.scaling, a, b, spec)

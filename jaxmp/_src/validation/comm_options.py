@@ -86,7 +86,8 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
             f"comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
             f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
-    if is_settled and _answers_itself(spec):
+    # cuBLASMp is asked which algorithms it has: on all ranks alike, by the query for the workspace of a first run.
+    if is_settled and spec.implementation in (None, "cublasmp") and native.has_cuda_devices():
         return
     takes = ALGORITHMS[comm.algorithm or "default"]
     if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
@@ -101,12 +102,6 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
             f"comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
             f"communicated {dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
         )
-
-
-def _answers_itself(spec: MatmulSpec) -> bool:
-    """Whether cuBLASMp is asked which algorithms it has: on all ranks alike, by the query for the workspace of a call's
-    first run, whose answer is the error."""
-    return spec.implementation in (None, "cublasmp") and native.has_cuda_devices()
 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:

@@ -51,8 +51,12 @@ def check_epilog(
         )
     if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
         raise InvalidType(f"epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
-    if np.dtype(out).name in INTEGERS:
-        _check_epilog_of_integers(epilog, out)
+    takes = ("NONE",) if out == np.bool_ else ("NONE", "BIAS", "RELU", "RELU_BIAS")
+    if out.name in INTEGERS and epilog.name not in takes:  # others have no meaning, or use
+        raise NotAvailable(
+            f"epilog {epilog.name} is not available for a result of {out.name}; available: {', '.join(takes)}. "
+            "Convert an operand, for example with .astype(jnp.float32)"
+        )
     _check_summed_operand(spec, epilog, request.a.ndim)
     checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
     dtypes = {"bias": bias_dtype}
@@ -68,28 +72,14 @@ def _epilog_of(value: Any) -> str:
     return f"; pass jaxmp.Epilog.{value.upper()}" if value.upper() in names else f"; there are {', '.join(names)}"
 
 
-def _check_epilog_of_integers(epilog: Epilog, out: np.dtype) -> None:
-    """Raise NotImplementedError for an epilog without a meaning, or a use, for integers."""
-    takes = ("NONE",) if out == np.bool_ else ("NONE", "BIAS", "RELU", "RELU_BIAS")
-    if epilog.name not in takes:
-        raise NotAvailable(
-            f"epilog {epilog.name} is not available for a result of {out.name}; available: {', '.join(takes)}. "
-            "Convert an operand, for example with .astype(jnp.float32)"
-        )
-
-
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
     """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
-    if epilog == Epilog.BGRADB and spec.transpose_b:
-        raise NotAvailable(
-            "epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); "
-            "store b so, or sum it ahead of the call"
-        )
-    if epilog == Epilog.BGRADA and not spec.transpose_a:
-        raise NotAvailable(
-            "epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); "
-            "store a so, or sum it ahead of the call"
-        )
+    for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
+        if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
+            raise NotAvailable(
+                f"epilog {epilog.name} needs transpose_{which}={flag}, for cuBLASMp sums {which} only where it is "
+                f"stored {stored}; store {which} so, or sum it ahead of the call"
+            )
     if epilog == Epilog.BGRADA and ndim_a != 2:
         raise InvalidValue(
             f"epilog BGRADA needs a with 2 dimensions, (k, m), got {ndim_a}; use jax.vmap for the others"
@@ -144,9 +134,11 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
     """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    if not spec.asks_all_reduce:
+        return spec
     group, product = spec.group, spec.contraction
     nranks = group.nranks if product.communicates else group.size(tuple(axis for axis, _ in group.mesh))
-    if spec.asks_all_reduce and not product.is_reduced and nranks > 1:
+    if not product.is_reduced and nranks > 1:
         raise InvalidValue(
             f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
             f"{group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "

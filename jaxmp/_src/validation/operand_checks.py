@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.spec import levels
 from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 from jaxmp._src.spec.request import Request
@@ -125,7 +126,7 @@ def check_flags(request: Request) -> dict[str, Any]:
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
         "implementation": check_implementation(request.implementation),
         "b_leads": request.b_leads,
-    } | request.level.option
+    } | levels.find(request.determinism).option
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:

@@ -69,9 +69,17 @@ class Conversion:
 
     def of(self, name: str, x: Any) -> Any:
         """The operand of the call by its name."""
-        if name in ("a", "b"):
-            return self._of_operand(x)
-        return self._of_added(x) if name in ("c", "bias") else x
+        if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
+            is_known = x.dtype.name in RESULT_TYPES or x.dtype == _INT8
+            return x if self.result is None or is_known else convert(x, self.result)
+        if name not in ("a", "b") or self == NOTHING:
+            return x
+        # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
+        if jax.typeof(x).weak_type and (self.are_weak or (self.out is not None and self.out != x.dtype)):
+            x = convert(x, x.dtype)
+        for dtype in self.steps:
+            x = x if x.dtype == dtype else convert(x, dtype)
+        return x
 
     def of_result(self, result: Any) -> Any:
         """What the user gets of d, or of (d, {name: array})."""
@@ -80,21 +88,6 @@ class Conversion:
         if self.out is None and not self.is_weak:
             return result
         return convert(result, result.dtype if self.out is None else self.out, self.is_weak)
-
-    def _of_operand(self, x: Any) -> Any:
-        is_weak = self != NOTHING and jax.typeof(x).weak_type
-        # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
-        if is_weak and (self.are_weak or (self.out is not None and self.out != x.dtype)):
-            x = convert(x, x.dtype)
-        for dtype in self.steps:
-            x = x if x.dtype == dtype else convert(x, dtype)
-        return x
-
-    def _of_added(self, x: Any) -> Any:
-        """An array that is added to the product: in the call's type where JAX promotes its own with no other."""
-        if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
-            return x
-        return convert(x, self.result)
 
 
 NOTHING = Conversion()
@@ -252,8 +245,10 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     narrow operand of a mixed pair.
     """
     steps: tuple[np.dtype, ...] = ()
-    if _is_decoded(a, b, out):
-        a = operand_type(a, b)
+    wide = operand_type(a, b)
+    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
+    if is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows:  # a kernel has JAX's value
+        a = wide
     elif a != b and not {a.name, b.name} <= _FLOAT8:
         has_narrow = [kernel for kernel, wide, holds in _HOLDING if wide == out and holds(a) and holds(b)]
         steps = (has_narrow[0] if has_narrow else out,)
@@ -261,23 +256,10 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     return steps if taken is None else (taken,)
 
 
-def _is_decoded(a: np.dtype, b: np.dtype, out: np.dtype) -> bool:
-    """Whether a kernel takes a mixed pair as it is, with the value that JAX has."""
-    wide = operand_type(a, b)
-    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
-    return is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows
-
-
 _HOLDING: tuple[tuple[np.dtype, np.dtype, Callable[[np.dtype], bool]], ...] = (
-    (_INT8, _INT32, lambda x: x == _INT8 or (_bits_of_integer(x) < 8)),
+    (_INT8, _INT32, lambda x: x in (_INT8, np.bool_) or (jnp.issubdtype(x, jnp.integer) and jnp.iinfo(x).bits < 8)),
     (_BFLOAT16, _FLOAT32, lambda x: x == _BFLOAT16 or x.itemsize == 1),
 )
-
-
-def _bits_of_integer(dtype: np.dtype) -> int:
-    if dtype == np.bool_:
-        return 1
-    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 64
 
 
 # The types of kernels --------------------------------------------------------------------------------------------

@@ -19,45 +19,39 @@ _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "D
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
-def check_transpositions(dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
-    if low_precision.is_scaled(dtype) and (transpose_a or not transpose_b):
-        raise InvalidValue(
-            f"{np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
-            f"and b stored (n, k): pass transpose_a=False and transpose_b=True, got transpose_a={transpose_a} and "
-            f"transpose_b={transpose_b}"
-        )
-
-
-def side_dtypes(out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
+def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
     """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
-    out = np.dtype(out)
     if not low_precision.is_scaled(out):
-        return out, np.dtype(jnp.bfloat16) if out == np.float32 else out
-    if c is None:
-        return np.dtype(np.float16), np.dtype(np.float16)
-    if c.dtype.name not in ("float16", "bfloat16"):
-        raise InvalidType(f"c has dtype {c.dtype} but a result of {out.name} takes c in float16 or bfloat16")
-    return c.dtype, c.dtype
-
-
-def check_bias(bias: Any, dtype: np.dtype, out: np.dtype) -> None:
-    have = getattr(bias, "dtype", None)
-    if have is not None and np.dtype(have) != np.dtype(dtype):
+        of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
+    else:
+        of_c = of_bias = np.dtype(np.float16) if c is None else c.dtype
+        if of_c.name not in ("float16", "bfloat16"):
+            raise InvalidType(f"c has dtype {of_c} but a result of {out.name} takes c in float16 or bfloat16")
+    have = getattr(bias, "dtype", of_bias)
+    if np.dtype(have) != of_bias:
         raise InvalidType(
-            f"bias has dtype {have}, but a result of {np.dtype(out).name} from 8-bit operands takes it in "
-            f"{np.dtype(dtype).name}; convert it"
+            f"bias has dtype {have}, but a result of {out.name} from 8-bit operands takes it in {of_bias.name}; "
+            "convert it"
         )
+    return of_c, of_bias
 
 
-def check_epilog(epilog_name: str, dtype: np.dtype, out: np.dtype) -> None:
-    """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
-    allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
-    if low_precision.is_scaled(dtype) and np.dtype(out).name != FLOAT4:
-        allowed = (*allowed, *_GELU_AUX)
-    if epilog_name not in allowed:
+def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
+    """Raise for what cuBLAS does not have for 8-bit operands: ValueError for how they are stored, NotImplementedError
+    for an epilog."""
+    is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
+    if is_scaled and (spec.transpose_a or not spec.transpose_b):
+        raise InvalidValue(
+            f"{dtype.name} operands are multiplied along their last dimensions only, a stored (m, k) and b stored "
+            f"(n, k): pass transpose_a=False and transpose_b=True, got transpose_a={spec.transpose_a} and "
+            f"transpose_b={spec.transpose_b}"
+        )
+    allowed: tuple[str, ...] = ("NONE",) if dtype.name == INT8 else _EPILOGS
+    allowed += _GELU_AUX if is_scaled and out.name != FLOAT4 else ()
+    if spec.epilog.name not in allowed:
         raise NotAvailable(
-            f"epilog {epilog_name} is not available for {np.dtype(dtype).name} operands and a result of "
-            f"{np.dtype(out).name}; available: {', '.join(allowed)}"
+            f"epilog {spec.epilog.name} is not available for {dtype.name} operands and a result of {out.name}; "
+            f"available: {', '.join(allowed)}"
         )
 
 
