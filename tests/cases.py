@@ -243,43 +243,18 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 
 # One per pattern, on a 2 x 2 mesh: what the transform matrix runs. The extents are the same for all of them.
-MATRIX = tuple(
-    BY_NAME[name]
-    for name in (
-        "local",
-        "ag-data",
-        "rs-data",
-        "ar-data",
-        "grid",
-        "ag-transposed",
-        "rs-transposed",
-        "gather-a",
-        "gather-b",
-    )
-)
+_OF_MATRIX = "local ag-data rs-data ar-data grid ag-transposed rs-transposed gather-a gather-b"
+MATRIX = tuple(BY_NAME[name] for name in _OF_MATRIX.split())
 
 TRANSPOSITIONS = ("NN", "NT", "TN", "TT")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 NEEDS_X64 = ("float64", "complex128")
 ACCUMULATORS = {name: "float32" if name in ("bfloat16", "float16") else name for name in DTYPES}
-EPILOGS = (
-    Epilog.NONE,
-    Epilog.BIAS,
-    Epilog.RELU,
-    Epilog.GELU,
-    Epilog.RELU_BIAS,
-    Epilog.GELU_BIAS,
-    Epilog.RELU_AUX,
-    Epilog.GELU_AUX,
-    Epilog.RELU_AUX_BIAS,
-    Epilog.GELU_AUX_BIAS,
-    Epilog.DRELU,
-    Epilog.DRELU_BGRAD,
-    Epilog.DGELU,
-    Epilog.DGELU_BGRAD,
-    Epilog.BGRADA,
-    Epilog.BGRADB,
+_EPILOGS = (
+    "NONE BIAS RELU GELU RELU_BIAS GELU_BIAS RELU_AUX GELU_AUX RELU_AUX_BIAS GELU_AUX_BIAS "
+    "DRELU DRELU_BGRAD DGELU DGELU_BGRAD BGRADA BGRADB"
 )
+EPILOGS = tuple(Epilog[name] for name in _EPILOGS.split())
 # None is the default, which on CPU devices of one process is "host".
 IMPLEMENTATIONS = (None, "xla")
 

@@ -34,39 +34,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import Epilog
 
-FORWARD = {
-    Epilog.NONE: None,
-    Epilog.BIAS: None,
-    Epilog.RELU: "relu",
-    Epilog.RELU_BIAS: "relu",
-    Epilog.RELU_AUX: "relu",
-    Epilog.RELU_AUX_BIAS: "relu",
-    Epilog.GELU: "gelu",
-    Epilog.GELU_BIAS: "gelu",
-    Epilog.GELU_AUX: "gelu",
-    Epilog.GELU_AUX_BIAS: "gelu",
-}
-BACKWARD = {
-    Epilog.DRELU: "relu",
-    Epilog.DRELU_BGRAD: "relu",
-    Epilog.DGELU: "gelu",
-    Epilog.DGELU_BGRAD: "gelu",
-}
+_ACTIVATED = [f"{kind}{rest}" for kind in ("RELU", "GELU") for rest in ("", "_BIAS", "_AUX", "_AUX_BIAS")]
+FORWARD = {Epilog.NONE: None, Epilog.BIAS: None} | {Epilog[name]: name[:4].lower() for name in _ACTIVATED}
+BACKWARD = {Epilog[name]: name[1:5].lower() for name in ("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD")}
 OPERAND_SUMS = (Epilog.BGRADA, Epilog.BGRADB)
 EPILOGS = (*FORWARD, *BACKWARD, *OPERAND_SUMS)
-BIASED = (Epilog.BIAS, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epilog.GELU_BIAS, Epilog.GELU_AUX_BIAS)
-WITH_AUX = {
-    Epilog.RELU_AUX: "relu_aux",
-    Epilog.RELU_AUX_BIAS: "relu_aux",
-    Epilog.GELU_AUX: "gelu_aux",
-    Epilog.GELU_AUX_BIAS: "gelu_aux",
-}
-SUMS = {
-    Epilog.DRELU_BGRAD: "drelu_bgrad",
-    Epilog.DGELU_BGRAD: "dgelu_bgrad",
-    Epilog.BGRADA: "bgrada",
-    Epilog.BGRADB: "bgradb",
-}
+BIASED = tuple(epilog for epilog in FORWARD if epilog.name.endswith("BIAS"))
+WITH_AUX = {epilog: f"{kind}_aux" for epilog, kind in FORWARD.items() if "_AUX" in epilog.name}
+SUMS = {epilog: epilog.name.lower() for epilog in EPILOGS if "BGRAD" in epilog.name}
 DETERMINISM = ("run_to_run", "batch", "topology")
 _PRODUCT, _PROGRAM = bounds.PRODUCT, bounds.PROGRAM
 

@@ -46,11 +46,6 @@ void Sleep(abi::CUstream stream, int milliseconds) {
 
 void Pause(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
-void FailNext(const char* call, int device) {
-  tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")(
-      call, device, abi::CUBLASMP_STATUS_INTERNAL_ERROR);
-}
-
 void BreakNccl() {
   tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclRemoteError);
 }
@@ -86,7 +81,7 @@ void TimeBeforeACallDoesNotCount() {
 void APeerThatStaysAwayOnTheHost() {
   cuda::SetTimeout(0.5);
   Pair pair;
-  FailNext("GridCreate", 1);
+  tests::FailNext("GridCreate", 1);
   (void)pair.RunBoth();
 }
 
@@ -104,7 +99,7 @@ void APeerThatIsLostWhileConnecting() {
 void APeerThatStaysAwayInASplitCommunicator() {
   cuda::SetTimeout(0.3);
   Pair pair;
-  FailNext("BufferRegister", 1);
+  tests::FailNext("BufferRegister", 1);
   (void)pair.RunBoth();
 }
 

@@ -33,11 +33,6 @@ TEST(BuffersAreChecked) {
   CHECK_EQ(error({F32(world.a[0])}), "jaxmp: argument b is missing");
 }
 
-void FailNext(const char* call, int device, int status) {
-  static auto* const fail = FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail");
-  fail(call, device, status);
-}
-
 // The library's status, its own words, the rank and the problem; and nothing is left behind.
 TEST(AFailedCallSaysEverything) {
   const InstanceOf<CudaSite> instance = Make(Local(3, 3, 4));

@@ -139,6 +139,11 @@ inline std::string CallsOn(int device) {
   return log(device);
 }
 
+// The next such call of cuBLASMp on this device.
+inline void FailNext(const char* call, int device, int status = abi::CUBLASMP_STATUS_INTERNAL_ERROR) {
+  FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")(call, device, status);
+}
+
 inline Attributes OnDevices(Attributes attributes, const std::vector<int64_t>& devices) {
   return With(std::move(attributes), {{"devices", devices}});
 }

@@ -61,9 +61,6 @@ Context& ContextOf(const Args* args) {
   return *reinterpret_cast<Context*>(args->ctx);
 }
 
-inline XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) {
-  return new XLA_FFI_Error{args->errc, args->message};
-}
 // XLA_FFI_Error_GetMessage is XLA_FFI_Error_GetDetails from version 0.5 of the interface on, and gives the code too.
 template <typename Api>
 auto SetErrorText(Api& api, int) -> decltype(void(api.XLA_FFI_Error_GetDetails)) {
@@ -76,67 +73,30 @@ template <typename Api>
 auto SetErrorText(Api& api, long) -> decltype(void(api.XLA_FFI_Error_GetMessage)) {
   api.XLA_FFI_Error_GetMessage = [](auto* args) { args->message = args->error->message.c_str(); };
 }
-inline void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
-
-inline XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
-  ContextOf(args).state = args->state;
-  return nullptr;
-}
-inline XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
-  args->state = ContextOf(args).state;
-  return nullptr;
-}
-inline XLA_FFI_Error* RunIdGet(XLA_FFI_RunId_Get_Args* args) {
-  args->run_id = ContextOf(args).run_id;
-  return nullptr;
-}
-inline XLA_FFI_Error* DeviceOrdinalGet(XLA_FFI_DeviceOrdinal_Get_Args* args) {
-  args->device_ordinal = ContextOf(args).ordinal;
-  return nullptr;
-}
-inline XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
-  args->stream = ContextOf(args).stream;
-  return nullptr;
-}
-inline XLA_FFI_Error* ThreadPoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
-  ContextOf(args).helpers.emplace_back(args->task, args->data);
-  return nullptr;
-}
-inline XLA_FFI_Error* ThreadPoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
-  *args->num_threads = ContextOf(args).num_threads;
-  return nullptr;
-}
-inline XLA_FFI_Error* FutureCreate(XLA_FFI_Future_Create_Args* args) {
-  args->future = new XLA_FFI_Future;
-  return nullptr;
-}
-inline XLA_FFI_Error* FutureSetAvailable(XLA_FFI_Future_SetAvailable_Args* args) {
-  args->future->Set("");
-  return nullptr;
-}
-inline XLA_FFI_Error* FutureSetError(XLA_FFI_Future_SetError_Args* args) {
-  std::unique_ptr<XLA_FFI_Error> error(args->error);
-  args->future->Set(error->message);
-  return nullptr;
-}
-
 inline const XLA_FFI_Api* Api() {
+  constexpr XLA_FFI_Error* kNone = nullptr;
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api made = {};
     made.struct_size = XLA_FFI_Api_STRUCT_SIZE;
-    made.XLA_FFI_Error_Create = ErrorCreate;
+    made.XLA_FFI_Error_Create = [](auto* args) { return new XLA_FFI_Error{args->errc, args->message}; };
     SetErrorText(made, 0);
-    made.XLA_FFI_Error_Destroy = ErrorDestroy;
-    made.XLA_FFI_State_Set = StateSet;
-    made.XLA_FFI_State_Get = StateGet;
-    made.XLA_FFI_RunId_Get = RunIdGet;
-    made.XLA_FFI_DeviceOrdinal_Get = DeviceOrdinalGet;
-    made.XLA_FFI_Stream_Get = StreamGet;
-    made.XLA_FFI_ThreadPool_Schedule = ThreadPoolSchedule;
-    made.XLA_FFI_ThreadPool_NumThreads = ThreadPoolNumThreads;
-    made.XLA_FFI_Future_Create = FutureCreate;
-    made.XLA_FFI_Future_SetAvailable = FutureSetAvailable;
-    made.XLA_FFI_Future_SetError = FutureSetError;
+    made.XLA_FFI_Error_Destroy = [](auto* args) { delete args->error; };
+    made.XLA_FFI_State_Set = [](auto* args) { return ContextOf(args).state = args->state, kNone; };
+    made.XLA_FFI_State_Get = [](auto* args) { return args->state = ContextOf(args).state, kNone; };
+    made.XLA_FFI_RunId_Get = [](auto* args) { return args->run_id = ContextOf(args).run_id, kNone; };
+    made.XLA_FFI_DeviceOrdinal_Get = [](auto* args) { return args->device_ordinal = ContextOf(args).ordinal, kNone; };
+    made.XLA_FFI_Stream_Get = [](auto* args) { return args->stream = ContextOf(args).stream, kNone; };
+    made.XLA_FFI_ThreadPool_NumThreads = [](auto* args) {
+      return *args->num_threads = ContextOf(args).num_threads, kNone;
+    };
+    made.XLA_FFI_ThreadPool_Schedule = [](auto* args) {
+      return ContextOf(args).helpers.emplace_back(args->task, args->data), kNone;
+    };
+    made.XLA_FFI_Future_Create = [](auto* args) { return args->future = new XLA_FFI_Future, kNone; };
+    made.XLA_FFI_Future_SetAvailable = [](auto* args) { return args->future->Set(""), kNone; };
+    made.XLA_FFI_Future_SetError = [](auto* args) {
+      return args->future->Set(std::unique_ptr<XLA_FFI_Error>(args->error)->message), kNone;
+    };
     return made;
   }();
   return &api;

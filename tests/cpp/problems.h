@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/plan/matmul_problem.h"
@@ -16,41 +17,25 @@ inline Attributes With(Attributes attributes, const Attributes& changes) {
 }
 
 inline Attributes Local(int64_t m, int64_t n, int64_t k) {
-  return {{"pattern", std::string("local")},
-          {"m", m},
-          {"n", n},
-          {"k", k},
-          {"trans_a", std::string("N")},
-          {"trans_b", std::string("N")},
-          {"dtype_a", std::string("f32")},
-          {"dtype_b", std::string("f32")},
-          {"dtype_c", std::string("none")},
-          {"dtype_d", std::string("f32")},
-          {"dtype_bias", std::string("none")},
-          {"dtype_aux", std::string("none")},
-          {"compute", std::string("32F")},
-          {"alpha", std::vector<double>{1, 0}},
-          {"beta", std::vector<double>{0, 0}},
-          {"scale_mode_a", std::string("none")},
-          {"scale_mode_b", std::string("none")},
-          {"scale_mode_c", std::string("none")},
-          {"scale_mode_d", std::string("none")},
-          {"scale_mode_aux", std::string("none")},
-          {"d_out_scale_mode", std::string("none")},
-          {"amax_d", int64_t{0}},
-          {"amax_aux", int64_t{0}},
-          {"epilog", int64_t{0}},
-          {"mesh_shape", std::vector<int64_t>{}},
-          {"axes_row", std::vector<int64_t>{}},
-          {"axes_col", std::vector<int64_t>{}},
-          {"determinism", std::string("run_to_run")},
-          {"communication_dtype", std::string("none")},
-          {"algorithm", std::string("default")},
-          {"comm_sm_count", int64_t{0}},
-          {"layout_a", std::vector<int64_t>{}},
-          {"layout_b", std::vector<int64_t>{}},
-          {"layout_d", std::vector<int64_t>{}},
-          {"devices", std::vector<int64_t>{}}};
+  const std::pair<const char*, std::vector<const char*>> words[] = {
+      {"local", {"pattern"}},
+      {"32F", {"compute"}},
+      {"run_to_run", {"determinism"}},
+      {"default", {"algorithm"}},
+      {"N", {"trans_a", "trans_b"}},
+      {"f32", {"dtype_a", "dtype_b", "dtype_d"}},
+      {"none",
+       {"dtype_c", "dtype_bias", "dtype_aux", "scale_mode_a", "scale_mode_b", "scale_mode_c", "scale_mode_d",
+        "scale_mode_aux", "d_out_scale_mode", "communication_dtype"}}};
+  Attributes call = {{"m", m}, {"n", n}, {"k", k}};
+  for (const auto& [word, names] : words) {
+    for (const char* name : names) call[name] = std::string(word);
+  }
+  for (const char* name : {"amax_d", "amax_aux", "epilog", "comm_sm_count"}) call[name] = int64_t{0};
+  for (const char* name : {"mesh_shape", "axes_row", "axes_col", "layout_a", "layout_b", "layout_d", "devices"}) {
+    call[name] = std::vector<int64_t>{};
+  }
+  return With(call, {{"alpha", std::vector<double>{1, 0}}, {"beta", std::vector<double>{0, 0}}});
 }
 
 inline Attributes OneAxis(const char* pattern, int64_t nranks, int64_t m, int64_t n, int64_t k) {

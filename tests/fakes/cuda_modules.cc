@@ -1,124 +1,154 @@
-// Modules and kernels of the fake driver: PTX, which it interprets on the stream (ptx.h).
+// Modules and kernels of the fake driver: shared libraries that xla_gpu/bin/ptxas has made of XLA's PTX. Their threads
+// run one after the other on the stream; those of a block, or of a warp, wait for each other where the kernel says so.
+#include <dlfcn.h>
+#include <elf.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
+#include <optional>
 
 #include "tests/fakes/cuda_state.h"
-#include "tests/fakes/ptx.h"
+#include "tests/fakes/kernel.h"
 
 #define API extern "C" __attribute__((visibility("default")))
-
-namespace jaxmp::abi {
-
-struct CUmod_st;
-struct CUfunc_st;
-using CUmodule = CUmod_st*;
-using CUfunction = CUfunc_st*;
-
-struct CUmod_st {
-  std::shared_ptr<const fakes::ptx::Module> text;
-  std::map<std::string, void*> globals;
-  std::map<std::string, std::unique_ptr<CUfunc_st>> functions;
-  std::mutex mutex;  // of functions
-};
-
-struct CUfunc_st {
-  CUmod_st* module;
-  const fakes::ptx::Kernel* kernel;
-};
-
-}  // namespace jaxmp::abi
 
 using namespace fakes;  // NOLINT
 
 namespace {
 
-constexpr auto kInvalidPtx = static_cast<CUresult>(218), kNotFound = static_cast<CUresult>(500);
+constexpr auto kNotFound = static_cast<CUresult>(500);
 
-// A copy of the arguments: they may be gone once the launch has returned.
-std::vector<char> ParametersOf(const ptx::Kernel& kernel, void** arguments) {
-  std::vector<char> parameters(kernel.parameter_bytes());
-  for (size_t i = 0; i < kernel.parameters.size(); ++i) {
-    std::memcpy(&parameters[kernel.parameters[i].offset], arguments[i], kernel.parameters[i].bytes);
+// Shared memory below 4 GiB, for kernels that keep its addresses in 32 bits.
+class SharedMemory {
+ public:
+  explicit SharedMemory(size_t bytes) : bytes_(bytes) {
+#ifdef MAP_32BIT
+    constexpr int kLow = MAP_32BIT;
+#else
+    constexpr int kLow = 0;
+#endif
+    data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | kLow, -1, 0);
+    if (data_ == MAP_FAILED) std::abort();
   }
-  return parameters;
+  ~SharedMemory() { munmap(data_, bytes_); }
+  SharedMemory(const SharedMemory&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  const size_t bytes_;
+  void* data_;
+};
+
+// Serves the threads of a warp that wait for each other, of which `first` is the first: those at one place of the code.
+void Exchange(std::vector<Thread>& threads, size_t first) {
+  const size_t end = std::min(first + kWarp, threads.size());
+  std::optional<size_t> at;
+  uint64_t given[kWarp], sum = 0;
+  bool has_come[kWarp] = {};
+  for (size_t i = first; i < end; ++i) {
+    if (threads[i].waits != Wait::kWarp || at.value_or(threads[i].at) != threads[i].at) continue;
+    at = threads[i].at;
+    sum += given[i - first] = threads[i].value;
+    has_come[i - first] = true;
+  }
+  for (size_t i = first; i < end; ++i) {
+    if (!has_come[i - first]) continue;
+    const int lane = threads[i].lane;
+    if (lane == kSum) threads[i].value = sum;
+    if (lane != kSum && has_come[lane]) threads[i].value = given[lane];
+    threads[i].waits = Wait::kNothing;
+  }
 }
 
-CUresult Launch(CUfunction function, const ptx::Extent& grid, const ptx::Extent& block, size_t shared_bytes,
-                CUstream stream, void** arguments) {
-  if (!stream || (!arguments && !function->kernel->parameters.empty())) return CUDA_ERROR_INVALID_VALUE;
-  Note(stream->context, "LaunchKernel");
-  stream->Put([=, parameters = ParametersOf(*function->kernel, arguments), text = function->module->text,
-               globals = function->module->globals, kernel = function->kernel] {
-    try {
-      ptx::Run(*text, *kernel, grid, block, shared_bytes, parameters, globals);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "fake cuda: kernel %s: %s\n", kernel->name.c_str(), error.what());
-      std::abort();  // a result that nobody computed must not go on
+void RunBlock(const Kernel& kernel, unsigned position, unsigned count, const char* parameters, char* shared) {
+  std::vector<Thread> threads(count);
+  for (unsigned x = 0; x < count; ++x) {
+    threads[x].x = x;
+    threads[x].registers.resize(kernel.registers);
+  }
+  const auto count_of = [&threads](Wait wait) {
+    return std::count_if(threads.begin(), threads.end(), [wait](const Thread& thread) { return thread.waits == wait; });
+  };
+  while (count_of(Wait::kEnd) < count) {
+    for (Thread& thread : threads) {
+      if (thread.waits == Wait::kNothing) thread.waits = kernel.run(thread, parameters, position, shared);
     }
-  });
-  return CUDA_SUCCESS;
+    if (count_of(Wait::kWarp) > 0) {
+      for (size_t first = 0; first < count; first += kWarp) Exchange(threads, first);
+      continue;
+    }
+    for (Thread& thread : threads) {
+      if (thread.waits == Wait::kBarrier) thread.waits = Wait::kNothing;
+    }
+  }
+}
+
+// An image does not say how long it is; the table of its sections ends it.
+size_t BytesOf(const void* image) {
+  const auto& header = *static_cast<const Elf64_Ehdr*>(image);
+  return header.e_shoff + size_t{header.e_shnum} * header.e_shentsize;
 }
 
 }  // namespace
-
-API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  if (!Current()) return CUDA_ERROR_INVALID_CONTEXT;
-  const char* const text = static_cast<const char*>(image);
-  if (!std::strstr(text, ".version")) return CUDA_ERROR_UNKNOWN;
-  auto made = std::make_unique<CUmod_st>();
-  try {
-    made->text = ptx::Parse(text);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "fake cuda: PTX: %s\n", error.what());
-    return kInvalidPtx;
-  }
-  for (const ptx::Variable& variable : made->text->globals) {
-    const size_t bytes = std::max<size_t>(1, variable.bytes);
-    void* const data = Allocate(bytes, Current()->ordinal, false);
-    std::memset(data, 0, bytes);
-    if (!variable.initial.empty()) std::memcpy(data, variable.initial.data(), variable.initial.size());
-    made->globals[variable.name] = data;
-  }
-  *module = made.release();
-  return CUDA_SUCCESS;
-}
-API CUresult cuModuleUnload(CUmodule module) {
-  for (const auto& [name, data] : module->globals) (void)Release(data);
-  delete module;
-  return CUDA_SUCCESS;
-}
-API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
-  const auto found = module->text->kernels.find(name);
-  if (found == module->text->kernels.end()) return kNotFound;
-  std::lock_guard<std::mutex> lock(module->mutex);
-  std::unique_ptr<CUfunc_st>& known = module->functions[name];
-  if (!known) known = std::make_unique<CUfunc_st>(CUfunc_st{module, &found->second});
-  *function = known.get();
-  return CUDA_SUCCESS;
-}
-API CUresult cuModuleGetGlobal_v2(CUdeviceptr* pointer, size_t* bytes, CUmodule module, const char* name) {
-  for (const ptx::Variable& variable : module->text->globals) {
-    if (variable.name != name) continue;
-    if (pointer) *pointer = reinterpret_cast<CUdeviceptr>(module->globals.at(name));
-    if (bytes) *bytes = variable.bytes;
-    return CUDA_SUCCESS;
-  }
-  return kNotFound;
-}
-API CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
-  *value = attribute == 0 ? 1024 : 0;  // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-  return CUDA_SUCCESS;
-}
-API CUresult cuFuncSetAttribute(CUfunction, int, int) { return CUDA_SUCCESS; }
-API CUresult cuFuncSetCacheConfig(CUfunction, int) { return CUDA_SUCCESS; }
 
 // As cuda.h has it, up to what is read here.
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   CUstream stream;
 };
-API CUresult cuLaunchKernelEx(const LaunchConfig* config, CUfunction function, void** arguments, void**) {
-  return Launch(function, {config->grid_x, config->grid_y, config->grid_z},
-                {config->block_x, config->block_y, config->block_z}, config->shared_bytes, config->stream, arguments);
+
+API CUresult cuModuleLoadData(void** module, const void* image) {
+  if (!Current()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (std::memcmp(image, ELFMAG, SELFMAG) != 0) return CUDA_ERROR_UNKNOWN;
+  char name[] = "/tmp/fake-cuda-XXXXXX";
+  const int file = mkstemp(name);
+  const size_t bytes = BytesOf(image);
+  if (write(file, image, bytes) != static_cast<ssize_t>(bytes)) std::abort();
+  close(file);
+  *module = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  unlink(name);
+  if (!*module) std::fprintf(stderr, "fake cuda: %s\n", dlerror());
+  return *module ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+API CUresult cuModuleUnload(void*) { return CUDA_SUCCESS; }  // kernels of it may still be on their way
+API CUresult cuModuleGetFunction(const Kernel** kernel, void* module, const char* name) {
+  *kernel = static_cast<const Kernel*>(dlsym(module, (std::string("kernel_") + name).c_str()));
+  return *kernel ? CUDA_SUCCESS : kNotFound;
+}
+API CUresult cuModuleGetGlobal_v2(void** pointer, size_t* bytes, void* module, const char* name) {
+  void* const data = dlsym(module, name);
+  if (!data) return kNotFound;
+  const size_t size = *static_cast<size_t*>(dlsym(module, (std::string("bytes_of_") + name).c_str()));
+  if (pointer) *pointer = data;
+  if (bytes) *bytes = size;
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().blocks[static_cast<char*>(data)] = {size, Current()->ordinal};
+  return CUDA_SUCCESS;
+}
+API CUresult cuFuncGetAttribute(int* value, int attribute, const Kernel*) {
+  *value = attribute == 0 ? 1024 : 0;  // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+  return CUDA_SUCCESS;
+}
+API CUresult cuFuncSetAttribute(const Kernel*, int, int) { return CUDA_SUCCESS; }
+API CUresult cuFuncSetCacheConfig(const Kernel*, int) { return CUDA_SUCCESS; }
+
+API CUresult cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** arguments, void**) {
+  const LaunchConfig is = *config;
+  const bool is_flat = is.grid_y * is.grid_z * is.block_y * is.block_z == 1;
+  if (!is.stream || !is_flat) return CUDA_ERROR_INVALID_VALUE;
+  Note(is.stream->context, "LaunchKernel");
+  std::vector<char> parameters;  // copies: the arguments may be gone once the launch has returned
+  for (size_t i = 0; i < kernel->parameters.size(); ++i) {
+    const char* const begin = static_cast<const char*>(arguments[i]);
+    parameters.insert(parameters.end(), begin, begin + kernel->parameters[i]);
+    parameters.resize((parameters.size() + 15) / 16 * 16);
+  }
+  is.stream->Put([=] {
+    const SharedMemory shared(kernel->shared_bytes + is.shared_bytes + 1);
+    for (unsigned x = 0; x < is.grid_x; ++x) RunBlock(*kernel, x, is.block_x, parameters.data(), shared.data());
+  });
+  return CUDA_SUCCESS;
 }

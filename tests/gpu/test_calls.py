@@ -110,7 +110,7 @@ SHARES = 54
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_promise_about_bits(share, monkeypatch):
     """The checker's shorter list; its error names the first shape that breaks a promise."""
-    if "JAXMP_FAKES" in os.environ:  # small calls: the kernels that pad them are interpreted
+    if "JAXMP_FAKES" in os.environ:  # small calls: threads of the kernels that pad them run one by one
         monkeypatch.setattr(testing, "SOME_ROWS", (1, 3))
         monkeypatch.setattr(fixed_shape, "ROWS", 128)
         monkeypatch.setattr(fixed_shape, "columns", lambda: 256)

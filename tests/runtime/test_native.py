@@ -38,40 +38,19 @@ def test_the_package_and_the_extension_are_of_one_version(extension):
 
 def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
     """FFI attributes of a float32 call."""
+    without = ["dtype_c", "dtype_bias", "dtype_aux", "d_out_scale_mode", "communication_dtype"]
+    without += [f"scale_mode_{of}" for of in ("a", "b", "c", "d", "aux")]
+    empty = ("axes_col", "devices", "layout_a", "layout_b", "layout_d")
+    numbers = {"m": m, "n": n, "k": k} | dict.fromkeys(("amax_d", "amax_aux", "epilog", "comm_sm_count"), 0)
     call = {
-        "pattern": pattern,
-        "m": np.int64(m),
-        "n": np.int64(n),
-        "k": np.int64(k),
-        "trans_a": "N",
-        "trans_b": "N",
-        "dtype_a": "f32",
-        "dtype_b": "f32",
-        "dtype_c": "none",
-        "dtype_d": "f32",
-        "dtype_bias": "none",
-        "dtype_aux": "none",
-        "compute": "32F",
-        "alpha": np.array([1.0, 0.0]),
-        "beta": np.array([0.0, 0.0]),
-        "scale_mode_a": "none",
-        "scale_mode_b": "none",
-        "scale_mode_c": "none",
-        "scale_mode_d": "none",
-        "scale_mode_aux": "none",
-        "d_out_scale_mode": "none",
-        "amax_d": np.int64(0),
-        "amax_aux": np.int64(0),
-        "epilog": np.int64(0),
-        "mesh_shape": np.array(mesh, np.int64),
-        "axes_row": np.arange(len(mesh), dtype=np.int64),
-        "axes_col": np.array([], np.int64),
-        "devices": np.array([], np.int64),
-        "determinism": "run_to_run",
-        "communication_dtype": "none",
-        "algorithm": "default",
-        "comm_sm_count": np.int64(0),
-        **{f"layout_{matrix}": np.array([], np.int64) for matrix in "abd"},
+        **{"pattern": pattern, "compute": "32F", "determinism": "run_to_run", "algorithm": "default"},
+        **dict.fromkeys(("trans_a", "trans_b"), "N"),
+        **dict.fromkeys(("dtype_a", "dtype_b", "dtype_d"), "f32"),
+        **dict.fromkeys(without, "none"),
+        **{name: np.int64(number) for name, number in numbers.items()},
+        **{"alpha": np.array([1.0, 0.0]), "beta": np.array([0.0, 0.0])},
+        **{"mesh_shape": np.array(mesh, np.int64), "axes_row": np.arange(len(mesh), dtype=np.int64)},
+        **{name: np.array([], np.int64) for name in empty},
     }
     return {**call, **changes}
 

@@ -71,29 +71,17 @@ def test_an_axis_of_a_grid_may_be_slower_than_another_of_its_dimension(dim, mesh
 
 
 MESHES = {"line": {"x": 4}, "square": {"y": 2, "x": 2}}
+ROWS, COLS, TILES = P("x", None), P(None, "x"), P("y", "x")
 RECEIVED = {
-    "local": ("line", (P("x", None), P(None, None), P("x", None)), {}, "nothing moves"),
-    "all_gather": (
-        "line",
-        (P("x", None), P(None, "x"), P(None, "x")),
-        {"A": {(1, 0), (2, 0), (3, 0)}},
-        "blocks of A in brackets",
-    ),
-    "reduce_scatter": ("line", (P(None, "x"), P("x", None), P("x", None)), {}, "each keeps its block of D"),
-    "all_reduce": ("line", (P(None, "x"), P("x", None), P(None, None)), {}, "summed for every device"),
-    "grid": (
-        "square",
-        (P("y", "x"), P("y", "x"), P("y", "x")),
-        {"A": {(0, 1)}, "B": {(1, 0)}},
-        "blocks of A and B in brackets",
-    ),
+    "local": ("line", (ROWS, P(None, None), ROWS), {}, "nothing moves"),
+    "all_gather": ("line", (ROWS, COLS, COLS), {"A": {(1, 0), (2, 0), (3, 0)}}, "blocks of A in brackets"),
+    "reduce_scatter": ("line", (COLS, ROWS, ROWS), {}, "each keeps its block of D"),
+    "all_reduce": ("line", (COLS, ROWS, P(None, None)), {}, "summed for every device"),
+    "grid": ("square", (TILES,) * 3, {"A": {(0, 1)}, "B": {(1, 0)}}, "blocks of A and B in brackets"),
     "all_gather in groups": (
-        "square",
-        (P(("y", "x"), None), P(None, "x"), P("y", "x")),
-        {"A": {(1, 0)}},
-        "blocks of A in brackets",
+        "square", (P(("y", "x"), None), COLS, TILES), {"A": {(1, 0)}}, "blocks of A in brackets",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECEIVED)
@@ -120,7 +108,7 @@ def test_what_the_first_device_receives(name, mesh_of):
 def test_a_transposed_operand_is_drawn_as_it_is_multiplied(mesh_of):
     mesh = mesh_of({"x": 4}, AxisType.Explicit)
     shapes = (32, 64), (32, 128)
-    (row,) = drawing_of(mesh, (P(None, "x"), P(None, "x"), P(None, "x")), shapes, transpose_a=True).rows
+    (row,) = drawing_of(mesh, (COLS, COLS, COLS), shapes, transpose_a=True).rows
     a, b, d = matrices(row)
     assert (a.shape, b.shape, d.shape) == ((64, 32), (32, 128), (64, 128))
     assert (a.grid, b.grid, d.grid) == ((4, 1), (1, 4), (1, 4))
@@ -140,7 +128,7 @@ def test_equal_calls_are_drawn_once_and_gradients_too():
 
 
 def test_many_blocks_and_devices_are_left_out(mesh_of):
-    drawing = drawing_of(mesh_of({"x": 8}, AxisType.Explicit), (P("x", None), P(None, "x"), P(None, "x")))
+    drawing = drawing_of(mesh_of({"x": 8}, AxisType.Explicit), (ROWS, COLS, COLS))
     assert "..." in str(drawing)
     assert (shown(8, 6), shown(6, 6)) == ([0, 1, 2, 3, None, 7], [0, 1, 2, 3, 4, 5])
     some = ((3,), (0, 1), (0, 1, 2), (0, 2, 4, 6), range(8), (0, 2, 4, 6, 7))

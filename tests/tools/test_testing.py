@@ -20,41 +20,25 @@ LEVELS = testing.LEVELS
 NAN, OTHER_NAN = np.uint32([0x7FC00000, 0x7FC00001]).view(np.float32)
 ULP = 2.000000238418579  # the next float32 above 2
 WRONG = {
-    "value": (
-        np.float32([1, 2, 3]),
-        np.float32([1, ULP, 3]),
-        "x: 1 of 3 elements differ; the first at (1,): 2.0 (0x40000000) instead of 2.000000238418579 (0x40000001), "
-        "1 ulp apart",
-    ),
-    "sign of zero": (
-        np.float32([0.0]),
-        np.float32([-0.0]),
-        "the first at (0,): 0.0 (0x00000000) instead of -0.0 (0x80000000), 1 ulp apart",
-    ),
+    "value": (np.float32([1, 2, 3]), np.float32([1, ULP, 3]), "x: 1 of 3 elements differ; the first at (1,): 2.0 "
+              "(0x40000000) instead of 2.000000238418579 (0x40000001), 1 ulp apart"),
+    "sign of zero": (np.float32([0.0]), np.float32([-0.0]),
+                     "the first at (0,): 0.0 (0x00000000) instead of -0.0 (0x80000000), 1 ulp apart"),
     "payload": (np.float32([NAN]), np.float32([OTHER_NAN]), "nan (0x7fc00000) instead of nan (0x7fc00001)"),
     "across zero": (np.float32([1e-45]), np.float32([-1e-45]), "3 ulps apart"),
-    "worst": (
-        np.float64([1, 1]),
-        np.float64([1 + 2**-52, 2]),
-        "2 of 2 elements differ; the first at (0,): 1.0 (0x3ff0000000000000) instead of 1.0000000000000002 "
-        "(0x3ff0000000000001), 1 ulp apart; the farthest apart at (1,): 1.0 (0x3ff0000000000000) instead of 2.0 "
-        "(0x4000000000000000), 4503599627370496 ulps apart",
-    ),
-    "complex": (
-        np.complex64([1 + 1j]),
-        np.complex64([1 - 1j]),
-        "(1+1j) (0x3f800000 0x3f800000) instead of (1-1j) (0x3f800000 0xbf800000)",
-    ),
-    "bfloat16": (
-        np.ones(1, jnp.bfloat16),
-        np.full(1, 1.0078125, jnp.bfloat16),
-        "1.0 (0x3f80) instead of 1.0078125 (0x3f81), 1 ulp apart",
-    ),
+    "worst": (np.float64([1, 1]), np.float64([1 + 2**-52, 2]), "2 of 2 elements differ; the first at (0,): 1.0 "
+              "(0x3ff0000000000000) instead of 1.0000000000000002 (0x3ff0000000000001), 1 ulp apart; the farthest "
+              "apart at (1,): 1.0 (0x3ff0000000000000) instead of 2.0 (0x4000000000000000), 4503599627370496 ulps "
+              "apart"),
+    "complex": (np.complex64([1 + 1j]), np.complex64([1 - 1j]),
+                "(1+1j) (0x3f800000 0x3f800000) instead of (1-1j) (0x3f800000 0xbf800000)"),
+    "bfloat16": (np.ones(1, jnp.bfloat16), np.full(1, 1.0078125, jnp.bfloat16),
+                 "1.0 (0x3f80) instead of 1.0078125 (0x3f81), 1 ulp apart"),
     "integers": (np.uint8([3]), np.uint8([5]), "3 (0x03) instead of 5 (0x05), 2 ulps apart"),
     "dtype": (np.float32([1]), np.float64([1]), "x: float32[1] instead of float64[1]"),
     "shape": (np.ones((2, 1)), np.ones(2), "x: float64[2, 1] instead of float64[2]"),
     "scalar": (np.float32(1), np.float32(2), "1 of 1 elements differ; the first at (): 1.0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("actual", "expected", "message"), WRONG.values(), ids=WRONG.keys())

@@ -23,6 +23,7 @@ _XLA_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_gemm_rewrite_size_threshold=1000000000",  # products of XLA's own are loops, which the fakes run
 )
+_HERE = Path(__file__).parent
 _LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13", "libnccl.so.2", "libcublasmp.so.0")
 
 
@@ -40,7 +41,7 @@ def _start() -> None:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are not there
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": " ".join(flags),
-        "PATH": os.pathsep.join((str(Path(__file__).parent / "bin"), os.environ["PATH"])),  # ptxas
+        "PATH": os.pathsep.join(map(str, (_HERE / "bin", Path(sys.executable).parent, os.environ["PATH"]))),  # ptxas
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
     }
     if "JAXMP_BLAS" not in os.environ:  # by which the fake cuBLASMp multiplies

@@ -1,8 +1,8 @@
 """Programs on real XLA:GPU over a fake driver (`make test-xla-gpu`): how XLA starts, places and runs our call.
 
 Silently wrong without these: a device that takes another one's place in the mesh, work that every run puts on a device,
-memory that is copied where it was donated. The products are hostmp's, XLA's kernels are interpreted and its collectives
-are a fake NCCL's: values prove the placement, and nothing of the libraries.
+memory that is copied where it was donated. The products are hostmp's, XLA's kernels run on the CPU (bin/ptxas) and its
+collectives are a fake NCCL's: values prove the placement, and nothing of the libraries.
 """
 
 import ctypes

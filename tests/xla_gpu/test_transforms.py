@@ -92,7 +92,7 @@ def test_transforms(name, transform):
 
 
 def test_levels_of_determinism_are_calls_of_one_rank():
-    """On a card of few multiprocessors, for XLA's kernels around the calls are interpreted: 512 x k x 1024."""
+    """On a card of few multiprocessors, for the fake's threads run one by one: 512 x k x 1024."""
     said = run_apart(
         f"""
         import functools, os

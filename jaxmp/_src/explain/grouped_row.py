@@ -57,7 +57,6 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
         bytes_moved=moved,
-        workspace=0,
         line=line,
         extents=_extents(spec, whole_m, whole_k, whole_n),
         local_extents=_extents(spec, m, k, n),

@@ -54,19 +54,12 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
         for each in live
         if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
     )
-    return Memory(
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        + stats.temp_size_in_bytes
-        - stats.alias_size_in_bytes,
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.alias_size_in_bytes,
-        tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]),
-        max(0, _matching(module) - stats.alias_size_in_bytes),
-        saved,
+    given, made, temporary, aliased = (
+        getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "temp", "alias")
     )
+    peak, largest = given + made + temporary - aliased, sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]
+    donatable = max(0, _matching(module) - aliased)
+    return Memory(peak, given, made, temporary, aliased, tuple(largest), donatable, saved)
 
 
 def _largest(module: Module, computation: Computation) -> list[Instruction]:

@@ -9,7 +9,7 @@ from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.hardware.call_time import Transfer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One call, or one collective that jaxmp added, as every rank runs it.
 
@@ -53,15 +53,15 @@ class Row:
     global_shapes: tuple[tuple[int, ...], ...]
     local_shapes: tuple[tuple[int, ...], ...]
     dtypes: str
-    accumulator: str
-    determinism: str
-    epilog: str
+    accumulator: str = ""
+    determinism: str = ""
+    epilog: str = ""
     implementation: str
     why: str
     algorithm: str
-    flops: int
-    bytes_moved: int
-    workspace: int
+    flops: int = 0
+    bytes_moved: int = 0
+    workspace: int = 0
     compute: str = ""
     comm: str = ""
     layout: str = ""

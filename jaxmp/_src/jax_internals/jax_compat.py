@@ -26,11 +26,12 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.array import ArrayImpl
+from jax._src.array import ArrayImpl as ArrayImpl
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, xla
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import batching as batching
+from jax.interpreters import xla
 from jax.typing import DTypeLike
 from jaxlib import _jax
 
@@ -299,37 +300,3 @@ def forget_distributed() -> None:
     state.preemption_sync_manager = state.client = state.service = None
     kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
     gc.freeze()
-
-
-__all__ = [
-    "ArrayImpl",
-    "Jaxpr",
-    "Primitive",
-    "Processes",
-    "ambient_mesh",
-    "axis_env",
-    "backend_exists",
-    "batching",
-    "cache_in_context",
-    "default_platform",
-    "detect_processes",
-    "distributed_client",
-    "forget_distributed",
-    "hides_frames",
-    "is_vma_checked",
-    "make_primitive",
-    "mesh_axes",
-    "off_explicit_mesh",
-    "reduced_axes",
-    "scan_counts",
-    "subjaxprs",
-    "traced_line",
-    "under_known_flags",
-    "user_line",
-    "uses_mutual_tls",
-    "varying_axes",
-    "with_front",
-    "with_shape",
-    "without_dead_code",
-    "without_front",
-]

@@ -15,7 +15,7 @@ from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import mlir as mlir
 
 from jaxmp._src.jax_internals.jax_compat import ambient_mesh, under_known_flags
 
@@ -193,22 +193,3 @@ def next_index(ctx: LoweringContext, key: str) -> int:
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
     return int(counters[key])
-
-
-__all__ = [
-    "LoweringContext",
-    "LoweringRule",
-    "device_count",
-    "global_mesh",
-    "is_for_export",
-    "is_on_shards",
-    "lowering_mesh",
-    "manual_mesh",
-    "mlir",
-    "next_index",
-    "partitions_without_shardy",
-    "platform",
-    "program_name",
-    "require_devices",
-    "result_types",
-]

@@ -87,6 +87,11 @@ def parse(environ: Mapping[str, str]) -> Config:
     def read(name: str) -> str:
         return environ.get(name, VARIABLES[name][1]).strip()
 
+    def is_on(name: str) -> bool:
+        if (value := read(name)) not in ("on", "off"):
+            raise ValueError(f"{name} must be 'on' or 'off' but is {value!r}.")
+        return value == "on"
+
     log = frozenset(filter(None, (topic.strip() for topic in read("JAXMP_LOG").split(","))))
     if unknown := sorted(log.difference(LOG_TOPICS)):
         raise ValueError(f"JAXMP_LOG takes {', '.join(LOG_TOPICS)} but has {', '.join(unknown)}.")
@@ -97,25 +102,19 @@ def parse(environ: Mapping[str, str]) -> Config:
     if instruction_set and instruction_set not in INSTRUCTION_SETS:
         sets = ", ".join(map(repr, INSTRUCTION_SETS))
         raise ValueError(f"JAXMP_ISA must be one of {sets} but is {instruction_set!r}.")
-    agreement = read("JAXMP_AGREEMENT")
-    if agreement not in ("on", "off"):
-        raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
-    shared = read("JAXMP_SHARED_MEMORY")
-    if shared not in ("on", "off"):
-        raise ValueError(f"JAXMP_SHARED_MEMORY must be 'on' or 'off' but is {shared!r}.")
     timeout = parse_timeout("JAXMP_TIMEOUT", read("JAXMP_TIMEOUT"))
     return Config(
         log,
         int(size),
         read("JAXMP_BLAS") or None,
         timeout,
-        agreement == "on",
+        is_on("JAXMP_AGREEMENT"),
         # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
         # collective (xla_gpu_executable_terminate_timeout_seconds and
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
         instruction_set or None,
-        shared == "on",
+        is_on("JAXMP_SHARED_MEMORY"),
     )
 
 
