@@ -111,7 +111,7 @@ def find(
     try:
         out, is_weak = (preferred, are_weak) if is_lax else of_jnp((a, b), preferred, added)
         out = _of_lax(*dtypes, out, precision)
-        is_gelu = asked[0] is not None and RULES[Epilog(asked[0])].activation == "gelu"
+        is_gelu = RULES[Epilog((asked[0] or 0) & ~Epilog.ALLREDUCE)].activation == "gelu"
         is_weak = is_weak and not is_gelu  # whose constants are not
     except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
         _check_weak(a, b)
