@@ -25,6 +25,8 @@ from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
 GROUPED_TARGET = "jaxmp_grouped"
+START_TARGET = "jaxmp_start_product"
+COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
