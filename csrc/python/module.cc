@@ -39,7 +39,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 15;
+constexpr int kAbiVersion = 16;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {

@@ -30,7 +30,7 @@ COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 _lock = threading.RLock()
 _loaded: Any = None
