@@ -1,6 +1,7 @@
 """Two machines of one core each, joined by a link: jaxmp, `jax.numpy`, and the parts of a product alone.
 
-The machines are network namespaces of this one, which takes root, ip, tc and unshare. All contenders take turns.
+The machines are network namespaces of this one, which takes root, ip, tc and unshare. All contenders take turns. Each
+job first measures its machines and their link, as `jaxmp info --calibrate` does; "whole" is jaxmp without that.
 """
 
 import contextlib
@@ -22,6 +23,9 @@ from jax.sharding import PartitionSpec as P
 from tables import means
 
 import jaxmp
+from jaxmp._src.cli import calibrate
+from jaxmp._src.hardware import hardware
+from jaxmp._src.jax_internals import jax_compat
 
 NAMES, ADDRESSES, LINK, PORT = ("jaxmp-bench-a", "jaxmp-bench-b"), ("10.77.41.1", "10.77.41.2"), "veth0", 9999
 RATES, SIZES, TYPES, ROUNDS = ("1gbit", "2500mbit", "10gbit"), (2048, 4096), ("float32", "bfloat16"), 9
@@ -70,6 +74,7 @@ def machines(rate):
 def child(process, sizes, rounds):
     """The rank of a job; the first one prints. Every rank runs the same calls in the same order."""
     jaxmp.distributed.initialize(f"{ADDRESSES[0]}:{PORT}", 2, process)
+    measured = of_rank_0(process, json.dumps(calibrate.measure()))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     jax.set_mesh(mesh)
     token = operand((2,), "float32", NamedSharding(mesh, P("x")), 0)
@@ -78,7 +83,8 @@ def child(process, sizes, rounds):
     for dtype in TYPES:
         for size in sizes:
             for pattern in PATTERNS:
-                calls, samples = contenders(mesh, pattern, size, dtype), {}
+                calls, chunks = contenders(mesh, pattern, size, dtype, measured)
+                samples = {}
                 for i in range(rounds + 1):
                     for name, call in calls.items():
                         meet(token).block_until_ready()
@@ -87,13 +93,21 @@ def child(process, sizes, rounds):
                         if i:  # the first one compiles
                             samples.setdefault(name, []).append(time.perf_counter() - started)
                 seconds = {name: statistics.median(each) for name, each in samples.items()}
-                found.append({"pattern": pattern, "type": dtype, "size": size, "seconds": seconds})
+                found.append({"pattern": pattern, "type": dtype, "size": size, "seconds": seconds, "chunks": chunks})
     if process == 0:
         print(json.dumps(found))
 
 
-def contenders(mesh, pattern, size, dtype):
-    """The product by jaxmp and by jax.numpy, one device's part of it, and the collective of it alone."""
+def of_rank_0(process, text):
+    store = jax_compat.distributed_client()
+    if process == 0:
+        store.key_value_set("measured", text)
+    return store.blocking_key_value_get("measured", 600_000)
+
+
+def contenders(mesh, pattern, size, dtype, measured):
+    """(the product by jaxmp and by jax.numpy, one device's part of it, and the collective of it alone; into how many
+    chunks jaxmp cuts it)."""
     spec_a, spec_b, spec_d = PATTERNS[pattern]
     a, b = (operand((size, size), dtype, NamedSharding(mesh, spec), i) for i, spec in enumerate((spec_a, spec_b)))
     narrow = jnp.uint16 if dtype == "bfloat16" else jnp.float32
@@ -111,12 +125,19 @@ def contenders(mesh, pattern, size, dtype):
     with jax.set_mesh(alone):
         parts = [operand(shape, dtype, NamedSharding(alone, P(None, None)), i) for i, shape in enumerate(local)]
         product = jax.jit(jaxmp.matmul).lower(*parts).compile()
+    ours = []
+    for known in ("", measured):
+        hardware.set_of_job(known)
+        call = functools.partial(jaxmp.matmul, out_sharding=spec_d)
+        ours.append(functools.partial(jax.jit(call).lower(a, b).compile(), a, b))
+    (row,) = jaxmp.explain(functools.partial(jaxmp.matmul, out_sharding=spec_d), quiet=True)(a, b).rows
     return {
-        "jaxmp": functools.partial(jax.jit(functools.partial(jaxmp.matmul, out_sharding=spec_d)), a, b),
+        "jaxmp": ours[1],
+        "whole": ours[0],
         "jnp": functools.partial(jax.jit(functools.partial(jnp.matmul, out_sharding=spec_d)), a, b),
         "product": functools.partial(product, *parts),
         "collective": functools.partial(move, x),
-    }
+    }, row.chunks
 
 
 def in_job(rate, sizes, rounds):
@@ -141,10 +162,13 @@ def measure(quick):
         for c in in_job(rate, (512,) if quick else SIZES, 3 if quick else ROUNDS):
             times = c["seconds"]
             row = {"pattern": c["pattern"], "link": rate, "m x k x n": f"{c['size']}^3", "types": c["type"]}
+            row["chunks"] = c["chunks"]
             row |= {f"{name} ms": seconds * 1e3 for name, seconds in times.items()}
             row["jaxmp / longer part"] = times["jaxmp"] / max(times["product"], times["collective"])
+            row["whole / jaxmp"] = times["whole"] / times["jaxmp"]
             rows.append(row | {"jnp / jaxmp": times["jnp"] / times["jaxmp"]})
-    return {"hosts": {"means": means(rows, ["link", "types"], {"jnp / jaxmp": min}, across="pattern"), "rows": rows}}
+    ratios = {"jnp / jaxmp": min, "whole / jaxmp": min}
+    return {"hosts": {"means": means(rows, ["link", "types"], ratios, across="pattern"), "rows": rows}}
 
 
 if __name__ == "__main__":

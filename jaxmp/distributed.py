@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.hardware import calibration, hardware
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.primitive.collectives import collective_p
 from jaxmp._src.primitive.primitives import matmul_p
@@ -56,6 +57,7 @@ class _Job:
 
     def close(self) -> None:
         """Listen no more, to peers and to signals."""
+        hardware.set_of_job("")
         if self.peers is not None:
             self.peers.close()
         _ignore_interrupts(self.interrupts)
@@ -161,7 +163,9 @@ def initialize(
 def _join(job: _Job, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
     native, interrupts = native_lib.extension(), job.interrupts
-    join = functools.partial(bootstrap.join_job, host, job.process, job.nprocesses, timeout, job.timeout)
+    join = functools.partial(
+        bootstrap.join_job, host, job.process, job.nprocesses, timeout, job.timeout, tells=calibration.for_job()
+    )
     try:
         membership = watch.on_waiter(
             join, lambda: f"initialize: {watch.NO_STORE}" if native.service_lost_for() >= 0 else ""
@@ -169,6 +173,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
     job.peers = membership.peers
+    hardware.set_of_job(membership.told)
     jax_compat.let_gloo_listen_at(membership.peers.host)
     native_lib.start_barrier(job.process, job.nprocesses, job.timeout, interrupts[0].fileno() if interrupts else -1)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)

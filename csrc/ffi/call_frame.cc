@@ -75,6 +75,8 @@ constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F8E8M0FNU};
 static_assert(std::size(kFfiTypes) == std::size(kDTypes));
 
+}  // namespace
+
 // XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
   const bool is_packed_by_xla = dtype == DType::kE2M1 && buffer.element_type() == ffi::F4E2M1FN;
@@ -88,6 +90,8 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, 
   if (!has_type) message += " of another dtype (XLA's number " + std::to_string(int(buffer.element_type())) + ")";
   return InvalidArgument(message);
 }
+
+namespace {
 
 // Hands out the buffers of a call frame in the order of the boundary, checking each.
 class Operands {
@@ -159,6 +163,17 @@ Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands,
 }
 
 }  // namespace
+
+Status ReadFactors(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args, Buffers* buffers) {
+  const auto read = [&](const char* name, size_t index, DType dtype, int64_t size, const void** to) -> Status {
+    const ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(index);
+    if (buffer.has_error()) return InvalidArgument(buffer.error().message());
+    *to = buffer->untyped_data();
+    return CheckBuffer(name, *buffer, dtype, size);
+  };
+  JAXMP_RETURN_IF_ERROR(read("a", 0, p.dtype_a, layout.a.local_size(), &buffers->a));
+  return read("b", 1, p.dtype_b, layout.b.local_size(), &buffers->b);
+}
 
 Status ReadOperands(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& rets, Buffers* buffers, const void** position) {

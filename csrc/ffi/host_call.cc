@@ -31,10 +31,10 @@ Outcome InFlightCall::Finish() {
   return outcome;
 }
 
-Outcome RunRank(std::unique_ptr<InFlightCall> owned, hostmp::Rendezvous& rendezvous, ffi::RunId run,
-                const ffi::ThreadPool& threads, const GroupRank& group_rank, int nranks) {
+Outcome RunRank(std::unique_ptr<InFlightCall> owned, hostmp::Rendezvous& rendezvous, ffi::RunId run, int num_threads,
+                const GroupRank& group_rank, int nranks) {
   InFlightCall* call = owned.release();
-  call->pool_.emplace(static_cast<int>(threads.num_threads()));  // as many as XLA uses
+  call->pool_.emplace(num_threads);
   call->stream_ = {&rendezvous, run.run_id, group_rank.group, &*call->pool_, InFlightCall::OnDone, call};
   Status started;
   try {

@@ -35,8 +35,8 @@ class InFlightCall {
   virtual void Release() {}
 
  private:
-  friend Outcome RunRank(std::unique_ptr<InFlightCall>, hostmp::Rendezvous&, xla::ffi::RunId,
-                         const xla::ffi::ThreadPool&, const GroupRank&, int);
+  friend Outcome RunRank(std::unique_ptr<InFlightCall>, hostmp::Rendezvous&, xla::ffi::RunId, int, const GroupRank&,
+                         int);
   static void OnDone(void* context, const Status& status);
   Outcome Finish();
 
@@ -47,9 +47,9 @@ class InFlightCall {
   std::atomic<bool> is_second_{false};
 };
 
-// The call of a rank of `nranks`.
+// The call of a rank of `nranks`, on as many threads as XLA uses.
 Outcome RunRank(std::unique_ptr<InFlightCall> call, hostmp::Rendezvous& rendezvous, xla::ffi::RunId run,
-                const xla::ffi::ThreadPool& threads, const GroupRank& group_rank, int nranks);
+                int num_threads, const GroupRank& group_rank, int nranks);
 
 }  // namespace jaxmp
 

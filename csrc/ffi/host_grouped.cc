@@ -126,8 +126,8 @@ Outcome Run(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Rem
   const StatusOr<hostmp::GroupedProduct> product = ReadCall(*site, args, rets, &group_rank);
   if (!product.ok()) return {ToError(product.status())};
   const int nranks = site->communicator->nranks();
-  return RunRank(std::make_unique<GroupedInFlight>(*product, nranks), site->rendezvous, run, threads, group_rank,
-                 nranks);
+  return RunRank(std::make_unique<GroupedInFlight>(*product, nranks), site->rendezvous, run,
+                 static_cast<int>(threads.num_threads()), group_rank, nranks);
 }
 
 }  // namespace

@@ -60,11 +60,17 @@ Outcome Run(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingA
     if (group_rank.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
   }
   if (!group_rank.ok() || plan.is_empty()) return {ToError(group_rank.status())};
-  return RunRank(std::make_unique<MatmulInFlight>(site->plan, buffers), site->rendezvous, run, threads, *group_rank,
-                 plan.nranks());
+  return RunProduct(site->plan, buffers, site->rendezvous, run.run_id, static_cast<int>(threads.num_threads()),
+                    *group_rank);
 }
 
 }  // namespace
+
+Outcome RunProduct(const std::shared_ptr<Plan>& plan, const Buffers& buffers, hostmp::Rendezvous& rendezvous,
+                   int64_t run_id, int num_threads, const GroupRank& group_rank) {
+  return RunRank(std::make_unique<MatmulInFlight>(plan, buffers), rendezvous, {run_id}, num_threads, group_rank,
+                 plan->nranks());
+}
 
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<Site, MakeSite>(frame); }
 

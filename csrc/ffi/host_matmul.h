@@ -1,9 +1,11 @@
 // The custom call `jaxmp_matmul` as XLA sees it.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "csrc/ffi/handler.h"
+#include "csrc/ffi/host_call.h"
 #include "csrc/hostmp/handles/runtime.h"
 #include "csrc/plan/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -21,6 +23,10 @@ struct Site : SiteType<Site> {
 
 // Once per call site: decodes the attributes and resolves the plan.
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
+
+// A rank's product on these buffers, with its peers at this rendezvous; not pending where it has none.
+Outcome RunProduct(const std::shared_ptr<Plan>& plan, const Buffers& buffers, hostmp::Rendezvous& rendezvous,
+                   int64_t run_id, int num_threads, const GroupRank& group_rank);
 
 // Once per device and execution; call_frame.h has the arguments and results.
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);

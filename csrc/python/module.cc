@@ -21,6 +21,7 @@
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/ffi/cuda_matmul.h"
+#include "csrc/ffi/deferred_product.h"
 #include "csrc/ffi/host_grouped.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_calls.h"
@@ -38,7 +39,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 15;
+constexpr int kAbiVersion = 16;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -70,6 +71,8 @@ nb::dict Type() {
 nb::dict Registrations() {
   return DictOf({{"jaxmp_matmul", Stages(MatmulInstantiate, MatmulExecute)},
                  {"jaxmp_grouped", Stages(GroupedInstantiate, GroupedExecute)},
+                 {"jaxmp_start_product", Stages(DeferredInstantiate, StartExecute)},
+                 {"jaxmp_collect_product", Stages(DeferredInstantiate, CollectExecute)},
                  {"jaxmp_process_barrier", Stages(ProcessBarrierInstantiate, ProcessBarrierExecute)},
                  {"jaxmp_process_collective", Stages(ProcessCollectiveInstantiate, ProcessCollectiveExecute)}});
 }
@@ -77,6 +80,7 @@ nb::dict Registrations() {
 nb::dict Types() {
   return DictOf({{"jaxmp_site", Type<Site>()},
                  {"jaxmp_grouped_site", Type<GroupedSite>()},
+                 {"jaxmp_deferred_site", Type<DeferredSite>()},
                  {"jaxmp_process_barrier_site", Type<ProcessBarrierSite>()},
                  {"jaxmp_process_collective_site", Type<ProcessCollectiveSite>()}});
 }
@@ -270,7 +274,13 @@ NB_MODULE(_jaxmp, m) {
     const ArenaUse use = LocalArenaUse();
     return DictOf({{"used", nb::int_(use.used)}, {"touched", nb::int_(use.touched)}});
   });
-  m.def("trim_arenas", &TrimArenas, nb::arg("unused_for"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "trim_memory",
+      [](double unused_for) {
+        TrimArenas(unused_for);
+        TrimProducts(unused_for);
+      },
+      nb::arg("unused_for"), nb::call_guard<nb::gil_scoped_release>());
   m.def("want_processes", &WantProcesses, nb::arg("processes"));
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
   m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));

@@ -38,6 +38,16 @@ def initialize(port=PORT, **options):
     jaxmp.distributed.initialize(f"{os.environ.get('HOST', '127.0.0.1')}:{port}", NPROCESSES, PROCESS, **options)
 
 
+def cut_all():
+    """Every product over gloo in as many chunks as it has, whatever that costs."""
+    deferred, hardware = jaxmp._src.lowering.deferred, jaxmp._src.hardware.hardware
+    machine = hardware.Hardware("a test", dict.fromkeys(hardware.RATES, 1.0), memory_bandwidth=1.0, link_bandwidth=1.0)
+    hardware.of_job = lambda: machine
+    deferred.best_chunks = lambda machine, possible, **_: max(possible, default=1)
+
+
+if os.environ.get("CHUNKS"):
+    cut_all()
 if "+" in SCENARIO:
     initialize = functools.cache(initialize)
 
@@ -134,11 +144,28 @@ def during_a_call(number):
     initialize()
     a, b = operands(make_mesh(), 2048, 1024, 64 * NPROCESSES)
     check(product(a, b), 64 * NPROCESSES)
+    until_the_fault(number, product, a, b)
+
+
+def until_the_fault(number, call, *operands):
+    call(*operands).block_until_ready()
     if IS_VICTIM:
         threading.Timer(0.3, send(number)).start()
     end = time.time() + 30
     while time.time() < end:
-        product(a, b).block_until_ready()
+        call(*operands).block_until_ready()
+
+
+def during_a_gather(number):
+    """The same, of rows that are gathered in chunks, which are multiplied meanwhile."""
+    initialize()
+    a, b = step_operands(make_mesh(), 1024 * NPROCESSES, 512)
+    rows = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, "x")))  # THE ROWS
+    assert "jaxmp_start_product" in rows.lower(a, b).as_text()
+    (row,) = jaxmp.explain(rows, quiet=True)(a, b).rows
+    assert row.chunks > 1
+    assert f" in {row.chunks} chunks" in row.algorithm
+    until_the_fault(number, rows, a, b)
 
 
 def gather_much():
@@ -187,6 +214,25 @@ def dies_while_the_transport_opens():
     product(a, b).block_until_ready()
 
 
+def calibrate():
+    """The command that measures a job, by small products, and what the next job is told."""
+    cli, hardware = importlib.import_module("jaxmp._src.cli.main").info, jaxmp._src.hardware
+    measures, timed = cli.calibrate, cli.calibrate.interleaved
+    measures._LARGE, measures._STREAM = 32, 2**12
+    measures.interleaved = lambda calls, **_: timed(calls, seconds=1e-4, rounds=(1, 1))
+    start = functools.partial(jaxmp.distributed.initialize, f"127.0.0.1:{PORT}", NPROCESSES, PROCESS)
+    cli.config.launcher, cli.distributed.initialize = (lambda: ("a test", NPROCESSES)), start
+    assert importlib.import_module("jaxmp._src.cli.main").main(["info", "--calibrate", "--json"]) == 0
+    assert hardware.hardware.of_job() is None  # when it began
+    print("TELLS", hardware.calibration.for_job())
+
+
+def told():
+    initialize()
+    machine = jaxmp._src.hardware.hardware.of_job()
+    print("TOLD", machine and (machine.network_bandwidth, machine.network_latency, machine.node))
+
+
 def dies_while_backends_start():
     """Rank 0 ends at once; the others start their backends, for which JAX asks rank 0's store."""
     initialize()
@@ -198,7 +244,7 @@ def dies_while_backends_start():
 def dies_while_all_join():
     """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
     if PROCESS == 0:
-        jaxmp._src.processes.bootstrap.join_job = lambda *args: send(signal.SIGKILL)()
+        jaxmp._src.processes.bootstrap.join_job = lambda *args, **_: send(signal.SIGKILL)()
     initialize()
 
 
@@ -468,6 +514,8 @@ def of_signals(name, number):
         f"{name}-before": before,
         f"{name}-of-rank-0": before,
         f"{name}-during": lambda: during_a_call(number),
+        f"{name}-during-chunks": lambda: during_a_call(number),
+        f"{name}-during-gathers": lambda: during_a_gather(number),
         f"{name}-after": lambda: around_a_call(after=send(number)),
         f"first-{name}": first,
         f"first-{name}-of-rank-0": first,
@@ -478,6 +526,8 @@ SCENARIOS = {
     "fine": lambda: around_a_call(),
     **of_signals("killed", signal.SIGKILL),
     **of_signals("stopped", signal.SIGSTOP),
+    "calibrate": calibrate,
+    "told": told,
     "large": gather_much,
     "large-and-caught": catch_the_transport,
     "killed-and-caught": catch_the_error,

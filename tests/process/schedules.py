@@ -161,7 +161,10 @@ def prepared(drawn: dict, data: np.random.Generator, runs: int):
         placed_w = {name: put(mesh, x, SPECS[name]) for name, x in w.items()}
         placed = [[put(mesh, x, IN if is_line else IN_OF_BOTH) for x in xs] for xs in inputs]
         compiled = jax.jit(program(drawn, ours)).lower(placed_w, placed[0], True).compile()
-    every_call_has_a_number_of_its_own(compiled.as_text())
+    text = compiled.as_text()
+    every_call_has_a_number_of_its_own(text)
+    if os.environ.get("CHUNKS") and is_line and any(names != ["own"] for names in drawn["inputs"]):
+        assert "jaxmp_start_product" in text, text
     plain = jax.jit(program(drawn, lambda a, b, spec, bias=0: jnp.matmul(a, b) + bias))
 
     def on_one_device(i):
@@ -201,6 +204,7 @@ def start():
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", choices=("on", "off"), default="on")
+    parser.add_argument("--chunks", action="store_true", help="cut each product over gloo")
     options = parser.parse_args()
     failed = done = 0
     for i, (nprocesses, ndevices) in enumerate(itertools.cycle(((2, 2), (4, 1), (2, 1)))):
@@ -209,6 +213,7 @@ def start():
         programs = min(25, options.programs - done)
         asked = {"seed": options.seed + i, "programs": programs}
         env = {"SCHEDULES": json.dumps(asked), "JAXMP_SHARED_MEMORY": options.memory, "JAXMP_TIMEOUT": "60"}
+        env |= {"CHUNKS": "1"} if options.chunks else {}
         with tempfile.TemporaryDirectory() as folder:
             folder, env = Path(folder), {"all": env}
             job, ranks = run_job(folder, "schedules", nprocesses, ndevices=ndevices, env=env, deadline=1500)

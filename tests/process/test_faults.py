@@ -20,10 +20,12 @@ def call_at(mark):
 
 
 CALL, STEP = call_at("THE CALL"), call_at("THE STEP")
+ROWS = call_at("THE ROWS")
 # Beyond the deadline itself: two processors that four ranks and other work share.
 LATE = TIMEOUT + 3.0
 # Ahead of the first step there is no transport yet, and every rank still has to compile.
 COMPILES = 10.0
+CHUNKS = {"all": {"JAXMP_SHARED_MEMORY": "off", "CHUNKS": "1"}}
 GLOO = {"all": {"JAXMP_SHARED_MEMORY": "off"}}  # XLA's collectives, also between processes of one machine
 
 
@@ -53,6 +55,10 @@ DIFFERS = r"matmul at ranks.py:\d+: rank \d has "
 FAULTS = {
     "killed-before": Fault(f"{CALL}: rank 2 {KILLED}"),
     "killed-during": Fault(f"{CALL}: rank 2 {KILLED}"),
+    # A product is under way whose operands the failed run has given back.
+    "killed-during-chunks": Fault(f"{CALL}: rank 2 {KILLED}", env=CHUNKS),
+    "killed-during-gathers": Fault(f"{ROWS}: rank 2 {KILLED}", env=CHUNKS),
+    "stopped-during-gathers": Fault(f"{ROWS}: rank 1 .*does not answer", LATE, nprocesses=2, stopped=(1,), env=CHUNKS),
     "killed-after": Fault(f"{CALL}: rank 2 {KILLED}"),
     "killed-and-caught": Fault(f"{CALL}: rank 2 {KILLED}"),
     # Rank 0 holds JAX's coordination service, whose clients would abort.

@@ -33,6 +33,9 @@ JOBS = {
     ),
     "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
     "2x2 over gloo": ("order+memory+experts+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
+    # Each product is multiplied in chunks behind its collectives.
+    "4x1 over gloo in chunks": ("products+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
+    "2x2 over gloo in chunks": ("order+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
 }
 
 
@@ -43,6 +46,7 @@ def test_every_pattern_transform_and_epilog(name, tmp_path):
     nprocesses, ndevices = map(int, name.split()[0].split("x"))
     memory = "off" if "gloo" in name else "on"
     env = {"all": {"SCHEDULES": json.dumps(programs), "JAXMP_TIMEOUT": "60", "JAXMP_SHARED_MEMORY": memory}}
+    env["all"] |= {"CHUNKS": "1"} if "chunks" in name else {}
     job, ranks = run(tmp_path, scenarios, nprocesses, ndevices=ndevices, env=env, deadline=1200)
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
     counts = [[line for line in rank.log.splitlines() if line.startswith("RAN")] for rank in ranks]

@@ -1,6 +1,7 @@
 """How a job begins and ends when nothing goes wrong, and what is refused at its beginning."""
 
 import errno
+import json
 import os
 import re
 import socket
@@ -23,6 +24,21 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {log.name for log in job.logs}
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert not {name for name in after - before if "jax" in name.lower()}
+
+
+def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
+    """Otherwise one cuts a product into other chunks than another, and their collectives do not meet."""
+    caches = {i: {"XDG_CACHE_HOME": str(tmp_path / f"cache{i}")} for i in range(2)}
+    job, ranks = run(tmp_path, "calibrate", 2, ndevices=2, env=caches)
+    assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
+    tells = [json.loads(re.search(r"^TELLS (.*)$", rank.log, flags=re.M)[1] or "{}") for rank in ranks]
+    assert tells[1] == {}
+    told = tuple(tells[0][name] for name in ("network_bandwidth", "network_latency", "node"))
+    assert told[2] == 2
+    assert min(told) > 0
+    for given, want in ((caches, told), (dict(enumerate(reversed(caches.values()))), None)):
+        job, ranks = run(tmp_path, "told", 2, env=given)
+        assert [f"TOLD {want}" in rank.log for rank in ranks] == [True] * 2, job.all_logs()
 
 
 def test_strangers_at_the_start_are_no_peers(tmp_path):

@@ -4,6 +4,7 @@ Silently wrong without these: a prediction that improves with a slower link, hid
 machine's rate for another type's.
 """
 
+import dataclasses
 import itertools
 
 import cases
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._src.cli import calibrate, main
 from jaxmp._src.hardware import calibration
-from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
+from jaxmp._src.hardware.call_time import Transfer, best_chunks, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES
 
 # 1 op/ns, 1 byte/ns of memory, 0.1 byte/ns of links: times below are in ns.
@@ -169,6 +170,27 @@ def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
     assert gathers
     for time in gathers:
         assert time.exposed == time.link == pytest.approx(3 * 4 * 16 * 4 / 1e8)
+
+
+def test_a_product_between_machines_is_cut_where_that_hides_much():
+    """In one chunk 2 s; in n of them 1 + 1 / n, and a latency for each."""
+    machine = dataclasses.replace(SIMPLE, rates={"float32": 1e6}, network_bandwidth=1e6, launch=0.0, latency=0.0)
+    call = {"flops": 1e6, "kind": "float32", "nbytes": 0, "transfers": [Transfer(10**6, 2)], "ndevices": 1}
+
+    def chunks(possible=(2, 4, 8), **changes):
+        fields = {name: changes.pop(name) for name in list(changes) if hasattr(machine, name)}
+        return best_chunks(dataclasses.replace(machine, **fields), possible, **call | changes)
+
+    assert chunks() == 8
+    assert chunks(network_latency=0.05) == 4  # 8: 1.525, 4: 1.45
+    assert chunks((3, 5)) == 5
+    assert chunks(()) == 1
+    assert chunks(flops=1e5) == chunks(network_bandwidth=1e7) == 1  # hides a tenth at most
+    assert chunks(nbytes=4e5, memory_bandwidth=1e6) == 1  # copying takes 0.8 s
+    assert chunks(ndevices=4) == 8
+    between = dataclasses.replace(machine, link_bandwidth=1e6)
+    exposed = [call_time(between, **call, chunks=n).exposed for n in (1, 8)]
+    assert exposed == pytest.approx([1, 1 / 8])
 
 
 # ---- this machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,12 +23,13 @@ _TYPES = ("float32", "float64", "bfloat16", "float16")
 # Rows, columns and k of the product whose rate is taken, and of one whose time is that of launching it.
 _LARGE, _SMALL = 1024, 16
 _STREAM = 2**28  # bytes that a pass over memory reads, and writes: more than caches hold
+_SENT, _TURNS = 2**22, 9  # bytes that each process of a job sends to each other one at a time, and how often
 _FLOAT8 = "float8_e4m3fn"
 
 
 def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
     """The fields of a `Hardware` for the devices of this process, measured in some ten seconds."""
-    devices, is_shared = jax.devices(), jax.default_backend() == "cpu"
+    devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
     rates: dict[str, float] = {}
     xla_rates: dict[str, float] = {}
     with jax.enable_x64(True):
@@ -42,6 +45,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         bandwidth = _memory_bandwidth()
         link = _link_bandwidth(mesh) if len(devices) > 1 else bandwidth
         on_step("memory and links")
+    network = _network() if jax.process_count() > 1 else {}
     return {
         "name": f"this ({processor().name if is_shared else devices[0].device_kind})",
         "rates": rates,
@@ -50,6 +54,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         "link_bandwidth": link,
         "launch": launch,
         "is_shared": is_shared,
+        **network,
         "source": f"measured on {time.strftime('%Y-%m-%d')} with {len(devices)} devices",
     }
 
@@ -91,6 +96,34 @@ def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
     call = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(None))))
     received = nbytes * (mesh.size - 1) // mesh.size
     return received * (mesh.size if jax.default_backend() == "cpu" else 1) / _seconds(functools.partial(call, x))[0]
+
+
+def _network() -> dict[str, Any]:
+    """Of a job: bytes per second that a process receives from others in XLA's all-gather, and seconds of a step."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+
+    def gather(x: jax.Array) -> jax.Array:
+        gathered: jax.Array = lax.all_gather(x, "x", tiled=True)
+        return gathered[: x.size]
+
+    def seconds(nbytes: int, times: int) -> float:
+        x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
+        local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
+        call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+        turns = []
+        for _ in range(_TURNS + 1):  # the first one compiles; every process takes as many
+            started = time.perf_counter()
+            call(x).block_until_ready()
+            turns.append(time.perf_counter() - started)
+        return statistics.median(turns[1:]) / times
+
+    latency, received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
+    large = seconds(_SENT * jax.process_count(), 1)
+    return {
+        "node": jax.local_device_count(),
+        "network_bandwidth": received / max(large - latency, 1e-9),
+        "network_latency": latency,
+    }
 
 
 def _seconds(*calls: Callable[[], Any]) -> list[float]:

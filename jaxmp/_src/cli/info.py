@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmp import distributed
 from jaxmp._src.cli import calibrate
 from jaxmp._src.cli.output import make_cpu_devices, print_json, print_table, progress, rich
 from jaxmp._src.hardware import calibration
@@ -40,9 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Always 0: what is missing is part of the answer."""
     if options.calibrate:
-        make_cpu_devices(_CALIBRATED)
+        if config.launcher():  # a job, whose network is measured too
+            distributed.initialize()
+        else:
+            make_cpu_devices(_CALIBRATED)
         with progress("calibrate", 6, is_quiet=options.json) as step:
-            calibration.save(calibrate.measure(step))
+            measured = calibrate.measure(step)
+        if jax.process_index() > 0:
+            return 0
+        calibration.save(measured)
     if options.json:
         print_json(facts())
         return 0
@@ -123,7 +130,8 @@ def _calibration() -> dict[str, Any]:
     if found is None:
         return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
     rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
-    beside = {name: f"{found[name]:.3g}" for name in ("memory_bandwidth", "link_bandwidth", "launch")}
+    names = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "network_latency", "launch")
+    beside = {name: f"{found[name]:.3g}" for name in names if name in found}
     return rates | beside | {"source": found["source"], "file": str(calibration.path())}
 
 

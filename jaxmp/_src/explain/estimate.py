@@ -35,5 +35,6 @@ def estimate(row: Row, hardware: Hardware) -> CallTime | None:
         nbytes=held + sum(each.nbytes for each in transfers),
         transfers=transfers,
         is_fused=row.implementation in ("host", "cublasmp"),
+        chunks=row.chunks,
         implementation=row.implementation,
     )

@@ -38,6 +38,7 @@ class Row:
       ndevices: how many devices run it, all groups together.
       transfers: what a rank receives, by the axes over which it does, where devices have memories of their own: of
         `bytes_moved`, which on "host" counts whole operands, the part that a call over links moves.
+      chunks: into how many the call is cut between machines, so that its communication overlaps the product.
       mesh: every axis of the mesh as (name, size), of which the last varies fastest from device to device.
       placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n), each as (of its rows, of its columns), as
         the call computes them; empty for a collective, and where the mesh is not known. Of a matrix for each group,
@@ -72,6 +73,7 @@ class Row:
     mesh: tuple[tuple[str, int], ...] = ()
     placement: tuple[tuple[Dim, Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    chunks: int = 1
 
     @property
     def has_matrices(self) -> bool:

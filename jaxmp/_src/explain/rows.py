@@ -228,6 +228,7 @@ def matmul_row(
         mesh=group.mesh,
         placement=shards.placement(spec, varying, dims),
         transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
+        chunks=forms.chunks_of(call),
     )
 
 

@@ -32,6 +32,18 @@ def load() -> dict[str, Any] | None:
     return fields
 
 
+def for_job() -> str:
+    """The fields of this machine's `Hardware` as JSON, for all processes of a job that begins; "" where its network has
+    not been measured. It does not start JAX's backend."""
+    try:
+        record = json.loads(path().read_text())
+        key, fields = record["key"], record["hardware"]
+        is_own = (key["format"], key["processor"]) == (_FORMAT, processor().name)
+        return json.dumps(fields) if is_own and "network_bandwidth" in fields else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def save(fields: dict[str, Any]) -> None:
     """Keep the fields of a `Hardware` for this machine; a reader sees the old file or the new one, never half."""
     path().parent.mkdir(parents=True, exist_ok=True)

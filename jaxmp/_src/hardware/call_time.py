@@ -5,7 +5,8 @@ and each later one takes the longer of its product and of its transfer. With C s
 
     seconds = launch + latency + C / P + max(C (P - 1) / P, L)
 
-and launch + latency + C + L where nothing overlaps. C is the longer of arithmetic and memory traffic (Williams,
+and launch + latency + C + L where nothing overlaps. Between machines a call may be cut into n chunks, of which one is
+multiplied while another is sent (`best_chunks`). C is the longer of arithmetic and memory traffic (Williams,
 Waterman, Patterson, "Roofline", CACM 52(4), 2009). On devices that share a processor C is their sum, for a core that
 copies operands into blocks for its cache does not multiply meanwhile.
 """
@@ -69,6 +70,7 @@ def call_time(
     nbytes: float = 0.0,
     transfers: Sequence[Transfer] = (),
     is_fused: bool = False,
+    chunks: int = 1,
     implementation: str = "",
 ) -> CallTime:
     """The time of a call.
@@ -79,6 +81,7 @@ def call_time(
       nbytes: bytes of operands and result that one device reads and writes.
       transfers: what each rank receives.
       is_fused: whether the transfers overlap the product.
+      chunks: into how many it is cut, so that they do.
       implementation: "xla" if XLA multiplies.
     """
     together = ndevices if hardware.is_shared else 1  # devices that one rate is of
@@ -90,7 +93,47 @@ def call_time(
     work = compute + traffic if hardware.is_shared else max(compute, traffic)
     parts = max((each.nranks for each in transfers), default=1)
     exposed = max(work / parts + max(work * (parts - 1) / parts, link) - work, 0.0) if is_fused else link
+    exposed = _in_chunks(work, link, chunks) - work if chunks > 1 else exposed
     return CallTime(compute, traffic, link, overhead, exposed, overhead + work + exposed)
+
+
+def best_chunks(
+    hardware: Hardware,
+    possible: Sequence[int],
+    *,
+    flops: float,
+    kind: str,
+    nbytes: float,
+    transfers: Sequence[Transfer],
+    ndevices: int,
+) -> int:
+    """The number, of those that are possible, of chunks into which to cut a product between machines, or 1 for none.
+
+    With C seconds of work and L of transfers, n chunks take
+
+        n latency + copies + (C + L) / n + max(C, L) (n - 1) / n
+
+    and the whole takes latency + C + L. Nothing is cut for less than a tenth of that.
+
+    Args:
+      flops, nbytes: operations of one device, and bytes that chunks have it copy.
+      transfers: what it receives.
+      ndevices: how many devices share a processor and a link.
+    """
+    latency = hardware.launch + hardware.network_latency
+    work = ndevices * flops / hardware.rate(kind)
+    link = ndevices * sum(each.nbytes for each in transfers) / hardware.network_bandwidth
+    copies = ndevices * 2 * nbytes / hardware.memory_bandwidth
+
+    def seconds(n: int) -> float:
+        return n * latency + copies + _in_chunks(work, link, n)
+
+    best = min(possible, key=seconds, default=1)
+    return best if best > 1 and seconds(best) < 0.9 * (latency + work + link) else 1
+
+
+def _in_chunks(work: float, link: float, n: int) -> float:
+    return (work + link) / n + max(work, link) * (n - 1) / n
 
 
 def _in_node(hardware: Hardware, transfer: Transfer) -> int:

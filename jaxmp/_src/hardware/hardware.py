@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,21 @@ MACHINES = {
         "gb200-nvl72", (40, 80, 1250, 2500, 2500, 5000, 10000, 5000), 186e9, 8e12, 900e9, 72, _GB200
     ),
 }
+
+
+_of_job: Hardware | None = None
+
+
+def set_of_job(fields: str) -> None:
+    """From now on `of_job` is the machine of these fields, as JSON; "" for none."""
+    global _of_job
+    _of_job = Hardware(**json.loads(fields)) if fields else None
+
+
+def of_job() -> Hardware | None:
+    """The machine that every process of this job decides by, as rank 0 knows it; None where its network has not been
+    measured."""
+    return _of_job
 
 
 def hardware_of(function: str, hardware: Any) -> Hardware:

@@ -16,9 +16,10 @@ import logging
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 
-from jaxmp._src.lowering import backend, ffi_call, fixed_shape, xla_matmul
+from jaxmp._src.lowering import backend, deferred, ffi_call, fixed_shape, xla_matmul
 from jaxmp._src.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.lowering.ffi_call import custom_call
 from jaxmp._src.primitive import bias_grad
@@ -272,13 +273,25 @@ class Xla(ResolvedCall):
     def results(self, operands: Operands, **where: Any) -> Operands:
         product = _host_product if self.library == "host" else None
         platform, processes = where.get("platform", "cpu"), where.get("processes")
-        return xla_matmul.matmul(operands, self.spec, platform, product, processes)
+        return xla_matmul.matmul(operands, self.spec, platform, product, processes, self._cut() if processes else None)
+
+    def _cut(self) -> deferred.Chunks | None:
+        count = chunks_of(self)
+        if count == 1:
+            return None
+        # Of any extents: those of a chunk decide nothing of the form.
+        product = Product(_local(self.spec, self.a.dtype), self.a, self.b)
+        local = in_library(product, Choice("host", "a chunk"), "host")
+        assert isinstance(local, Direct), local
+        return deferred.Chunks(count, self.spec, local.spec, local.is_conjugated)
 
     def facts(self) -> tuple[str, int]:
         if self.implementation in ("host", "cublasmp"):
             return self.form_why, 0
         if self.library:
-            return "hostmp local Matmul and lax collectives", 0
+            count = chunks_of(self)
+            behind = f" in {count} chunks, one behind the collective of another" if count > 1 else ""
+            return f"hostmp local Matmul and lax collectives{behind}", 0
         return ("lax.dot_general and lax collectives" if self.spec.group.nranks > 1 else "lax.dot_general"), 0
 
 
@@ -401,9 +414,17 @@ def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCa
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """One device's product in the accumulator's type, through the custom call."""
-    flags = {name: getattr(spec, name) for name in (*FLAGS, "precision")}
-    local, operands = MatmulSpec(accumulator(a.dtype), **flags), {"a": a, "b": b}
-    return one_device(local, operands, "host").emit(operands)["d"]
+    return one_device(_local(spec, a.dtype), {"a": a, "b": b}, "host").emit({"a": a, "b": b})["d"]
+
+
+def _local(spec: MatmulSpec, dtype: np.dtype) -> MatmulSpec:
+    return MatmulSpec(accumulator(dtype), **{name: getattr(spec, name) for name in (*FLAGS, "precision")})
+
+
+def chunks_of(call: ResolvedCall) -> int:
+    """Into how many chunks a call is cut, which XLA's collectives move."""
+    is_cut = isinstance(call, Xla) and call.library == "host"
+    return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
 
 
 def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:

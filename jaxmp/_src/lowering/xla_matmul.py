@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,16 @@ LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
 Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
+class Chunks(Protocol):
+    """As `lowering/deferred`."""
+
+    def gathered(self, a: jax.Array, b: jax.Array, gather: Gather) -> jax.Array: ...
+
+    def summed(
+        self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """How the processes of a call meet: `barrier(xs)` gives back the operands of the first collective once all ranks
@@ -48,11 +58,12 @@ def matmul(
     platform: str,
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
+    chunks: Chunks | None = None,
 ) -> Operands:
     """The results by name from one device's shards.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
-    type.
+    type. `chunks` compute that in chunks beside the collectives, where those are XLA's.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
@@ -66,6 +77,7 @@ def matmul(
     memory = processes.memory if processes else None
     memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
+    chunks = chunks if processes and not memory and local_product else None
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
@@ -78,7 +90,17 @@ def matmul(
         a, b = _decoded(a, b, scales, spec, acc)
         return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
 
+    def add(z: jax.Array) -> jax.Array:
+        scattered = spec.contraction.scattered
+        if scattered is None:
+            return psum(z, spec.group.axes)
+        return psum_scatter(z, spec.group.axes, scattered) if spec.group.nranks > 1 else z
+
     shards = computed(a, b, operands)
+    own = operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
+    if chunks:
+        z = chunks.gathered(*shards, all_gather) if gathers else chunks.summed(*shards, barrier, add)
+        return apply_epilog(z, own, spec)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
         a, b = _gather_operands(spec, *shards, all_gather)
     else:  # in the types that they are stored in, of fewer bytes
@@ -86,12 +108,7 @@ def matmul(
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
-    scattered = spec.contraction.scattered
-    if sums and scattered is None:
-        z = psum(z, spec.group.axes)
-    elif sums and scattered is not None and spec.group.nranks > 1:
-        z = psum_scatter(z, spec.group.axes, scattered)
-    return apply_epilog(z, operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}, spec)
+    return apply_epilog(add(z) if sums else z, own, spec)
 
 
 def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:

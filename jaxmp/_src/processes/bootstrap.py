@@ -92,17 +92,19 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
 class Membership:
     """What the processes know of each other once all of them have met.
 
-    `peers` answers and opens their connections, `address_of(process)` is where it listens, and `refusal` says why the
-    job cannot run, the same on every process, or "".
+    `peers` answers and opens their connections, `address_of(process)` is where it listens, `refusal` says why the job
+    cannot run, or "", and `told` is what rank 0 had to tell; both are the same on every process.
     """
 
     peers: Peers
     address_of: Callable[[int], tuple[str, int]]
     refusal: str
+    told: str
 
 
-def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: float) -> Membership:
-    """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached.
+def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: float, tells: str = "") -> Membership:
+    """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached;
+    `tells`: what this process tells the others if it is rank 0.
 
     What a process publishes and reads in JAX's store does not grow with the number of processes.
     """
@@ -110,9 +112,11 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: floa
     key = "jaxmp/"
     if process == 0:
         client.key_value_set(f"{key}secret", secrets.token_hex(32))
+        client.key_value_set(f"{key}told", f" {tells}")
         client.key_value_set(f"{key}versions", " ".join(_versions()))
     secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
     versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
+    told = client.blocking_key_value_get(f"{key}told", milliseconds).strip()
     peers = Peers(_own_address(host), process, nprocesses, secret, reach)
     client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
     for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):
@@ -130,7 +134,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: floa
         found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
         return found, int(port)
 
-    return Membership(peers, address_of, min(refused)[1] if refused else "")
+    return Membership(peers, address_of, min(refused)[1] if refused else "", told)
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:

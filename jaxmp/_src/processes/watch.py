@@ -88,7 +88,7 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
     while is_member():
         time.sleep(_PERIOD)
         module, now = native.extension(), time.monotonic()
-        module.trim_arenas(_KEPT)
+        module.trim_memory(_KEPT)
         failure = module.barrier_failure()
         failed = failed or (now if failure else 0.0)
         frame = sys._current_frames().get(main or 0)

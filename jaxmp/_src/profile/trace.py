@@ -18,7 +18,8 @@ from jaxmp._src.runtime import native
 OTHERS = "other operations"
 # An instruction of a program's text with its name and metadata, and the range of jaxmp's in that.
 _INSTRUCTION = re.compile(r'%?(\S+) = .*op_name="[^"]*?(jaxmp \w+ \d+x[^"/]+)/')
-_CALLS = tuple(f'custom_call_target="{target}"' for target in (native.TARGET, native.GROUPED_TARGET))
+_TARGETS = (native.TARGET, native.GROUPED_TARGET, native.START_TARGET, native.COLLECT_TARGET)
+_CALLS = tuple(f'custom_call_target="{target}"' for target in _TARGETS)
 # Instructions that hold others, whose times are those of what they hold.
 _HOLDERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 

@@ -25,10 +25,12 @@ from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
 GROUPED_TARGET = "jaxmp_grouped"
+START_TARGET = "jaxmp_start_product"
+COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 15
+ABI_VERSION = 16
 
 _lock = threading.RLock()
 _loaded: Any = None
