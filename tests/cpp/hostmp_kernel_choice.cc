@@ -81,9 +81,11 @@ TEST(test_conversions) {
 }
 
 TEST(test_int8) {
-  const std::pair<const Cpu*, const char*> kernels[] = {{&kPortable, "portable"}, {&kAvx2, "AVX2"},
-                                                        {&kAvx512, "AVX2"},       {&kCascadeLake, "AVX512_VNNI"},
-                                                        {&kZen4, "AVX512_VNNI"},  {&kSapphireRapids, "AMX"}};
+  Cpu avx_vnni = kAvx2;
+  avx_vnni.avx_vnni = true;
+  const std::pair<const Cpu*, const char*> kernels[] = {
+      {&kPortable, "portable"},       {&kAvx2, "AVX2"},        {&avx_vnni, "AVX-VNNI"},  {&kAvx512, "AVX2"},
+      {&kCascadeLake, "AVX512_VNNI"}, {&kZen4, "AVX512_VNNI"}, {&kSapphireRapids, "AMX"}};
   for (const auto& [processor, name] : kernels) {
     EXPECT(*processor, ordered(CUDA_R_8I, 4), kInt8, CUDA_R_8I, kNone);
     EXPECT(*processor, plain(CUDA_R_8I, 400, kT), kInt8, CUDA_R_8I, kNone);

@@ -278,6 +278,7 @@ TEST(test_int8_kernels) {
   for (const auto& [level, name] : {std::pair(Int8Level::kPortable, "portable"),
                                     {Int8Level::kNeonDotprod, "neon_dotprod"},
                                     {Int8Level::kAvx2, "avx2"},
+                                    {Int8Level::kAvxVnni, "avx_vnni"},
                                     {Int8Level::kAvx512Vnni, "avx512_vnni"},
                                     {Int8Level::kAmx, "amx"}}) {
     Kernel<int8_t> kernel = {

@@ -162,8 +162,8 @@ def test_the_processors_instruction_set_and_the_blas_are_named(extension):
         (
             "JAXMP_ISA",
             "sse",
-            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx2', 'neon_dotprod', 'neon', "
-            "'portable' but is 'sse'.",
+            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx_vnni', 'avx2', "
+            "'neon_dotprod', 'neon', 'portable' but is 'sse'.",
         ),
     ],
 )

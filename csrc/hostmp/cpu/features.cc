@@ -44,6 +44,7 @@ Cpu Detect() {
   }
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     found.avx512_bf16 = found.avx512_vnni && Bit(a, 5);
+    found.avx_vnni = found.avx2 && Bit(a, 4);
   }
   return found;
 }
@@ -88,6 +89,7 @@ constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx},
                                                {"avx512_bf16", &Cpu::avx512_bf16},
                                                {"avx512_vnni", &Cpu::avx512_vnni},
                                                {"avx512", &Cpu::avx512},
+                                               {"avx_vnni", &Cpu::avx_vnni},
                                                {"avx2", &Cpu::avx2},
                                                {"neon_dotprod", &Cpu::neon_dotprod},
                                                {"neon", &Cpu::neon}};

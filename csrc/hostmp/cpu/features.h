@@ -14,6 +14,7 @@ struct Cpu {
   bool avx512_vnni = false;  // with avx512
   bool avx512_bf16 = false;  // with avx512_vnni
   bool amx = false;          // bf16 and int8, with avx512_bf16; the system lets this process use the tile registers
+  bool avx_vnni = false;     // with avx2, of 256 bits
   bool neon = false;         // on every aarch64
   bool neon_dotprod = false;
 };
@@ -21,8 +22,8 @@ struct Cpu {
 // The instruction sets that our kernels use: all of this processor, or those that LimitInstructionSet() leaves.
 const Cpu& cpu();
 
-// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2",
-// "neon_dotprod", "neon" or "portable", which is what the compiler makes of plain code for the architecture.
+// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni",
+// "avx2", "neon_dotprod", "neon" or "portable", which is what the compiler makes of plain code for the architecture.
 std::string instruction_set();
 
 // Leaves to cpu() the named instruction set and those below it; an error where this processor does not have it. Called

@@ -62,7 +62,7 @@ std::string NameOfKernel(const KernelChoice& choice) {
   if (choice.kernel == Kernel::kBlas) return NameOfBlas(choice.type);
   if (choice.kernel == Kernel::kWideningBlas) return "widened to f32, cblas_sgemm";
   if (choice.kernel == Kernel::kInt8) {
-    constexpr const char* kLevels[] = {"portable", "NEON dotprod", "AVX2", "AVX512_VNNI", "AMX"};  // by Int8Level
+    constexpr const char* kLevels[] = {"portable", "NEON dotprod", "AVX2", "AVX-VNNI", "AVX512_VNNI", "AMX"};
     return std::string(kLevels[static_cast<int>(int8_level())]) + " kernel of hostmp, summed in s32";
   }
   if (KUnit(choice.kernel) == kAmxUnit) return "AMX kernel of hostmp, summed in f32";

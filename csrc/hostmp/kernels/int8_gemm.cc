@@ -32,7 +32,19 @@ using WordVector __attribute__((vector_size(4 * Lanes))) = uint32_t;
 struct OfPairs {
   using Number = int16_t;
   static constexpr int64_t kGroup = 2, kKC = 768;
-  static constexpr bool kReusesB = true;
+  static constexpr bool kReusesB = true, kIsUnsignedB = false;
+};
+
+// Four bytes at a time.
+struct OfQuads {
+  using Number = int8_t;
+  static constexpr int64_t kGroup = 4, kKC = 1536;
+  static constexpr bool kReusesB = true, kIsUnsignedB = false;
+};
+
+// VNNI's instruction for bytes takes one factor as unsigned: op(B) plus 128, for which 128 op(A) is taken off.
+struct OfVnni : OfQuads {
+  static constexpr bool kIsUnsignedB = true;
 };
 
 #if defined(__x86_64__)
@@ -46,7 +58,7 @@ struct Isa {
   using Number = int8_t;
   using Scope = ScopedTiles;
   static constexpr int64_t kGroup = 4, kKC = 2048, kTile = 16, kWordUnit = kTile;
-  static constexpr bool kReusesB = false;
+  static constexpr bool kReusesB = false, kIsUnsignedB = false;
   static constexpr int64_t kRowUnit = 2 * kTile, kMR = kRowUnit, kNR = 2 * kTile;
 
   JAXMP_AMX static void Multiply(const MicroPanels& panels, uint32_t* sums) {
@@ -73,6 +85,7 @@ struct Isa {
     _tile_stored(2, sums + kTile * kMR, kLine);
     _tile_stored(3, sums + kTile * kMR + kTile, kLine);
   }
+  static void PutFirst(uint32_t*, int64_t, int64_t) {}
 };
 
 #include "csrc/hostmp/kernels/int8_gemm_impl.h"
@@ -83,18 +96,35 @@ namespace avx512_vnni {
 
 #define JAXMP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
 
-struct Vectors : OfPairs {
+struct Vectors : OfVnni {
   static constexpr int64_t kLanes = 16;
   static constexpr int kVectors = 3, kCols = 8;
   using V = WordVector<kLanes>;
   JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
-    return (V)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+    return (V)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
   }
 };
 
 #include "csrc/hostmp/kernels/int8_simd_impl.h"
 
 }  // namespace avx512_vnni
+
+namespace avx_vnni {
+
+#define JAXMP_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+
+struct Vectors : OfVnni {
+  static constexpr int64_t kLanes = 8;
+  static constexpr int kVectors = 3, kCols = 4;
+  using V = WordVector<kLanes>;
+  JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
+    return (V)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)b, (__m256i)a);
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_simd_impl.h"
+
+}  // namespace avx_vnni
 
 namespace avx2 {
 
@@ -119,11 +149,9 @@ namespace neon_dotprod {
 
 #define JAXMP_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 
-struct Vectors {
-  using Number = int8_t;
-  static constexpr int64_t kGroup = 4, kKC = 1536, kLanes = 4;
+struct Vectors : OfQuads {
+  static constexpr int64_t kLanes = 4;
   static constexpr int kVectors = 3, kCols = 8;
-  static constexpr bool kReusesB = true;
   using V = WordVector<kLanes>;
   JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
     return (V)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
@@ -162,6 +190,7 @@ auto WithLevel([[maybe_unused]] Int8Level level, Function function) {
 #if defined(__x86_64__)
   if (level == Int8Level::kAmx) return function(amx::Kernel{});
   if (level == Int8Level::kAvx512Vnni) return function(avx512_vnni::Kernel{});
+  if (level == Int8Level::kAvxVnni) return function(avx_vnni::Kernel{});
   if (level == Int8Level::kAvx2) return function(avx2::Kernel{});
 #elif defined(__aarch64__)
   if (level == Int8Level::kNeonDotprod) return function(neon_dotprod::Kernel{});
@@ -172,12 +201,14 @@ auto WithLevel([[maybe_unused]] Int8Level level, Function function) {
 }  // namespace
 
 bool Has(Int8Level level) {
-  constexpr bool Cpu::* kFeatures[] = {nullptr, &Cpu::neon_dotprod, &Cpu::avx2, &Cpu::avx512_vnni, &Cpu::amx};
+  constexpr bool Cpu::* kFeatures[] = {nullptr,        &Cpu::neon_dotprod, &Cpu::avx2,
+                                       &Cpu::avx_vnni, &Cpu::avx512_vnni,  &Cpu::amx};
   return level == Int8Level::kPortable || cpu().*kFeatures[static_cast<size_t>(level)];
 }
 
 Int8Level int8_level() {
-  for (Int8Level level : {Int8Level::kAmx, Int8Level::kAvx512Vnni, Int8Level::kAvx2, Int8Level::kNeonDotprod}) {
+  for (Int8Level level :
+       {Int8Level::kAmx, Int8Level::kAvx512Vnni, Int8Level::kAvxVnni, Int8Level::kAvx2, Int8Level::kNeonDotprod}) {
     if (Has(level)) return level;
   }
   return Int8Level::kPortable;

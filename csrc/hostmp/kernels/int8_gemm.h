@@ -8,7 +8,7 @@
 namespace jaxmp::hostmp {
 
 // By which instructions.
-enum class Int8Level { kPortable, kNeonDotprod, kAvx2, kAvx512Vnni, kAmx };
+enum class Int8Level { kPortable, kNeonDotprod, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
 bool Has(Int8Level level);  // this processor
 Int8Level int8_level();     // the highest that it has
 

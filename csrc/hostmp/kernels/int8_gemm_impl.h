@@ -5,6 +5,10 @@
 //                    rows that a micro-panel of op(A) is padded to and has at most, columns of a register tile, and k
 //                    of a K block
 //   kWordUnit        words that k is padded to
+//   kIsUnsignedB     whether the instruction takes op(B) as unsigned: its numbers are packed plus 128, and behind the
+//                    words of a micro-panel of op(A) are the sums that make up for that
+//   PutFirst(panel, width, words)
+//                    writes those, if there are any
 //   Scope            what lives while products run
 //   Multiply(panels, sums)
 //                    the product of micro-panels, column-major with kMR from one column to the next
@@ -20,12 +24,17 @@ constexpr int64_t kLines = 4, kRun = 64;  // words that are transposed together
 static_assert(Isa::kWordUnit % kLines == 0 && Isa::kRowUnit % kLines == 0 && kMR <= kRun);
 
 constexpr int64_t Words(int64_t depth) { return RoundUp(CeilDiv(depth, kGroup), Isa::kWordUnit); }
+// Of a micro-panel of op(A).
+constexpr int64_t Lines(int64_t depth) { return Words(depth) + Isa::kIsUnsignedB; }
+
+constexpr uint32_t kOffsetOfB = Isa::kIsUnsignedB ? 0x80808080 : 0;
 
 // `words` words, of `depth` numbers that are adjacent in k.
+template <uint32_t kOffset = 0>
 JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, int64_t words, uint32_t* to) {
   using Stored __attribute__((may_alias)) = Number;
   auto* const numbers = reinterpret_cast<Stored*>(to);
-  for (int64_t k = 0; k < depth; ++k) numbers[k] = static_cast<Number>(from[k]);
+  for (int64_t k = 0; k < depth; ++k) numbers[k] = static_cast<Number>(from[k] ^ static_cast<int8_t>(kOffset));
   for (int64_t k = depth; k < words * kGroup; ++k) numbers[k] = 0;
 }
 
@@ -38,6 +47,7 @@ struct WordLine {
     }
   }
   // Of at most kRun indices from `at` on.
+  template <uint32_t kOffset = 0>
   JAXMP_INLINE void Pack(int64_t at, int64_t count, uint32_t* __restrict to) const {
     static constexpr int8_t kZeros[kRun] = {};
     using Unsigned = std::make_unsigned_t<Number>;
@@ -46,7 +56,7 @@ struct WordLine {
     for (int64_t i = 0; i < count; ++i) {
       uint32_t word = 0;
       for (int g = 0; g < kGroup; ++g) word |= uint32_t{static_cast<Unsigned>(runs[g][i])} << (32 / kGroup * g);
-      to[i] = word;
+      to[i] = word ^ kOffset;
     }
   }
 
@@ -57,7 +67,7 @@ struct WordLine {
 // own, where the processor does not look ahead.
 JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   constexpr int64_t kAhead = 8;
-  const int64_t words = Words(depth);
+  const int64_t words = Words(depth), lines = Lines(depth);
   for (int64_t word = 0; word < words; ++word) {
     const WordLine line(view, depth, word);
     for (int g = 0; g < kGroup; ++g) {
@@ -65,8 +75,8 @@ JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t dep
       for (int64_t row = 0; row < rows; row += 64) __builtin_prefetch(ahead + row);
     }
     int64_t row = 0;
-    for (; row + kMR <= rows; row += kMR) line.Pack(row, kMR, to + row * words + word * kMR);
-    line.Pack(row, rows - row, to + row * words + word * RoundUp(rows - row, Isa::kRowUnit));
+    for (; row + kMR <= rows; row += kMR) line.Pack(row, kMR, to + row * lines + word * kMR);
+    line.Pack(row, rows - row, to + row * lines + word * RoundUp(rows - row, Isa::kRowUnit));
   }
 }
 
@@ -76,7 +86,7 @@ JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t dept
   const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
   for (int64_t row = 0; row < rows; row += kLines) {
     const int64_t top = row / kMR * kMR, width = std::min(kMR, RoundUp(rows - top, Isa::kRowUnit));
-    uint32_t* const panel = to + top * words + row - top;
+    uint32_t* const panel = to + top * Lines(depth) + row - top;
     for (int64_t word = 0; word < words; word += kRun) {
       const int64_t k = word * kGroup, length = std::clamp<int64_t>(depth - k, 0, kRun * kGroup);
       for (int64_t i = 0; i < kLines; ++i) {
@@ -91,7 +101,8 @@ JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t dept
 
 JAXMP_TARGET void PackColumnsAlong(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
   const int64_t words = Words(depth);
-  for (int64_t col = 0; col < cols; ++col) PackRun(view.data + col * view.ld, depth, words, to + col * words);
+  for (int64_t col = 0; col < cols; ++col)
+    PackRun<kOffsetOfB>(view.data + col * view.ld, depth, words, to + col * words);
 }
 
 JAXMP_TARGET void PackColumnsAcross(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
@@ -101,7 +112,9 @@ JAXMP_TARGET void PackColumnsAcross(const ByteView& view, int64_t cols, int64_t 
   for (int64_t col = 0; col < cols; col += kRun) {
     const int64_t length = std::min(kRun, cols - col);
     for (int64_t word = 0; word < words; word += kLines) {
-      for (int64_t i = 0; i < kLines; ++i) WordLine(view, depth, word + i).Pack(col, length, runs[i]);
+      for (int64_t i = 0; i < kLines; ++i) {
+        WordLine(view, depth, word + i).template Pack<kOffsetOfB>(col, length, runs[i]);
+      }
       TransposeLines(from, length, words, to + col * words + word);
     }
   }
@@ -113,7 +126,7 @@ struct Kernel {
   static_assert(kMC % kMR == 0 && kNC % kNR == 0 && kKC % (kGroup * Isa::kWordUnit) == 0);
   using Scope = Isa::Scope;
 
-  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * Words(depth) * RoundUp(rows, Isa::kRowUnit); }
+  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * Lines(depth) * RoundUp(rows, Isa::kRowUnit); }
   int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * Words(depth) * RoundUp(cols, kNR); }
   int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
@@ -124,6 +137,10 @@ struct Kernel {
       PackRowsAcross({a + block.k * p.lda + top, p.lda}, rows, block.depth, words);
     } else {
       PackRowsAlong({a + top * p.lda + block.k, p.lda}, rows, block.depth, words);
+    }
+    for (int64_t row = 0; Isa::kIsUnsignedB && row < rows; row += kMR) {
+      const int64_t width = std::min(kMR, RoundUp(rows - row, Isa::kRowUnit));
+      Isa::PutFirst(words + row * Lines(block.depth), width, Words(block.depth));
     }
   }
   JAXMP_TARGET void PackB(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {

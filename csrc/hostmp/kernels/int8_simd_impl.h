@@ -20,14 +20,28 @@ struct Isa : Vectors {
 
   using Unaligned __attribute__((aligned(4), may_alias)) = V;
 
+  // What the sums of a micro-panel of op(A) begin with, behind its words.
+  JAXMP_TARGET static void PutFirst(uint32_t* panel, int64_t width, int64_t words) {
+    auto* const line = reinterpret_cast<Unaligned*>(panel);
+    const int64_t count = width / kLanes;
+    V sums[kVectors] = {};
+    for (int64_t word = 0; word < words; ++word) {
+      for (int v = 0; v < kVectors; ++v) {
+        if (v < count) sums[v] = Vectors::Dot(sums[v], line[word * count + v], V{} + 0x80808080u);
+      }
+    }
+    for (int64_t v = 0; v < count; ++v) line[words * count + v] = V{} - sums[v];
+  }
+
   template <int Count>
   JAXMP_TARGET static inline __attribute__((always_inline)) void MultiplyVectors(const MicroPanels& panels,
                                                                                  uint32_t* sums) {
     const char *a = panels.a, *b = panels.b;
     const int64_t step_b = 4 * panels.words;
+    const auto* const first = reinterpret_cast<const Unaligned*>(a) + panels.words * Count;
     V tile[kCols][Count];
     for (auto& column : tile) {
-      for (V& sum : column) sum = V{};
+      for (int v = 0; v < Count; ++v) column[v] = kIsUnsignedB ? first[v] : V{};
     }
 #pragma GCC unroll 2
     for (int64_t word = 0; word < panels.words; ++word, a += sizeof(V) * Count, b += 4) {

@@ -23,8 +23,8 @@ VARIABLES = {
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
     "JAXMP_ISA": (
-        "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx2', "
-        "'neon_dotprod', 'neon' or 'portable', instead of the fastest one of the processor",
+        "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx_vnni', "
+        "'avx2', 'neon_dotprod', 'neon' or 'portable', instead of the fastest one of the processor",
         "",
     ),
     "JAXMP_TIMEOUT": (
@@ -48,7 +48,7 @@ TEST_VARIABLES = (
     "JAXMP_FAKES",
 )
 # From the most capable one down; csrc/hostmp/cpu/features.cc knows which of them a processor has.
-INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_dotprod", "neon", "portable")
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dotprod", "neon", "portable")
 LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
