@@ -48,7 +48,17 @@ TEST_VARIABLES = (
     "JAXMP_FAKES",
 )
 # From the most capable one down; csrc/hostmp/cpu/features.cc knows which of them a processor has.
-INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_dotprod", "neon", "portable")
+INSTRUCTION_SETS = (
+    "amx",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx512",
+    "avx_vnni",
+    "avx2",
+    "neon_dotprod",
+    "neon",
+    "portable",
+)
 LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
