@@ -31,6 +31,10 @@ StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attribute
 
 StatusOr<abi::cudaDataType_t> TypeOf(ffi::DataType type) {
   switch (type) {
+    case ffi::S8:
+      return abi::CUDA_R_8I;
+    case ffi::S32:
+      return abi::CUDA_R_32I;
     case ffi::F32:
       return abi::CUDA_R_32F;
     case ffi::F64:

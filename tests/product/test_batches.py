@@ -1,10 +1,12 @@
-"""Batches that both operands have: one product of XLA's, unless calls one by one are asked for or faster.
+"""Batches that both operands have: one product, XLA's or of narrow types ours, unless calls one by one are asked for or
+faster.
 
 Values are small integers, so every result has one right answer. What would go unnoticed without it: a loop over the
 batch where one product does, a collective for each index, gradients of operands that the batch does not have.
 """
 
 import functools
+import itertools
 
 import cases
 import jax
@@ -76,9 +78,26 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
     assert not other_products_of(text)
 
 
-@pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", False), ("float32", True), ("float32", False)])
+@pytest.mark.parametrize("shape", [(3, 5, 7, 9), (4, 33, 65, 17), (2, 1, 1, 1), *itertools.permutations((0, 2, 3, 4))])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e5m2"])
+def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
+    """Stored each way, odd and empty, and sums of int8 as numpy wraps them."""
+    batch, m, k, n = shape
+    out = jnp.int32 if dtype == "int8" else jnp.float32
+    for stored_a, stored_b in itertools.product(((m, k), (k, m)), ((k, n), (n, k))):
+        numbers = (((2 - (stored_a != (m, k)),), (1 + (stored_b != (k, n)),)), ((0,), (0,)))
+        a, b = (rng.integers(-4, 5, (batch, *stored)) for stored in (stored_a, stored_b))
+        a, b = ((x * 32).astype(np.int8) if dtype == "int8" else x.astype(dtype) for x in (a, b))
+        f = functools.partial(jaxmp.dot_general, dimension_numbers=numbers, preferred_element_type=out)
+        wide = np.int32 if dtype == "int8" else np.float64
+        want = lax.dot_general(a.astype(wide), b.astype(wide), numbers)
+        np.testing.assert_array_equal(jax.jit(f)(a, b), want)
+    assert not other_products_of(compiled_text(f, a, b))
+
+
+@pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
-    """Where ranks share a product, and where its operands are narrower than its sums."""
+    """Where ranks share a product."""
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):
@@ -89,8 +108,8 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
             f = product("all_gather" if is_shared else "local")
             (row,) = jaxmp.explain(f)(a, b).rows
             calls = calls_of(compiled_text(f, a, b))
-            is_host = is_large and (is_shared or dtype == "bfloat16")
-            assert row.implementation == ("host" if is_host else "xla")
+            is_host = is_large and is_shared
+            assert row.implementation == ("host" if is_host else "host+xla" if dtype == "bfloat16" else "xla")
             assert bool(calls) == is_host
 
 

@@ -343,7 +343,8 @@ struct GroupedRank final : RankCall {
 
 Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, int nranks) {
   const abi::cudaDataType_t sums = AccumulatorOf(product.type);
-  if (product.out != sums && !(sums == abi::CUDA_R_32F && Facts(product.out).is_16bit)) {
+  const bool is_summed = product.out == sums && product.type != abi::CUDA_R_32I;
+  if (!is_summed && !(sums == abi::CUDA_R_32F && Facts(product.out).is_16bit)) {
     return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " has no result of ",
                            NameOf(product.out));
   }

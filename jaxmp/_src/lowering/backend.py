@@ -63,22 +63,27 @@ def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands:
 def choose_for_batch(
     spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
-    """(as `choose_implementation`, whether XLA computes the whole batch in one product) for products of `work`
+    """(as `choose_implementation`, whether the whole batch is one product) for products of `work`
     multiplications and additions each.
 
-    No library has a batched product, and XLA has. One by one go products for which a library is the better one even so:
-    on CPUs large ones that ranks share or whose operands are narrower than their sums; on GPUs operands of 8 bits and
-    fewer, which XLA widens; and those of CPU devices that share no call, whose collectives may have a barrier each.
+    cuBLASMp has no batched product, and XLA has. On CPUs hostmp multiplies what a device has, or has gathered, in one
+    product too, where operands are narrower than their sums. One by one go products for which a library is the better
+    one even so: on CPUs large ones that ranks share; on GPUs operands of 8 bits and fewer, which XLA widens; and those
+    of CPU devices that share no call, whose collectives may have a barrier each.
     """
     choice = choose_implementation(spec, platform, apart, operands)
+    wide = low_precision.operand_type(*operands)
+    is_narrow = accumulator(wide) != wide or low_precision.is_mixed(*operands)
     if platform == "cpu" and apart and spec.group.nranks > 1:
         return choice, False
     if choice.implementation == "xla":
         return choice, True
-    is_shared = spec.group.nranks > 1 or accumulator(operands[0]) != operands[0] or low_precision.is_mixed(*operands)
+    is_shared, is_low_precision = spec.group.nranks > 1, low_precision.is_low_precision(wide)
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
-    is_low_precision = low_precision.is_low_precision(low_precision.operand_type(*operands))
-    gains = (is_large and is_shared) if choice.implementation == "host" else is_low_precision
+    is_together = is_narrow and {spec.scales.a, spec.scales.b} == {low_precision.NONE} and isinstance(work, int)
+    if choice.implementation == "host" and is_together and not (is_shared and is_large):
+        return Choice("host+xla" if is_shared else "host", "both operands have a batch: one product for all of it"), True
+    gains = (is_large and (is_shared or is_narrow)) if choice.implementation == "host" else is_low_precision
     if gains:
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
     return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True

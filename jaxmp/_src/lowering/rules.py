@@ -18,6 +18,7 @@ from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.forms import Xla, resolve, resolve_activation_grad
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive.collectives import place
+from jaxmp._src.primitive.grouped import batch_product
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
@@ -76,7 +77,7 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
         mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
         apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh)
         work = operations(spec, a.shape, b.shape)
-        _, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
+        choice, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
@@ -87,7 +88,9 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
             if site:
                 a, b = _barrier(site, spec, a[0], b[0], [a, b], {"batch": a.shape[0]})
             named = dict(zip(spec.names, (a, b, *rest), strict=True))
-            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform))(named)
+            is_ours = choice.implementation != "xla" and isinstance(a.shape[0], int)
+            local = batch_product if is_ours else None
+            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform, local))(named)
             return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():

@@ -68,7 +68,9 @@ def matmul(
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
-    if spec.distributions or low_precision.is_low_precision(a.dtype):
+    is_low_precision = low_precision.is_low_precision(a.dtype)
+    is_scaled = is_low_precision and {spec.scales.a, spec.scales.b} != {low_precision.NONE}
+    if spec.distributions or is_scaled or (is_low_precision and processes):
         local_product = None
     if 0 in (*a.shape, *b.shape):
         a, b = _decoded(a, b, operands, spec, acc)
@@ -87,8 +89,9 @@ def matmul(
         operands = operands | dict(zip(scales, waited, strict=True))
 
     def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
-        a, b = _decoded(a, b, scales, spec, acc)
-        return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
+        if local_product and a.dtype != np.bool_:
+            return a, b
+        return _widened(*_decoded(a, b, scales, spec, acc), platform, acc)
 
     def add(z: jax.Array) -> jax.Array:
         scattered = spec.contraction.scattered

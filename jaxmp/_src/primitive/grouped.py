@@ -33,8 +33,9 @@ from jax.interpreters import ad
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.collectives import Axes, cast_varying
 from jaxmp._src.runtime.types import Tangent
-from jaxmp._src.spec import levels
+from jaxmp._src.spec import levels, low_precision
 from jaxmp._src.spec.levels import Determinism
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.spec.options import Implementation, Parts
 
 grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
@@ -107,6 +108,21 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
     primitive = partitioned_grouped_p if spec.is_global else grouped_p
     d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
     return d
+
+
+def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
+    """op(a) @ op(b) of narrow types, which `vmap` makes one call for a whole batch, one group for each index. In the
+    accumulator's type, or rounded where the result of `spec` needs no more."""
+    if spec.transpose_a and spec.transpose_b:
+        return batch_product(b, a, spec.replace(transpose_a=False, transpose_b=False)).T
+    if low_precision.is_scaled(a.dtype):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # which has all these numbers
+    is_whole = spec.is_bilinear and spec.alpha == 1 and not spec.contraction.sums and spec.out_dtype.itemsize == 2
+    out = spec.out_dtype if is_whole else accumulator(a.dtype)
+    bounds = jnp.array([[0, a.shape[0]]], np.int32)
+    if spec.transpose_a:
+        return grouped(GroupedSpec(out, is_contraction=True), a[None], b[None], bounds)[0, 0]
+    return grouped(GroupedSpec(out, is_transposed=spec.transpose_b), a[None], b[None, None], bounds)[0]
 
 
 def batch_of(operands: Sequence[Any]) -> Any:
