@@ -119,6 +119,7 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
         ("float32", "cpu", "", {}, ("xla", True)),
         ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
         ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
+        ("bfloat16", "cpu", "", {}, ("host+xla", True)),
         ("float32", "cuda", "", {}, ("xla", True)),
         ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
         ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),

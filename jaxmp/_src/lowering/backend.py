@@ -82,7 +82,8 @@ def choose_for_batch(
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
     is_together = is_narrow and {spec.scales.a, spec.scales.b} == {low_precision.NONE} and isinstance(work, int)
     if choice.implementation == "host" and is_together and not (is_shared and is_large):
-        return Choice("host+xla" if is_shared else "host", "both operands have a batch: one product for all of it"), True
+        why = "both operands have a batch: one product for all of it"
+        return Choice("host+xla" if is_shared else "host", why), True
     gains = (is_large and (is_shared or is_narrow)) if choice.implementation == "host" else is_low_precision
     if gains:
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
