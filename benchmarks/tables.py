@@ -110,7 +110,8 @@ def page(folder=RESULTS):
 def description(name, sections):
     abouts = sorted((section["machine"] for section in sections.values()), key=lambda about: about["date"])
     newest, dates = abouts[-1], dict.fromkeys((abouts[0]["date"], abouts[-1]["date"]))
-    about = {"processor": newest["processor"], "cores": newest["cores"], "JAX": newest["versions"]["jax"]}
+    versions = dict.fromkeys(about["versions"]["jax"] for about in abouts)
+    about = {"processor": newest["processor"], "cores": newest["cores"], "JAX": ", ".join(versions)}
     return {"machine": name} | about | {"date": " to ".join(dates)}
 
 

@@ -75,8 +75,6 @@ constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F8E8M0FNU};
 static_assert(std::size(kFfiTypes) == std::size(kDTypes));
 
-}  // namespace
-
 // XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
   const bool is_packed_by_xla = dtype == DType::kE2M1 && buffer.element_type() == ffi::F4E2M1FN;
@@ -90,8 +88,6 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, 
   if (!has_type) message += " of another dtype (XLA's number " + std::to_string(int(buffer.element_type())) + ")";
   return InvalidArgument(message);
 }
-
-namespace {
 
 // Hands out the buffers of a call frame in the order of the boundary, checking each.
 class Operands {
@@ -162,24 +158,24 @@ Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands,
   return {};
 }
 
+Status Factors(const Problem& p, const Distribution& layout, Operands* operands, Buffers* buffers) {
+  JAXMP_RETURN_IF_ERROR(operands->Argument("a", p.dtype_a, layout.a.local_size(), &buffers->a));
+  return operands->Argument("b", p.dtype_b, layout.b.local_size(), &buffers->b);
+}
+
 }  // namespace
 
-Status ReadFactors(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args, Buffers* buffers) {
-  const auto read = [&](const char* name, size_t index, DType dtype, int64_t size, const void** to) -> Status {
-    const ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(index);
-    if (buffer.has_error()) return InvalidArgument(buffer.error().message());
-    *to = buffer->untyped_data();
-    return CheckBuffer(name, *buffer, dtype, size);
-  };
-  JAXMP_RETURN_IF_ERROR(read("a", 0, p.dtype_a, layout.a.local_size(), &buffers->a));
-  return read("b", 1, p.dtype_b, layout.b.local_size(), &buffers->b);
+Status ReadFactors(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args,
+                   const ffi::RemainingRets& rets, bool has_d, Buffers* buffers) {
+  Operands operands(args, rets);
+  JAXMP_RETURN_IF_ERROR(Factors(p, layout, &operands, buffers));
+  return has_d ? operands.Result("d", p.dtype_d, layout.d.local_size(), &buffers->d) : Status();
 }
 
 Status ReadOperands(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& rets, Buffers* buffers, const void** position) {
   Operands operands(args, rets);
-  JAXMP_RETURN_IF_ERROR(operands.Argument("a", p.dtype_a, layout.a.local_size(), &buffers->a));
-  JAXMP_RETURN_IF_ERROR(operands.Argument("b", p.dtype_b, layout.b.local_size(), &buffers->b));
+  JAXMP_RETURN_IF_ERROR(Factors(p, layout, &operands, buffers));
   if (p.has_c()) JAXMP_RETURN_IF_ERROR(operands.Argument("c", p.dtype_c, layout.d.local_size(), &buffers->c));
   if (p.has_bias()) JAXMP_RETURN_IF_ERROR(operands.Argument("bias", p.dtype_bias, layout.bias_size, &buffers->bias));
   const bool writes_aux = p.has_aux() && !p.reads_aux();

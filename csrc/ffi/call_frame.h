@@ -17,9 +17,8 @@ StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
 Status ReadOperands(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
 
-// The first two of these arguments alone.
-Status ReadFactors(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args, Buffers* buffers);
-
-Status CheckBuffer(const char* name, const xla::ffi::AnyBuffer& buffer, DType dtype, int64_t size);
+// Arguments a and b alone, and with `has_d` result d; others may follow.
+Status ReadFactors(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
+                   const xla::ffi::RemainingRets& rets, bool has_d, Buffers* buffers);
 
 }  // namespace jaxmp

@@ -109,10 +109,11 @@ struct Product {
   std::shared_future<ffi::Error> done;
 };
 
-// Those that are not collected yet.
+// Products that were started and are not collected yet, by ticket.
 class Tickets {
  public:
-  // Of a device's other runs none is wanted any more: with collectives they follow one another. Else it is made again.
+  // Drops what the device's other runs have left, which a run that failed did. Should one of them still go on, its
+  // collect multiplies again.
   uint64_t Give(std::shared_ptr<const Product> product) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = products_.begin(); it != products_.end();) {
@@ -148,7 +149,7 @@ CompletionPool& threads() {
   return *pool;
 }
 
-// Products of a chain are multiplied one behind the other, each by all processors.
+// A chain's products are multiplied in turn, each on all of XLA's threads.
 uint64_t StartProduct(const DeferredSite& site, int64_t run_id, int32_t device, int num_threads,
                       const std::shared_ptr<const Product>& ahead, const Buffers& operands) {
   const Problem& p = site.plan->problem();
@@ -190,7 +191,8 @@ Status Start(const DeferredSite& site, int64_t run_id, int32_t device, int num_t
              ffi::RemainingRets& rets) {
   if (args.size() != 4 || rets.size() != 2) return InvalidArgument("jaxmp: start takes 4 arguments and 2 results");
   Buffers operands;
-  JAXMP_RETURN_IF_ERROR(ReadFactors(site.plan->problem(), site.plan->distribution(), args, &operands));
+  JAXMP_RETURN_IF_ERROR(
+      ReadFactors(site.plan->problem(), site.plan->distribution(), args, rets, /*has_d=*/false, &operands));
   JAXMP_ASSIGN_OR_RETURN(const uint64_t* ahead, One<uint64_t>(args.get<ffi::AnyBuffer>(2), ffi::U64, "ticket"));
   JAXMP_ASSIGN_OR_RETURN(const int32_t* next, One<int32_t>(args.get<ffi::AnyBuffer>(3), ffi::S32, "next"));
   auto of_ticket = rets.get<ffi::AnyBuffer>(0), of_next = rets.get<ffi::AnyBuffer>(1);
@@ -214,14 +216,9 @@ ffi::Error RunStart(DeferredSite* site, ffi::RunId run, int32_t device, ffi::Thr
 StatusOr<uint64_t> ReadCollect(const DeferredSite& site, const ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                                Buffers* buffers) {
   if (args.size() != 4 || rets.size() != 1) return InvalidArgument("jaxmp: collect takes 4 arguments and 1 result");
-  const Problem& p = site.plan->problem();
-  const Distribution& layout = site.plan->distribution();
-  JAXMP_RETURN_IF_ERROR(ReadFactors(p, layout, args, buffers));
+  JAXMP_RETURN_IF_ERROR(
+      ReadFactors(site.plan->problem(), site.plan->distribution(), args, rets, /*has_d=*/true, buffers));
   JAXMP_ASSIGN_OR_RETURN(const uint64_t* ticket, One<uint64_t>(args.get<ffi::AnyBuffer>(2), ffi::U64, "ticket"));
-  auto d = rets.get<ffi::AnyBuffer>(0);
-  if (d.has_error()) return InvalidArgument(d.error().message());
-  JAXMP_RETURN_IF_ERROR(CheckBuffer("d", **d, p.dtype_d, layout.d.local_size()));
-  buffers->d = (*d)->untyped_data();
   return *ticket;
 }
 

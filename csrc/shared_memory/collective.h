@@ -20,8 +20,8 @@ namespace jaxmp {
 using Add = void (*)(void* z, const void* x, const void* y, size_t count);
 
 // A call site. An operand of an all-gather is [outer, piece], its result [outer, ranks, piece]; a reduce-scatter takes
-// [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order. Where a rank `picks`, operand
-// and result are rows, and it takes those that its table names.
+// [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order. With `picks`, operand and
+// result are rows, and each rank's table says which rows of which ranks it takes.
 struct SharedCollective {
   std::shared_ptr<const CallSignature> signature;
   std::vector<int64_t> ranks;  // by position in the mesh: the place in its group

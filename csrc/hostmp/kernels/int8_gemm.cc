@@ -42,7 +42,8 @@ struct OfQuads {
   static constexpr bool kReusesB = true, kIsUnsignedB = false;
 };
 
-// VNNI's instruction for bytes takes one factor as unsigned: op(B) plus 128, for which 128 op(A) is taken off.
+// VNNI multiplies unsigned bytes by signed ones. So op(B) is packed plus 128, and each sum begins at minus 128 times
+// the sum of its row of op(A).
 struct OfVnni : OfQuads {
   static constexpr bool kIsUnsignedB = true;
 };

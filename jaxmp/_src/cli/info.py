@@ -41,13 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Always 0: what is missing is part of the answer."""
     if options.calibrate:
-        if config.launcher():  # a job, whose network is measured too
+        _, nprocesses = config.launcher() or ("", 1)
+        if nprocesses > 1:  # a job, whose network is measured too
             distributed.initialize()
         else:
             make_cpu_devices(_CALIBRATED)
-        with progress("calibrate", 6, is_quiet=options.json) as step:
+        is_first = jax.process_index() == 0
+        with progress("calibrate", 6, is_quiet=options.json or not is_first) as step:
             measured = calibrate.measure(step)
-        if jax.process_index() > 0:
+        if not is_first:
             return 0
         calibration.save(measured)
     if options.json:

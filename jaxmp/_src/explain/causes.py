@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxmp._src.explain import partitioned
-from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
+from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, Module
 from jaxmp._src.explain.lies import Edge, Lies, joined
+from jaxmp._src.explain.operations import ALONG, CUMULATIVE, NAMED, hands_on, is_cumulative
 from jaxmp._src.explain.origins import ASKING, SLICE_OF_SCAN, Dim, Origins, summed, value
 
 
@@ -25,27 +26,6 @@ class Cause(NamedTuple):
 _WRITTEN = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 _WRITTEN |= {"reduce_scatter", "unreduced_reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast"}
 _CONSTRAINTS = {"sharding_constraint", "reshard"}
-# Operations with a dimension along which they need neighbours, or all of it: (kind, what they do there).
-_ALONG = {
-    **dict.fromkeys(("sort", "top_k", "approx_top_k"), ("sort", "runs along")),
-    **dict.fromkeys(("argmax", "argmin", "reduce"), ("reduction", "runs along")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("cumulative", "runs along")),
-    **dict.fromkeys(("fft", "rev", "cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"), ("whole", "runs along")),
-    **dict.fromkeys(("slice", "split", "dynamic_slice"), ("slice", "cuts")),
-    "dynamic_update_slice": ("slice", "writes along"),
-    **dict.fromkeys(("concatenate", "pad", "roll"), ("slice", "moves data along")),
-    **dict.fromkeys(
-        ("conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
-        ("window", "has windows that reach over the borders of shards of"),
-    ),
-    "gather": ("lookup", "looks up along"),
-    "scatter": ("scatter", "writes along"),
-    "scatter-add": ("scatter", "adds along"),
-}
-# Functions of jax.numpy that other operations make up.
-_NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
-# What a window over a whole dimension computes; JAX makes windows of these.
-_CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
 _RESULT, _CARRY = "result", "carry"
 
 
@@ -147,7 +127,7 @@ class _Search(Lies):
             for user in self.computation.users[at.name]:
                 if user.is_root and user.opcode == "tuple":
                     yield self._leaves, at
-                elif user.name not in seen and _passes(user):
+                elif user.name not in seen and hands_on(user):
                     waiting.append(user)
                 elif user.name not in seen:
                     yield user, at
@@ -159,7 +139,7 @@ class _Search(Lies):
         made = self.module.line(self.source) or self.module.line(self.collective)
         lies, is_asked = self._of_result(through) if reader == _RESULT else ([], False)
         # The partitioner's own moves around an operation that it does not split, maybe in a loop.
-        if reader in (_RESULT, _CARRY) and self.collective.primitive in _ALONG and not is_asked:
+        if reader in (_RESULT, _CARRY) and self.collective.primitive in ALONG and not is_asked:
             is_own = self.source.primitive == self.collective.primitive
             edge = self._edge(self.source if is_own else self.collective)
             return self._along(self.collective.primitive, edge, made)
@@ -181,12 +161,12 @@ class _Search(Lies):
             return cause
         if reader.primitive in ("reshape", "tile"):
             return self._for_reshape(found, line)
-        name = next((name for scope, name in _NAMED.items() if f"({scope})" in reader.op_name), reader.primitive)
-        if name in _ALONG:
+        name = next((name for scope, name in NAMED.items() if f"({scope})" in reader.op_name), reader.primitive)
+        if name in ALONG:
             is_scan = SLICE_OF_SCAN.search(reader.op_name) is not None
             line = self.origins.line(found[0], reader) if is_scan and found else line
             return self._along(name, found, line, is_scan=is_scan)
-        edge = self._edge(self.source) if self.source.primitive in _ALONG else None
+        edge = self._edge(self.source) if self.source.primitive in ALONG else None
         if found and edge and (self.differs(*edge) or not self.differs(*found)):
             return self._along(self.source.primitive, edge, made)
         if found and (cause := self._downstream(found)):
@@ -249,7 +229,7 @@ class _Search(Lies):
 
     def _along(self, name: str, found: Edge | None, line: str, *, is_scan: bool = False) -> Cause:
         """An operation with a dimension that it does not split."""
-        kind, does = _ALONG[name]
+        kind, does = ALONG[name]
         # The array that an update writes to, or a lookup reads, tells the dimension.
         dims = self.sharded(*found[:2], found[2] * (name == "concatenate"))[:1] if found is not None else []
         if found is not None and not dims:
@@ -269,8 +249,8 @@ class _Search(Lies):
             own = (len(found[0].operands(found[1])[0].shapes[0][1]) - 1,)
         if own and dims and dims[0].dim not in own:
             return Cause(kind, f"XLA does not split {name} over {self.over}: each device does all of {what}", "", line)
-        if found is not None and kind == "window" and _is_cumulative(found[1]):
-            kind, does, name = "cumulative", "runs along", _CUMULATIVE.get(name, "a cumulative operation")
+        if found is not None and kind == "window" and is_cumulative(found[1]):
+            kind, does, name = "cumulative", "runs along", CUMULATIVE.get(name, "a cumulative operation")
         name = "argmax or another reduction of pairs" if name == "reduce" else name
         text = f"{name} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
@@ -375,7 +355,7 @@ class _Search(Lies):
     def _operand(self) -> str:
         """What the collective takes, where no user of whole arrays tells."""
         at, _ = partitioned.behind(self.computation, self.collective, self.operand)
-        while at.operands and _passes(at):
+        while at.operands and hands_on(at):
             at, _ = partitioned.behind(self.computation, at, 0)
         if at.opcode == "parameter" and self._leaves == _RESULT and at.is_argument:
             return at.op_name
@@ -383,12 +363,6 @@ class _Search(Lies):
             return "an operand"
         found = [Dim(*place, "", 0) for place in self.program.wholes(self.source)]
         return self.origins.name(found[0])[0] if found else f"the result of {self.source.primitive}"
-
-
-def _is_cumulative(window: Instruction) -> bool:
-    """Whether a window, "size=1x64 pad=0_0x63_0", reaches over whole dimensions of a result that keeps them."""
-    sizes = window.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
-    return all(size in ("1", str(extent)) for size, extent in zip(sizes, window.shapes[0][1], strict=False))
 
 
 def _extents(each: Instruction) -> str:
@@ -407,14 +381,3 @@ def _written(collective: Instruction, over: str, line: str) -> Cause:
         return Cause("gradient", text, "", line)
     name += " (or pmean)" * (name == "jax.lax.psum")
     return Cause("written", f"{name} stands in the program", "", line)
-
-
-def _passes(user: Instruction) -> bool:
-    """Whether an instruction only hands its operand on, as the partitioner emits it around a collective."""
-    if user.primitive in ASKING and user.opcode == "copy":
-        return False
-    # The program's own reshapes and cuts are no such ones.
-    own = {"reshape": "reshape", "tile": "reshape", "slice": "slice", "split": "slice", "pad": "pad"}
-    own["dynamic_slice"] = "dynamic-slice"
-    is_handed_on = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
-    return is_handed_on and own.get(user.primitive) != user.opcode

@@ -233,9 +233,7 @@ def matmul_row(
 
 
 def _scales(spec: MatmulSpec) -> str:
-    scales = (
-        "" if {spec.scales.a, spec.scales.b} == {low_precision.NONE} else f", scales {spec.scales.a} x {spec.scales.b}"
-    )
+    scales = f", scales {spec.scales.a} x {spec.scales.b}" if spec.scales.are_of_factors else ""
     return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 

@@ -79,8 +79,9 @@ def choose_for_batch(
     if choice.implementation == "xla":
         return choice, True
     is_shared, is_low_precision = spec.group.nranks > 1, low_precision.is_low_precision(wide)
-    is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
-    is_together = is_narrow and {spec.scales.a, spec.scales.b} == {low_precision.NONE} and isinstance(work, int)
+    is_known = isinstance(work, int)
+    is_large = is_known and work >= LARGE_IN_BATCH
+    is_together = is_known and is_narrow and not spec.scales.are_of_factors
     if choice.implementation == "host" and is_together and not (is_shared and is_large):
         why = "both operands have a batch: one product for all of it"
         return Choice("host+xla" if is_shared else "host", why), True

@@ -69,8 +69,7 @@ def matmul(
     compute = precisions.find(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
     is_low_precision = low_precision.is_low_precision(a.dtype)
-    is_scaled = is_low_precision and {spec.scales.a, spec.scales.b} != {low_precision.NONE}
-    if spec.distributions or is_scaled or (is_low_precision and processes):
+    if spec.distributions or (is_low_precision and (spec.scales.are_of_factors or processes)):
         local_product = None
     if 0 in (*a.shape, *b.shape):
         a, b = _decoded(a, b, operands, spec, acc)

@@ -112,11 +112,11 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: floa
     key = "jaxmp/"
     if process == 0:
         client.key_value_set(f"{key}secret", secrets.token_hex(32))
-        client.key_value_set(f"{key}told", f" {tells}")
+        client.key_value_set(f"{key}told", tells)
         client.key_value_set(f"{key}versions", " ".join(_versions()))
     secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
     versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
-    told = client.blocking_key_value_get(f"{key}told", milliseconds).strip()
+    told = client.blocking_key_value_get(f"{key}told", milliseconds)
     peers = Peers(_own_address(host), process, nprocesses, secret, reach)
     client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
     for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):

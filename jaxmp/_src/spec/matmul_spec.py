@@ -105,6 +105,11 @@ class ScaleModes(Parts):
     amax_d: bool = False
     amax_aux: bool = False
 
+    @property
+    def are_of_factors(self) -> bool:
+        """Whether a or b has scales."""
+        return {self.a, self.b} != {low_precision.NONE}
+
     def of(self, operand: str) -> str:
         """The mode of a scale by its operand's name, as "scale_a"."""
         return str(getattr(self, operand.removeprefix("scale_")))

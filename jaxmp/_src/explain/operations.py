@@ -1,0 +1,52 @@
+"""What operations need of a sharding: which of them want neighbours or a whole dimension, and which hand data on."""
+
+from __future__ import annotations
+
+from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Instruction
+from jaxmp._src.explain.origins import ASKING
+
+# Operations with a dimension along which they need neighbours, or all of it: (kind, what they do there).
+ALONG = {
+    **dict.fromkeys(("sort", "top_k", "approx_top_k"), ("sort", "runs along")),
+    **dict.fromkeys(("argmax", "argmin", "reduce"), ("reduction", "runs along")),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("cumulative", "runs along")),
+    **dict.fromkeys(("fft", "rev", "cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"), ("whole", "runs along")),
+    **dict.fromkeys(("slice", "split", "dynamic_slice"), ("slice", "cuts")),
+    "dynamic_update_slice": ("slice", "writes along"),
+    **dict.fromkeys(("concatenate", "pad", "roll"), ("slice", "moves data along")),
+    **dict.fromkeys(
+        ("conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
+        ("window", "has windows that reach over the borders of shards of"),
+    ),
+    "gather": ("lookup", "looks up along"),
+    "scatter": ("scatter", "writes along"),
+    "scatter-add": ("scatter", "adds along"),
+}
+# Functions of jax.numpy that other operations make up.
+NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
+# What a window over a whole dimension computes; JAX makes windows of these.
+CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
+# XLA's operation for a primitive that the partitioner emits for itself too.
+_OWN = {
+    "reshape": "reshape",
+    "tile": "reshape",
+    "slice": "slice",
+    "split": "slice",
+    "pad": "pad",
+    "dynamic_slice": "dynamic-slice",
+}
+
+
+def is_cumulative(window: Instruction) -> bool:
+    """Whether a window, "size=1x64 pad=0_0x63_0", reaches over whole dimensions of a result that keeps them."""
+    sizes = window.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
+    return all(size in ("1", str(extent)) for size, extent in zip(sizes, window.shapes[0][1], strict=False))
+
+
+def hands_on(user: Instruction) -> bool:
+    """Whether an instruction only hands its operand on, as the partitioner emits it around a collective."""
+    if user.primitive in ASKING and user.opcode == "copy":
+        return False
+    # The program's own reshapes and cuts are no such ones.
+    moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
+    return moves and _OWN.get(user.primitive) != user.opcode
