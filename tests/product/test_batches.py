@@ -219,6 +219,7 @@ AXES = {
     "both of both": ((0, 0), (0, 0)),
     "a of both": ((0, 0), (0, None)),
     "b of both": ((0, 0), (None, 0)),
+    "rows of both": ((0, None), (0, 0)),
 }
 
 
