@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
