@@ -16,7 +16,7 @@ from test_calls import PATTERNS, mesh_over, operands, run_apart
 
 
 @pytest.mark.parametrize("transform", test_transforms.TRANSFORMS, ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize("name", ["ag", "rs", "ar", "local"])
+@pytest.mark.parametrize("name", ["ag", "rs", "ar-data", "local"])
 def test_transforms_of_every_pattern(name, transform):
     mode, case = modes.BY_ID["explicit"], test_transforms.sized(cases.BY_NAME[name])
     with mode.scope(case):
