@@ -87,8 +87,8 @@ def test_dimension_numbers(implementation, rng):
             },
         }
 
-    got = cases.quick_jit(functools.partial(program, jaxmp, implementation=implementation))(operands, others)
-    want = cases.quick_jit(functools.partial(program, jnp))(operands, others)
+    got = jax.jit(functools.partial(program, jaxmp, implementation=implementation))(operands, others)
+    want = jax.jit(functools.partial(program, jnp))(operands, others)
     for name, value in want.items():
         assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
         np.testing.assert_array_equal(got[name], value, err_msg=name)
