@@ -217,15 +217,6 @@ def test_inside_shard_map_the_product_is_local(subscripts, lhs, rhs, out, check_
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("shapes", [((0, 4), (4, 8)), ((4, 0), (0, 8)), ((0, 0), (0, 0))], ids=str)
-def test_empty_operands(shapes):
-    mesh = MESH.jax_mesh()
-    lhs, rhs = (np.ones(shape, np.float32) for shape in shapes)
-    layout = Layout("", "mk,kn->mn", P("x", "y"), P("y"), P("x"), "all_reduce")
-    with jax.set_mesh(mesh):
-        check(layout, jax.jit(product_of(layout))(*placed(mesh, layout, (lhs, rhs))), (lhs, rhs))
-
-
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
     """Dimensions that lie together, in either order, cost no transposition."""
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
