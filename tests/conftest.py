@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import selection
 
-OF_BITS = ("test_fixed_shape", "test_laws", "test_numerics")
+OF_BITS = ("test_fixed_shape", "test_laws", "test_models", "test_numerics")
 
 # Strict promotion makes every unintended mix of dtypes in our rules an error instead of a silently
 # wider (and slower, and differently rounded) product. jaxmp follows JAX's promotion rules, so the
