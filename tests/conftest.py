@@ -53,7 +53,7 @@ def needs_extension(request):
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
-    """Without LLVM's optimizations, which take a third of the time, where values are judged and not their last bits."""
+    """Without LLVM's optimizations, which take much of the time, where values are judged and not their last bits."""
     is_quick = request.path.parent.name in ("product", "errors", "fuse") and request.path.stem not in OF_BITS
     jax.config.update("jax_disable_most_optimizations", is_quick)
     yield
