@@ -164,11 +164,6 @@ def typed(mesh, shape, *spec, dtype="float32"):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def quick_jit(f, **options):
-    """`jax.jit` without LLVM's optimizations, which take a third of the time, for programs whose values are judged."""
-    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0}, **options)
-
-
 def normal(rng: np.random.Generator, shape, dtype) -> np.ndarray:
     x = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import selection
 
+OF_BITS = ("test_fixed_shape", "test_laws", "test_models", "test_numerics")
+
 # Strict promotion makes every unintended mix of dtypes in our rules an error instead of a silently
 # wider (and slower, and differently rounded) product. jaxmp follows JAX's promotion rules, so the
 # few tests about promotion itself ask for the `standard_promotion` fixture.
@@ -47,6 +49,15 @@ def needs_extension(request):
 
         params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
         cases.require(params.get("implementation"))
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    """Without LLVM's optimizations, which take much of the time, where values are judged and not their last bits."""
+    is_quick = request.path.parent.name in ("product", "errors", "fuse") and request.path.stem not in OF_BITS
+    jax.config.update("jax_disable_most_optimizations", is_quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -372,7 +372,7 @@ def compiled(trial: Trial):
         return outputs(operands, rest), gradients
 
     donated = (0,) if trial.donated else ()
-    jitted = cases.quick_jit(program, donate_argnums=donated) if mode.is_jitted else program
+    jitted = jax.jit(program, donate_argnums=donated) if mode.is_jitted else program
 
     def run(x):
         with jax.enable_x64(case.dtype in cases.NEEDS_X64), mode.scope(case), warnings.catch_warnings():

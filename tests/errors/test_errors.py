@@ -374,15 +374,6 @@ def test_wrong_sharding(specs, out, keywords, message):
         jaxmp.matmul(A, B, in_shardings=specs, out_sharding=out, mesh=mesh, **keywords)
 
 
-def test_a_sharded_contraction_of_explicit_types_names_the_axis():
-    mesh = cases.BY_NAME["local"].jax_mesh()
-    with jax.set_mesh(mesh):
-        a, b = cases.put(A, mesh, P(None, "y")), cases.put(B, mesh, P("y", None))
-        for call in (jaxmp.matmul, jax.jit(jaxmp.matmul)):
-            with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
-                call(a, b)
-
-
 def test_operands_on_two_meshes():
     one, other = cases.BY_NAME["local"].jax_mesh(), cases.BY_NAME["rs"].jax_mesh()
     a, b = cases.put(A, one, P()), cases.put(B, other, P())

@@ -83,16 +83,19 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
     """Stored each way, odd and empty, and sums of int8 as numpy wraps them."""
     batch, m, k, n = shape
-    out = jnp.int32 if dtype == "int8" else jnp.float32
-    for stored_a, stored_b in itertools.product(((m, k), (k, m)), ((k, n), (n, k))):
-        numbers = (((2 - (stored_a != (m, k)),), (1 + (stored_b != (k, n)),)), ((0,), (0,)))
-        a, b = (rng.integers(-4, 5, (batch, *stored)) for stored in (stored_a, stored_b))
-        a, b = ((x * 32).astype(np.int8) if dtype == "int8" else x.astype(dtype) for x in (a, b))
-        f = functools.partial(jaxmp.dot_general, dimension_numbers=numbers, preferred_element_type=out)
-        wide = np.int32 if dtype == "int8" else np.float64
-        want = lax.dot_general(a.astype(wide), b.astype(wide), numbers)
-        np.testing.assert_array_equal(jax.jit(f)(a, b), want)
-    assert not other_products_of(compiled_text(f, a, b))
+    a, b = (rng.integers(-4, 5, extents) for extents in ((batch, m, k), (batch, k, n)))
+    a, b = ((x * 32).astype(np.int8) if dtype == "int8" else x.astype(dtype) for x in (a, b))
+    out, wide = (jnp.int32, np.int32) if dtype == "int8" else (jnp.float32, np.float64)
+    turned = {(i, j): (a.swapaxes(1, 2) if i else a, b.swapaxes(1, 2) if j else b) for i in (0, 1) for j in (0, 1)}
+
+    def program(turned):
+        options = {"preferred_element_type": out}
+        numbers = {(i, j): (((2 - i,), (1 + j,)), ((0,), (0,))) for i, j in turned}
+        return [jaxmp.dot_general(*pair, dimension_numbers=numbers[ij], **options) for ij, pair in turned.items()]
+
+    for d in jax.jit(program)(turned):
+        np.testing.assert_array_equal(d, a.astype(wide) @ b.astype(wide))
+    assert not other_products_of(compiled_text(program, turned))
 
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
@@ -219,6 +222,7 @@ AXES = {
     "both of both": ((0, 0), (0, 0)),
     "a of both": ((0, 0), (0, None)),
     "b of both": ((0, 0), (None, 0)),
+    "rows of both": ((0, None), (0, 0)),
 }
 
 

@@ -95,7 +95,7 @@ def test_drawn_contractions(number):
             results.append(results_of(way, functools.partial(library.einsum, text, **options), *x))
         return results
 
-    want = cases.quick_jit(functools.partial(program, jnp))(arrays)
+    want = jax.jit(functools.partial(program, jnp))(arrays)
     ahead = [(None,) * len(batch), (), (None,) * len(batch)]
     with jax.set_mesh(mesh):
         placed = [
@@ -103,7 +103,7 @@ def test_drawn_contractions(number):
             for each, (_, _, specs) in zip(arrays, drawn, strict=True)
         ]
         run = functools.partial(program, jaxmp)
-        got = (run if way == "eager" else cases.quick_jit(run))(placed)
+        got = (run if way == "eager" else jax.jit(run))(placed)
     for case, found, expected in zip(drawn, got, want, strict=True):
         if way != "scan":
             wanted = NamedSharding(mesh, P(*ahead[0], *case[2][2]))

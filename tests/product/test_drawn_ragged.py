@@ -9,7 +9,6 @@ import math
 import os
 import random
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
@@ -75,11 +74,11 @@ def test_drawn_products_of_groups(number):
     offset = jnp.array(first) if first else None
     level = rng.choice(("run_to_run", "run_to_run", "batch"))
     theirs = functools.partial(results_of, way, functools.partial(reference, sizes=sizes, first=first))
-    want = cases.quick_jit(theirs)(x, w, (tx, tw), ct)
+    want = jax.jit(theirs)(x, w, (tx, tw), ct)
     options = {"group_sizes": listed, "group_offset": offset, "determinism": level}
     case = f"{way}, {axes} {kind}, {(m, k, groups, n)}, {sizes} from {first}, {dtype}, {level}, {of_x} {of_w} {of_d}"
     run = functools.partial(results_of, way)
-    run = run if way == "eager" else functools.partial(cases.quick_jit, static_argnums=0)(run)
+    run = run if way == "eager" else functools.partial(jax.jit, static_argnums=0)(run)
     if not axes:
         got = run(Product(**options), x, w, (tx, tw), ct)
     else:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Epilog
 
-EXPLICIT, EAGER = modes.BY_ID["explicit"], modes.BY_ID["explicit-eager"]
+EXPLICIT = modes.BY_ID["explicit"]
 ROUNDED = tuple(case.replace(per_shard=(17, 13, 29)) for case in cases.MATRIX)
 
 
@@ -70,18 +70,6 @@ def test_results_do_not_depend_on_what_memory_held(case, rng):
             assert bits(program(a, b)) == want
 
 
-@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
-def test_a_warm_plan_answers_as_a_cold_one(case, rng):
-    with EAGER.scope(case):
-        a, b, _ = placed(EAGER, case, rng)
-        results = []
-        for _ in range(2):
-            jaxmp.plan_cache_clear()
-            jax.clear_caches()
-            results += [bits(EAGER.run(EAGER.product(case), a, b)), bits(EAGER.run(EAGER.product(case), a, b))]
-    assert all(result == results[0] for result in results)
-
-
 # The plan cache --------------------------------------------------------------------------------------------------
 
 
@@ -110,15 +98,6 @@ def test_equal_calls_share_a_plan_and_a_second_step_misses_nothing(rng):
         after = jaxmp.plan_cache_info()
     assert after["misses"] == 3
     assert after["hits"] > first["hits"]
-
-
-def test_eager_calls_make_no_plan_twice(rng):
-    a, b = jnp.asarray(rng.standard_normal((9, 11)), jnp.float32), jnp.ones((11, 5))
-    jaxmp.matmul(a, b)
-    before = jaxmp.plan_cache_info()
-    for _ in range(5):
-        jaxmp.matmul(a, b)
-    assert jaxmp.plan_cache_info()["misses"] == before["misses"]
 
 
 def test_a_cleared_cache_leaves_compiled_programs_running(rng):

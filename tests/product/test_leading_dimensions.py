@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,42 +124,6 @@ def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng)
     for got, pair in zip(np.asarray(jax.jit(mapped)(*stored)), examples, strict=True):
         pair = [x if axis is not None else examples[0][i] for i, (x, axis) in enumerate(zip(pair, axes, strict=True))]
         np.testing.assert_array_equal(got, np.matmul(*case.op(*pair)))
-
-
-def test_nested_vmap(rng):
-    a, b = cases.integers(rng, 2, 3, 5, 7), cases.integers(rng, 2, 7, 3)
-    d = jax.vmap(jax.vmap(jaxmp.matmul, (0, None)))(jnp.asarray(a), jnp.asarray(b))
-    np.testing.assert_array_equal(d, a @ b[:, None])
-
-
-@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
-def test_per_example_gradients(epilog, rng):
-    """vmap of grad: the batching rule of the activation's linear step."""
-    x, w = jnp.asarray(cases.integers(rng, 4, 1, 6)), jnp.asarray(cases.integers(rng, 6, 5))
-
-    def loss(matmul, w, x):
-        return jnp.sum(matmul(x, w, epilog=epilog) ** 2)
-
-    together = jax.vmap(jax.grad(functools.partial(loss, jaxmp.matmul)), (None, 0))(w, x)
-    one_by_one = np.stack([jax.grad(functools.partial(loss, reference.matmul))(w, example) for example in x])
-    np.testing.assert_allclose(together, one_by_one, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("mapped", ["a", "b", "both", "gradient"])
-def test_vmap_over_an_explicit_axis(mapped, mesh_of, rng):
-    """Of a layer with an activation; test_any_sharding.py has products and their gradients."""
-    a, b = cases.integers(rng, 4, 6, 8), cases.integers(rng, 4, 8, 2)
-    in_axes = {"a": (0, None), "b": (None, 0)}.get(mapped, (0, 0))
-    arrays = [x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes, strict=True)]
-
-    def layers(linear):
-        f = jax.vmap(linear, in_axes)
-        return jax.grad(lambda a, b: f(a, b).sum()) if mapped == "gradient" else f
-
-    want = layers(lambda a, b: jax.nn.relu(a @ b))(*arrays)
-    with jax.set_mesh(mesh_of({"x": 2, "y": 2})):
-        placed = [jax.device_put(x, P("x") if axis == 0 else P()) for x, axis in zip(arrays, in_axes, strict=True)]
-        np.testing.assert_array_equal(layers(functools.partial(jaxmp.linear, activation="relu"))(*placed), want)
 
 
 def test_vmap_over_an_automatic_axis(mesh_of, rng):

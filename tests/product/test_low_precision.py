@@ -55,7 +55,7 @@ def check_all(todo, axis_type, **options):
         return [sharded_call(case, *x, axis_type, **options) for (case, *_), x in zip(todo, placed, strict=True)]
 
     with jax.set_mesh(mesh):
-        results = cases.quick_jit(program)(placed)
+        results = jax.jit(program)(placed)
     for d, (case, _, want) in zip(results, todo, strict=True):
         np.testing.assert_array_equal(d, want, err_msg=case.id)
 
@@ -95,7 +95,7 @@ def test_scales_in_shard_map_and_with_in_shardings(case, rng):
     todo = [drawn(case, SCALE_MODES[i], rng) for i in (1, 3, 5, 7)]
     check_all(todo, AxisType.Auto, **F32)
     program = lambda given: [call_in_shard_map(x[0], *y, **F32) for x, y in zip(todo, given, strict=True)]  # noqa: E731
-    for d, (_, _, want) in zip(cases.quick_jit(program)([x[1] for x in todo]), todo, strict=True):
+    for d, (_, _, want) in zip(jax.jit(program)([x[1] for x in todo]), todo, strict=True):
         np.testing.assert_array_equal(d, want)
 
 
@@ -254,7 +254,7 @@ def test_int8_is_exact(case, rng):
         given.append([cases.put(x, mesh, spec) for x, spec in zip(stored, each.stored, strict=True)])
         want.append((a.astype(np.int32) @ b.astype(np.int32)).astype(options["preferred_element_type"] or np.int8))
     with jax.set_mesh(mesh):
-        results = cases.quick_jit(
+        results = jax.jit(
             lambda given: [
                 jaxmp.matmul(*x, out_sharding=each.out, **each.transpose, **options)
                 for (each, options), x in zip(todo, given, strict=True)

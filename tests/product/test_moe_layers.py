@@ -6,7 +6,6 @@ and a gradient that is one rank's part.
 
 import functools
 
-import cases
 import equinox
 import jax
 import jax.numpy as jnp
@@ -87,7 +86,7 @@ LAYERS = {"flax": of_flax, "equinox": of_equinox}
 def test_published_forms(layer, options):
     theirs = functools.partial(dense, **({"scores": "softmax", "normalize": True} | options))
     both = functools.partial(LAYERS[layer], **options), theirs
-    judge(*(cases.quick_jit(functools.partial(passes, f))(params_of(), X) for f in both))
+    judge(*(jax.jit(functools.partial(passes, f))(params_of(), X) for f in both))
 
 
 SPECS = {
@@ -103,13 +102,13 @@ def test_meshes(specs):
     of_x, of_w = SPECS[specs]
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     theirs = functools.partial(dense, top_k=2, scores="softmax", normalize=True)
-    want = cases.quick_jit(functools.partial(passes, theirs))(params_of(), X.reshape(8, WIDTH))
+    want = jax.jit(functools.partial(passes, theirs))(params_of(), X.reshape(8, WIDTH))
     of_down = P(None, "expert") if specs == "hidden features" else of_w
     with jax.set_mesh(mesh):
         where = {"router": P(), "gate": of_w, "up": of_w, "down": of_down}
         params = {name: jax.device_put(x, NamedSharding(mesh, where[name])) for name, x in params_of().items()}
         x = jax.device_put(X.reshape(8, WIDTH), NamedSharding(mesh, of_x))
-        got = cases.quick_jit(functools.partial(passes, functools.partial(of_equinox, top_k=2)))(params, x)
+        got = jax.jit(functools.partial(passes, functools.partial(of_equinox, top_k=2)))(params, x)
         for name, gradient in got[1][0].items():
             assert gradient.sharding.is_equivalent_to(params[name].sharding, gradient.ndim)
     judge(got, want)

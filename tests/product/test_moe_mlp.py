@@ -7,7 +7,6 @@ summed twice or not at all.
 import functools
 import random
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,19 +45,19 @@ def pulled(f, *operands, ct=CT):
 
 
 def passes(f, *operands):
-    return cases.quick_jit(functools.partial(pulled, f))(*operands)
+    return jax.jit(functools.partial(pulled, f))(*operands)
 
 
 def test_one_device():
     assert_same(passes(ours, X, *WEIGHTS), passes(loop, X, *WEIGHTS))
     moved = tuple(-x for x in (X, *WEIGHTS))
-    tangents = [cases.quick_jit(functools.partial(jax.jvp, f))((X, *WEIGHTS), moved) for f in (ours, loop)]
+    tangents = [jax.jit(functools.partial(jax.jvp, f))((X, *WEIGHTS), moved) for f in (ours, loop)]
     assert_same(*tangents)
 
     def second(f):
         return jax.grad(lambda *operands: sum((y * y).sum() for y in pulled(f, *operands)[1:]), range(4))
 
-    assert_same(*(cases.quick_jit(second(f))(X, *WEIGHTS) for f in (ours, loop)))
+    assert_same(*(jax.jit(second(f))(X, *WEIGHTS) for f in (ours, loop)))
 
 
 def test_without_a_gate():
@@ -122,7 +121,7 @@ def test_drawn_shardings_of_a_square(seed):
     with jax.set_mesh(mesh):
         placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((X, *WEIGHTS, CT), specs, strict=True)]
         f = functools.partial(ours, out_sharding=of_d, **options)
-        got = cases.quick_jit(lambda *operands: pulled(f, *operands[:-1], ct=operands[-1]))(*placed)
+        got = jax.jit(lambda *operands: pulled(f, *operands[:-1], ct=operands[-1]))(*placed)
     assert_same(got, WANT)
     for y, spec in zip(got, (of_d, *specs), strict=False):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)

@@ -6,7 +6,6 @@ in which a program goes on otherwise than with JAX's.
 
 import contextlib
 
-import equinox
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import optax
 import pytest
 import side_by_side
 from conftest import require_devices
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,9 +25,9 @@ def draw(rng, *shape, dtype="float32"):
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
-def train(loss, params, *data, optimizer=None):
+def train(loss, params, *data):
     """Two steps of an optimizer, jitted."""
-    optimizer = optimizer or optax.adamw(1e-2)
+    optimizer = optax.adamw(1e-2)
 
     @jax.jit
     def step(params, state):
@@ -129,36 +127,6 @@ def linen(rng):
     train(lambda params, x: jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2), params, x)
 
 
-def nnx_step(rng):
-    rngs, options = nnx.Rngs(0), {"dot_general": lax.dot_general}
-    model = nnx.Sequential(nnx.Linear(6, 8, rngs=rngs, **options), nnx.relu, nnx.Linear(8, 2, rngs=rngs, **options))
-    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
-
-    step(model, optimizer, draw(rng, 4, 6))
-
-
-def equinox_step(rng):
-    model = equinox.nn.MLP(6, 2, 8, 1, key=jax.random.key(0))
-
-    @equinox.filter_jit
-    def step(model, x):
-        loss, gradients = equinox.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
-        return loss, equinox.apply_updates(model, gradients)
-
-    step(model, draw(rng, 4, 6))
-
-
-def optimizers(rng):
-    """That multiply themselves: an orthogonalization and inner products."""
-    w, x = draw(rng, 6, 4), draw(rng, 5, 6)
-    for optimizer in (optax.contrib.muon(1e-2), optax.scale_by_lbfgs()):
-        train(lambda w, x: jnp.mean(jnp.matmul(x, w) ** 2), w, x, optimizer=optimizer)
-
-
 @contextlib.contextmanager
 def on_mesh(axis_type, rng):
     require_devices(4)
@@ -206,8 +174,8 @@ def manual_axes(rng):
 
 
 PROGRAMS = (
-    *(every_function, every_type, weak_types, committed, attention, scanned, custom_rules, linen, nnx_step),
-    *(equinox_step, optimizers, explicit_axes, automatic_axes, manual_axes),
+    *(every_function, every_type, weak_types, committed, attention, scanned, custom_rules, linen),
+    *(explicit_axes, automatic_axes, manual_axes),
 )
 
 

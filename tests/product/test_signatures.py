@@ -1,12 +1,11 @@
 """The public functions name the same options, in one order, with one default and one type each.
 
-Silently wrong without these: an option that one function does not pass on, another default in one place, and an
-overload that knows an option which its function does not have, or the other way about.
+Silently wrong without these: an option that one function does not pass on, and another default in one place.
+tests/typing has the overloads.
 """
 
 import importlib
 import inspect
-import types as types_lib
 import typing
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp._src.ops import collective_matmul
 from jaxmp._src.spec import activations, options, request
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
@@ -64,44 +62,6 @@ def test_options_are_those_of_matmul(name):
 
 def test_matmul_passes_every_option_on():
     assert {*SPEC_OPTIONS, *PLACEMENT, "epilog_inputs"} == options_of("matmul").keys()
-
-
-@pytest.mark.parametrize(
-    ("name", "typed"),
-    [
-        ("matmul", request.MatmulOptions),
-        ("linear", request.LinearOptions),
-        *((name, request.ShardOptions) for name in IN_SHARD_MAP),
-    ],
-)
-def test_overloads_know_every_option(name, typed):
-    in_overloads = {"epilog", "scaling", "activation"}
-    have = options_of(name)
-    types, written = typing.get_type_hints(typed), typing.get_type_hints(getattr(jaxmp, name))
-    assert types.keys() == have.keys() - in_overloads
-    for key in types:
-        if (name, key) != ("matmul", "out_sharding"):  # there also a BlockCyclic
-            assert written[key] == types[key], key
-    function = getattr(jaxmp, name)
-    if name in IN_SHARD_MAP:  # whose overloads are those of a protocol
-        protocol = collective_matmul.OnGrid if name == "block_matmul" else collective_matmul.OnAxis
-        function = types_lib.SimpleNamespace(
-            __module__=protocol.__module__, __qualname__=f"{protocol.__qualname__}.__call__"
-        )
-    overloads = typing.get_overloads(function)
-    assert overloads
-    positional = [key for key in inspect.signature(getattr(jaxmp, name)).parameters if key not in have]
-    for overload in overloads:
-        parameters = inspect.signature(overload).parameters
-        given = [key for key, x in parameters.items() if x.kind == x.POSITIONAL_OR_KEYWORD]
-        assert [key for key in given if key != "self"] == positional
-        assert {key for key, x in parameters.items() if x.kind == x.KEYWORD_ONLY} <= in_overloads
-
-
-def test_block_cyclic_operands_take_a_part_of_the_options():
-    have = typing.get_type_hints(request.BlockCyclicOptions).keys()
-    of_arrays = {"epilog", "epilog_inputs", "in_shardings", "mesh", "scaling", "determinism"}
-    assert have == options_of("matmul").keys() - of_arrays
 
 
 @pytest.mark.parametrize("epilog", [epilog for epilog in Epilog if epilog != Epilog.ALLREDUCE], ids=lambda x: x.name)

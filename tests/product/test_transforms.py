@@ -116,27 +116,25 @@ def judge_all(name, got, expectation):
 
 # Per shard, such that every case of the matrix has the same global extents and shares the expectations.
 EXTENTS = (12, 4, 8)
-CASES = [
-    case.replace(per_shard=tuple(whole // one for whole, one in zip(EXTENTS, case.extents, strict=True)))
-    for case in cases.MATRIX
-]
-MATRIX = modes.pairs(modes.MODES, CASES)
 
 
-def columns(mode, case, transform, **more):
-    """What the small suite covers: each transform in every mode and on every pattern."""
-    return (mode, transform), (case, transform), (transform, *more.values())
+def sized(case):
+    return case.replace(per_shard=tuple(whole // one for whole, one in zip(EXTENTS, case.extents, strict=True)))
 
 
-@pytest.mark.small("values", of=columns)
+MATRIX = modes.pairs(modes.MODES, [sized(case) for case in cases.MATRIX])
+
+
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_transform(mode, case, transform, implementation):
+def test_every_transform(mode, case, implementation):
+    """As one program."""
     with mode.scope(case):
         f = mode.product(case, implementation=implementation)
-        got = mode.run(functools.partial(transform, f), placed(mode, case))
-    judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
+        got = mode.run(lambda x: [transform(f, x) for transform in TRANSFORMS], placed(mode, case))
+    for transform, results in zip(TRANSFORMS, got, strict=True):
+        judge_all(f"{mode.id} {case.name} {transform.__name__}", results, expected(transform, EXTENTS))
 
 
 def test_taylor_mode(rng):

@@ -38,7 +38,7 @@ CALLS = [
 
 def moved(program, *args):
     """(bits of an element, elements of the result) of each collective in a compiled program that only moves data."""
-    text = cases.quick_jit(program).lower(*args).compile().as_text()
+    text = jax.jit(program).lower(*args).compile().as_text()
     found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? {COLLECTIVE}", text)
     return [
         (BITS[name], math.prod(map(int, shape.split(","))))
@@ -120,7 +120,7 @@ def test_a_reshard_and_its_transpose(dtype, is_explicit):
         with jax.set_mesh(mesh):
             x = cases.put(value, mesh, P(None, *have))
             found = moved(program, x)
-            for y in cases.quick_jit(program)(x):
+            for y in jax.jit(program)(x):
                 np.testing.assert_array_equal(y, value, err_msg=name)
         assert {bits for bits, _ in found} <= {max(bits_of(dtype), 8)}, name
 
@@ -140,7 +140,7 @@ def test_a_gather_and_an_exchange_inside_shard_map_and_their_transposes(dtype):
         x = cases.put(value, mesh, P("y"))
         program = jax.shard_map(body, mesh=mesh, in_specs=P("y"), out_specs=(P("y"), P("y")))
         found = moved(program, x)
-        whole, ct = cases.quick_jit(program)(x)
+        whole, ct = jax.jit(program)(x)
     np.testing.assert_array_equal(whole, np.tile(value, (4, 1)))
     if "int" not in dtype:
         np.testing.assert_array_equal(ct, (4 * value.astype(np.float32)).astype(dtype))

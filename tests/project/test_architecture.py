@@ -175,7 +175,6 @@ PRIVATE = {
         "test_native": "plans, and what the extension says of itself",
     },
     "gpu": {"gpu": "devices", "sharing": "the library", "test_calls": "plans", "test_library": "the library"},
-    "xla_gpu": {"test_calls": "a table of algorithms that is not asked"},
 }
 
 

@@ -27,6 +27,7 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     # The epilog decides what a product returns.
     assert_type(jaxmp.matmul(x, y), jax.Array)
     assert_type(jaxmp.matmul(x, y, x, alpha=x[0, 0], beta=np.float32(2), transpose_a=True), jax.Array)
+    assert_type(jaxmp.matmul(x, y, transpose_b=True, conjugate_a=True, conjugate_b=True), jax.Array)
     assert_type(jaxmp.matmul(x, y, epilog=Epilog.GELU_BIAS, epilog_inputs=bias), jax.Array)
     assert_type(jaxmp.matmul(x, y, epilog=Epilog.DEFAULT), jax.Array)
     assert_type(jaxmp.matmul(x, y, epilog=Epilog.RELU_AUX), WithResults)

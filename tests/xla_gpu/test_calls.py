@@ -24,7 +24,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.validation import comm_options
 
 PATTERNS = {
     "all_gather": (P("y", None), P(None, "y"), P(None, "y")),
@@ -351,24 +350,3 @@ def test_ids_of_devices_are_not_their_ordinals():
         os._exit(0)
     """)
     assert said.rstrip().endswith("right"), said
-
-
-@pytest.mark.parametrize("algorithm", comm_options.ALGORITHMS)
-@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "local"])
-def test_the_library_says_which_algorithms_it_has(name, algorithm, monkeypatch):
-    """On every rank, and its answer is the user's error; our own table, of one version, is not asked."""
-    is_taken = name in {each.value for each in comm_options.ALGORITHMS[algorithm]}
-    monkeypatch.setattr(comm_options, "ALGORITHMS", dict.fromkeys(comm_options.ALGORITHMS, ()))
-    mesh = mesh_over((0, 1))
-    product, given, expected = operands(name, mesh)
-    with jax.set_mesh(mesh):
-        call = jax.jit(functools.partial(product, comm=jaxmp.CommOptions(algorithm=algorithm)))
-        if is_taken:
-            np.testing.assert_array_equal(call(*given), expected)
-            return
-        for device in (0, 1):
-            fake_gpus.cublasmp_calls(device)
-        message = rf"\[cublasMpMatmul_bufferSize\].*algorithm={algorithm}"
-        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            jax.block_until_ready(call(*given))
-    assert not any("Matmul" in fake_gpus.cublasmp_calls(device) for device in (0, 1))

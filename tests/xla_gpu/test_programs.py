@@ -1,94 +1,40 @@
 """Transforms and levels of determinism of calls on XLA:GPU, on meshes of several devices.
 
-The oracles are products in float64 on the host, of small integers, so that every comparison is exact.
+tests/product/test_transforms.py has the transforms and their oracle.
 """
 
+import functools
+
+import cases
 import fake_gpus
 import jax
-import jax.numpy as jnp
+import modes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from test_calls import PATTERNS, integers, mesh_over, operands, put, run_apart
+import test_transforms
+from test_calls import PATTERNS, mesh_over, operands, run_apart
 
 
-def sides(name, mesh):
-    """(product of a (24, 16) and b (16, 32) as the pattern has them stored, the operands, a and b, d's sharding)."""
-    product, given, _ = operands(name, mesh)
-    return product, given, (integers((24, 16)), integers((16, 32), 1)), PATTERNS[name][2]
+@pytest.mark.parametrize("transform", test_transforms.TRANSFORMS, ids=lambda transform: transform.__name__)
+@pytest.mark.parametrize("name", ["ag", "rs", "ar-data", "local"])
+def test_transforms_of_every_pattern(name, transform):
+    mode, case = modes.BY_ID["explicit"], test_transforms.sized(cases.BY_NAME[name])
+    with mode.scope(case):
+        fake_gpus.cublasmp_calls(2)
+        got = mode.run(functools.partial(transform, mode.product(case)), test_transforms.placed(mode, case))
+    expected = test_transforms.expected(transform, test_transforms.EXTENTS)
+    test_transforms.judge_all(f"{name} {transform.__name__}", got, expected)
+    assert "Matmul" in fake_gpus.cublasmp_calls(2)
 
 
-def stored(name, db):
-    return db.T if name == "all_reduce" else db
-
-
-def jvp(name, product, given, a, b, out, mesh):
-    got = jax.jit(lambda a, b: jax.jvp(product, (a, b), (2 * a, b)))(*given)
-    return got, (a @ b, 3 * a @ b)
-
-
-def linearize(name, product, given, a, b, out, mesh):
-    def f(a, b):
-        d, push = jax.linearize(product, a, b)
-        return d, push(a, 2 * b)
-
-    return jax.jit(f)(*given), (a @ b, 3 * a @ b)
-
-
-def remat(name, product, given, a, b, out, mesh):
-    t = put(integers((24, 32), 2), mesh, out)
-    f = jax.checkpoint(lambda a, b: product(a, b) * 1.0)
-    got = jax.jit(lambda a, b: jax.vjp(f, a, b)[1](t))(*given)
-    t = np.asarray(t)
-    return got, (t @ b.T, stored(name, a.T @ t))
-
-
-def grad_in_scan(name, product, given, a, b, out, mesh):
-    """The gradient of a loop, whose body is a call: what is kept for it comes back in the backward loop."""
-    t = put(integers((24, 32), 2), mesh, out)
-
-    def loss(a, b):
-        total, _ = jax.lax.scan(lambda s, _: (s + jnp.sum(t * product(a, b)), None), jnp.float32(0), length=3)
-        return total
-
-    got = jax.jit(jax.grad(loss, (0, 1)))(*given)
-    t = np.asarray(t)
-    return got, (3 * t @ b.T, stored(name, 3 * a.T @ t))
-
-
-def vmap_rows(name, product, given, a, b, out, mesh):
-    """A batch of a alone is one call of more rows."""
-    batch = np.stack([a, 2 * a, -a])
-    spec = given[0].sharding.spec
-    got = jax.jit(jax.vmap(product, (0, None)))(put(batch, mesh, P(None, *spec)), given[1])
-    return got, batch @ b
-
-
-def jit_in_jit(name, product, given, a, b, out, mesh):
-    inner = jax.jit(product)
-    return jax.jit(lambda a, b: inner(a, b) + inner(2 * a, b))(*given), 3 * a @ b
-
-
-def cond(name, product, given, a, b, out, mesh):
-    """Each device takes the branch by a number of its own, equal on all."""
-    f = jax.jit(lambda p, a, b: jax.lax.cond(p, product, lambda a, b: -product(a, b), a, b))
-    return (f(True, *given), f(False, *given)), (a @ b, -(a @ b))
-
-
-TRANSFORMS = (jvp, linearize, remat, grad_in_scan, vmap_rows, jit_in_jit, cond)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_transforms(name, transform):
+def test_each_device_takes_a_branch_by_a_number_of_its_own(name):
     mesh = mesh_over((0, 1, 2, 3))
     with jax.set_mesh(mesh):
-        product, given, (a, b), out = sides(name, mesh)
-        fake_gpus.cublasmp_calls(2)
-        got, expected = transform(name, product, given, a, b, out, mesh)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(x, y)
-    assert "Matmul" in fake_gpus.cublasmp_calls(2)
+        product, given, expected = operands(name, mesh)
+        f = jax.jit(lambda p, a, b: jax.lax.cond(p, product, lambda a, b: -product(a, b), a, b))
+        np.testing.assert_array_equal(f(True, *given), expected)
+        np.testing.assert_array_equal(f(False, *given), -expected)
 
 
 def test_levels_of_determinism_are_calls_of_one_rank():
