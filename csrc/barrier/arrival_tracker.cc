@@ -113,15 +113,15 @@ std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) 
       const Said& theirs = other.said.at(process);  // its last arrival there may be at another place of a later program
       const auto at = theirs.place.find(theirs.count);
       if (at == theirs.place.end() || at->second != place) continue;
-      return Differences(process, text(other, process).fields, process_, arrival.signature->fields);
+      return Differences(process, text(other, process).fields, process_, arrival.signature->fields) +
+             (own_places_.count({other_key, place}) ? HasBoth() : "");
     }
   }
   for (const auto& [process, said] : entry(arrival).said) {
     const auto theirs = said.place.find(arrival.count);
     if (theirs == said.place.end() || theirs->second == place || !own_places_.count({key, theirs->second})) continue;
     if (!own_places_.count({key, place})) continue;
-    return DifferentPrograms(arrival, process, text(entry(arrival), process)) +
-           ", and each has both; all ranks must call them in one order";
+    return DifferentPrograms(arrival, process, text(entry(arrival), process), true);
   }
   return std::nullopt;
 }
@@ -132,7 +132,9 @@ std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int 
     if (key == mine || !other.IsAhead(process) || other.failed.count(other.said.at(process).count)) continue;
     if (AreInOneProgram(mine, key)) continue;
     const Text found = text(other, process);
-    return DifferentPrograms(arrival, process, found) + "; " +
+    const bool has_both = std::any_of(programs_.begin(), programs_.end(),
+                                      [theirs = key](const auto& program) { return program.second.count(theirs); });
+    return DifferentPrograms(arrival, process, found, has_both) + "; " +
            Differences(process, found.fields, process_, arrival.signature->fields);
   }
   return std::nullopt;
@@ -143,9 +145,15 @@ bool ArrivalTracker::AreInOneProgram(uint64_t one, uint64_t other) const {
                      [&](const auto& program) { return program.second.count(one) && program.second.count(other); });
 }
 
-std::string ArrivalTracker::DifferentPrograms(const Arrival& arrival, int process, const Text& theirs) const {
-  return "the ranks run different programs: rank " + std::to_string(process) + " waits in " + theirs.call + ", rank " +
-         std::to_string(process_) + " in " + arrival.signature->call;
+std::string ArrivalTracker::DifferentPrograms(const Arrival& arrival, int process, const Text& theirs,
+                                              bool has_both) const {
+  return std::string("the ranks run ") + (has_both ? "" : "different programs, or ") +
+         "their programs in different orders: rank " + std::to_string(process) + " waits in " + theirs.call +
+         ", rank " + std::to_string(process_) + " in " + arrival.signature->call + (has_both ? HasBoth() : "");
+}
+
+std::string ArrivalTracker::HasBoth() const {
+  return ", and rank " + std::to_string(process_) + " has both programs; all ranks must call them in one order";
 }
 
 bool ArrivalTracker::Entry::IsAhead(int process) const {

@@ -98,7 +98,9 @@ class ArrivalTracker {
   const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
   Text text(const Entry& entry, int process) const;
   bool AreInOneProgram(uint64_t one, uint64_t other) const;
-  std::string DifferentPrograms(const Arrival& arrival, int process, const Text& theirs) const;
+  // A process that has both programs knows that the ranks differ in their order.
+  std::string DifferentPrograms(const Arrival& arrival, int process, const Text& theirs, bool has_both) const;
+  std::string HasBoth() const;
 
   int process_;
   std::map<uint64_t, Entry> entries_;

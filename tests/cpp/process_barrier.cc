@@ -117,8 +117,22 @@ TEST(EqualProgramsInAnotherOrderAreNamed) {
   for (const auto& call : {one, other}) ExpectCall(*call);
   peer.Come(*other, 1);
   CHECK_CONTAINS(Come(one).get(),
-                 "different programs: rank 1 waits in matmul at train.py:42, rank 0 in matmul at train.py:41, and each "
-                 "has both; all ranks must call them in one order");
+                 "the ranks run their programs in different orders: rank 1 waits in matmul at train.py:42, rank 0 in "
+                 "matmul at train.py:41, and rank 0 has both programs; all ranks must call them in one order");
+}
+
+// One function compiled for two shapes, or two functions of one name.
+TEST(ProgramsInAnotherOrderAreNoOthers) {
+  const auto one = Make("jit_f", 0, "k=4");
+  for (const auto& other : {Make("jit_f", 0, "k=8"), Make("jit_g", 5, "k=8")}) {
+    Peer peer;
+    for (const auto& call : {one, other}) ExpectCall(*call);
+    peer.Come(*other, 1);
+    const std::string message = Come(one).get();
+    CHECK_CONTAINS(message, "rank 1 has k=8, rank 0 has k=4");
+    CHECK_CONTAINS(message, ", and rank 0 has both programs; all ranks must call them in one order");
+    CHECK(message.find("different programs") == std::string::npos);
+  }
 }
 
 TEST(OtherProgramsThatWaitForEachOtherAreNamed) {
@@ -127,8 +141,9 @@ TEST(OtherProgramsThatWaitForEachOtherAreNamed) {
     peer.Come(*Make("jit_g", 5, "k=4\nm=1"), 1);
     CHECK_EQ(
         Come(Make("jit_f", 0, "k=8\nn=2", is_sequential)).get(),
-        "jaxmp.DistributedError: matmul at train.py:41: the ranks run different programs: rank 1 waits in matmul at "
-        "train.py:46, rank 0 in matmul at train.py:41; rank 1 has k=4, rank 0 has k=8");
+        "jaxmp.DistributedError: matmul at train.py:41: the ranks run different programs, or their programs in "
+        "different orders: rank 1 waits in matmul at train.py:46, rank 0 in matmul at train.py:41; rank 1 has k=4, "
+        "rank 0 has k=8");
   }
 }
 

@@ -94,7 +94,7 @@ WRONG = {
     "b is a layer": ((A, lambda x: x), {}, TypeError, "matmul: b must be an array, got function; pass one of its arrays"),
     "a is sparse": ((BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(4, 6)), B), {}, TypeError, "matmul: a must be an array, got BCOO; a sparse array has to be dense: pass a.todense()"),
     "a is a key": ((jax.random.key(0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype key<fry>; draw numbers with it, as jax.random.normal does"),
-    "float8 beside float32": ((A, B.astype(jnp.float8_e5m2)), {}, NotImplementedError, "matmul: a is float32 and b is float8_e5m2; float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: convert one of them"),
+    "float8 beside float32": ((A, B.astype(jnp.float8_e5m2)), {}, TypeError, "matmul: a is float32 and b is float8_e5m2; float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: convert one of them"),
     "narrower integers": ((A.astype(np.int32), B.astype(np.int32)), {"preferred_element_type": jnp.int16}, NotImplementedError, "matmul: preferred_element_type int16 is not available for int32 operands; available: int32, int64"),
     "gelu of integers": ((A.astype(np.int32), B.astype(np.int32)), {"epilog": Epilog.GELU}, NotImplementedError, "matmul: epilog GELU is not available for a result of int32; available: NONE, BIAS, RELU, RELU_BIAS. Convert an operand"),
     "fraction of integers": ((A.astype(np.int32), B.astype(np.int32)), {"alpha": 0.5}, TypeError, "matmul: alpha=0.5 is not an integer but the result has dtype int32"),

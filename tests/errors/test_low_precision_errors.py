@@ -24,7 +24,7 @@ WRONG = {
     "a transposed": ((A8.T.copy(), B8), {"transpose_a": True, **F32, **HOST}, ValueError, "a stored (m, k) and b stored (n, k)"),
     "no result type": ((A8, B8), HOST, TypeError, "operands of float8_e4m3fn and float8_e4m3fn need preferred_element_type; available: bfloat16, float16, float32, float8_e4m3fn"),
     "e5m2 twice": ((A8.astype(E5M2), B8.astype(E5M2)), F32 | HOST, NotImplementedError, "float8_e5m2 not with itself"),
-    "float8 with bfloat16": ((A8, B8.astype(ml_dtypes.bfloat16)), {}, NotImplementedError, "a is float8_e4m3fn and b is bfloat16"),
+    "float8 with bfloat16": ((A8, B8.astype(ml_dtypes.bfloat16)), {}, TypeError, "a is float8_e4m3fn and b is bfloat16"),
     "d scale of float16": ((A8, B8), {"preferred_element_type": np.float16, "scaling": Scaling(d=ONE)}, ValueError, "scaling.d scales a result of float8"),
     "an int8 result": ((A8, B8), {"preferred_element_type": np.int8, **HOST}, NotImplementedError, "preferred_element_type int8 is not available for float8_e4m3fn"),
     "k": ((A8[:, :24], B8[:, :24]), F32 | HOST, ValueError, "k must be a multiple of 16 on each device for float8_e4m3fn, got 24; pad it to 32"),

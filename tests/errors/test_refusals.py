@@ -10,7 +10,18 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable, NotInstalled, Refusal
+from jaxmp._src.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
+from jaxmp._src.spec.refusal import (
+    InvalidOperands,
+    InvalidSharding,
+    InvalidType,
+    InvalidValue,
+    NoKernel,
+    NoPromotion,
+    NotAvailable,
+    NotInstalled,
+    Refusal,
+)
 
 A = jnp.ones((4, 4))
 GPU = {"implementation": "cublasmp"}  # refused where a program for CPUs is lowered
@@ -55,7 +66,11 @@ def test_what_a_gradient_refuses_names_the_function():
     ("kind", "shown"),
     [
         (InvalidValue, ValueError),
+        (InvalidOperands, TypeError),
+        (InvalidSharding, ShardingTypeError),
         (InvalidType, TypeError),
+        (NoKernel, TypeError),
+        (NoPromotion, TypePromotionError),
         (NotAvailable, NotImplementedError),
         (NotInstalled, RuntimeError),
     ],

@@ -5,6 +5,7 @@ a traced array where an array belongs.
 """
 
 import collections
+import contextvars
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -65,6 +66,8 @@ class Counted:
 
 
 GLOBAL = {}
+CONTEXT = contextvars.ContextVar("kept")
+IN_A_TUPLE = contextvars.ContextVar("kept in a tuple")
 
 
 def change(state, y):
@@ -85,6 +88,14 @@ def change(state, y):
     state["class"] = lambda: Counted.last
     state["default"] = lambda kept=y: kept
     GLOBAL["y"] = state["global"] = [y]
+    state["slice"] = lambda kept=[slice(y, (y, 1)), slice(y)]: [(x.start, x.stop) for x in kept]
+    state["method"] = y.sum
+    CONTEXT.set(y)
+    IN_A_TUPLE.set((y, 1))
+    state["context"] = lambda: (CONTEXT.get(), IN_A_TUPLE.get())
+    cached = functools.lru_cache(maxsize=2)(lambda n: (n * y, [y]))
+    state["cache"] = lambda: cached(1)
+    cached(1)
 
     def set_it(value):
         nonlocal kept

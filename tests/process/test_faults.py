@@ -97,7 +97,8 @@ FAULTS = {
     "alpha": Fault(f"{DIFFERS}({other('alpha', '2.0', '1.0')})", 60.0, spread=1.0),
     "mesh": Fault(r"mesh=\(\('x', 2\), \('y', 2\)\)", 60.0, nprocesses=4, spread=1.5),
     "program": Fault(
-        r"different programs: rank \d waits in matmul at ranks.py:\d+, rank \d in matmul .*pattern=(ALL|REDUCE)",
+        r"different programs, or their programs in different orders: rank \d waits in matmul at ranks.py:\d+, "
+        r"rank \d in matmul .*pattern=(ALL|REDUCE)",
         60.0,
         spread=1.5,
     ),

@@ -60,6 +60,11 @@ def test_one_device():
     assert_same(*(jax.jit(second(f))(X, *WEIGHTS) for f in (ours, loop)))
 
 
+def test_sixteen_bits_outside_of_jit():
+    operands = [x.astype(jnp.bfloat16) for x in (X, *WEIGHTS)]
+    assert_same(*(jax.grad(lambda *operands, f=f: f(*operands).sum(), range(4))(*operands) for f in (ours, loop)))
+
+
 def test_without_a_gate():
     def theirs(x, w_up, w_down):
         return reference(jax.nn.relu(reference(x, w_up, SIZES)), w_down, SIZES)

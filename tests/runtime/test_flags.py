@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -79,3 +80,18 @@ def test_a_policy_keeps_products_under_the_coming_checkpoint(mesh_of):
 
     with coming_flags.FLAGS["jax_remat3"](True), jax.set_mesh(mesh):
         assert (calls(None), calls(jaxmp.dots_saveable)) == (8, 6)
+
+
+@pytest.mark.skipif("jax_custom_jvp3" not in coming_flags.FLAGS, reason="JAX 0.10 has no jax_custom_jvp3")
+def test_xlas_partitioner_asks_for_a_gradient_under_custom_jvp3(mesh_of):
+    """One device's part holds jax.nn.relu's derivative, in an equation of JAX that has no lowering of its own."""
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    x, w = (cases.put(np.ones(s, np.float32), mesh, P("x", None)) for s in ((8, 16), (16, 12)))
+
+    def loss(x, w):
+        y = jax.lax.with_sharding_constraint(jaxmp.linear(x, w, activation="relu"), P(None, "x"))
+        return (y**2).sum()
+
+    with jax.set_mesh(mesh), coming_flags.FLAGS["jax_custom_jvp3"](True):
+        for gradient, shape in zip(jax.jit(jax.grad(loss, (0, 1)))(x, w), (x.shape, w.shape), strict=True):
+            np.testing.assert_array_equal(gradient, np.full(shape, 384.0 if shape == x.shape else 256.0))

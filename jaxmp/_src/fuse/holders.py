@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import functools
 import gc
 import operator
@@ -17,21 +18,32 @@ from jaxmp._src.jax_internals import jax_tracing
 Evaluate = Callable[[Graph, dict[Any, Any]], list[Any]]
 ValueOf = Callable[[Any], Any]
 
+# What cannot change, and is made anew of its parts, as tuples are.
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    slice: lambda x: (x.start, x.stop, x.step),
+    types.MethodType: lambda x: (x.__func__, x.__self__),
+}
+_UNCHANGING = tuple, *_PARTS
+
 
 def settle(recording: jax_tracing.Recording, results: list[Any], evaluate: Evaluate) -> None:
     """Evaluates a recording, and puts values in place of its tracers, in `results` and in every object that holds one.
 
-    Lists, dicts and attributes change in place. A tuple is made anew, and the new one put where the old one was.
+    Lists, dicts and attributes change in place. A tuple, slice or bound method is made anew, and the new one put where
+    the old one was.
     """
     equations, known, tracers = recording.finish(results)
     if recording.give(tracers, evaluate(Graph(equations, [tracer.val for tracer in tracers]), known)):
         return
     del tracers
     _fill(results, recording.value_of, set())
+    for variable, x in contextvars.copy_context().items():  # which the collector does not look into
+        if (value := _fill(x, recording.value_of)) is not x:
+            variable.set(value)
     wanted = tuple(recording.held())  # by others than the results
     while wanted:
         holders = [x for x in gc.get_referrers(*wanted) if x is not wanted]
-        wanted = tuple(x for x in holders if isinstance(x, tuple))
+        wanted = tuple(x for x in holders if isinstance(x, _UNCHANGING))
         dicts = [x for x in holders if isinstance(x, dict)]
         classes = [x for x in gc.get_referrers(*dicts) if isinstance(x, type)] if dicts else []
         for holder in classes + holders:  # classes cache what is in their dict, so they change ahead of it
@@ -39,13 +51,16 @@ def settle(recording: jax_tracing.Recording, results: list[Any], evaluate: Evalu
 
 
 def _fill(x: Any, value_of: ValueOf, seen: set[int] | None = None) -> Any:
-    """What stands in place of `x`: of a tracer its value, of a tuple that holds one a new tuple.
+    """What stands in place of `x`: of a tracer its value, of a tuple (slice, method) that holds one a new one.
 
     With the ids of lists and dicts that were `seen`, those in it are changed.
     """
-    if isinstance(x, tuple):
-        items = [_fill(item, value_of, seen) for item in x]
-        return x if all(map(operator.is_, items, x)) else tuple.__new__(type(x), items)
+    if isinstance(x, _UNCHANGING):
+        parts = x if isinstance(x, tuple) else _PARTS[type(x)](x)
+        items = [_fill(item, value_of, seen) for item in parts]
+        if all(map(operator.is_, items, parts)):
+            return x
+        return tuple.__new__(type(x), items) if isinstance(x, tuple) else type(x)(*items)
     if seen is not None and isinstance(x, (list, dict)) and id(x) not in seen:
         seen.add(id(x))
         _update(x, lambda item: _fill(item, value_of, seen))
@@ -73,7 +88,9 @@ def _update(holder: Any, value_of: ValueOf) -> None:
         for name, x in list(vars(holder).items()):
             if (value := value_of(x)) is not x:
                 type.__setattr__(holder, name, value)
-    elif not isinstance(holder, tuple):
+    elif not isinstance(holder, _UNCHANGING):
+        if isinstance(holder, functools._lru_cache_wrapper):  # whose entries nobody can change
+            holder.cache_clear()
         if hasattr(holder, "__dict__"):
             _update(vars(holder), value_of)
         for slot in (member for kind in type(holder).__mro__ for member in vars(kind).values()):

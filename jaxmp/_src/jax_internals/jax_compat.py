@@ -27,6 +27,8 @@ from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.dtypes import TypePromotionError as TypePromotionError
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax.extend.core import Primitive as Primitive

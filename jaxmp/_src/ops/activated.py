@@ -25,12 +25,47 @@ from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 # From the operands by name to products of one shape, each with its bias, in a type.
 Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
 # The products in d's type, and in the accumulator's where that is another.
 Preactivations = tuple[list[jax.Array], list[jax.Array]]
+
+
+def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
+    """(arrays whose cotangents are as weak as in a plain program of them, what gives results its result's type)."""
+    given = [x for x in arrays if x is not None]
+    if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
+        return arrays, lambda y: y
+    # Types do not depend on extents, so one element of each will do.
+    kinds = [x if x is None else jax.typeof(x).update(shape=(1, 1), sharding=None) for x in arrays]
+
+    def passes(*arrays: Any) -> Any:
+        y, pull = jax.vjp(plain, *arrays)
+        return y, pull(y) if jnp.issubdtype(y.dtype, jnp.inexact) else arrays
+
+    try:
+        y, cotangents = jax.eval_shape(passes, *kinds)
+    except Exception:  # what does not fit is refused later, by name
+        return arrays, lambda y: y
+    pairs = zip(arrays, cotangents, strict=True)
+    arrays = tuple(x if ct is None else _strong(x, ct) for x, ct in pairs)
+    return arrays, functools.partial(jax_compat.convert, dtype=y.dtype, is_weak=y.weak_type)
+
+
+def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
+    """`x`, strongly typed, with a cotangent of this type."""
+    if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # of integers float0
+        return x
+    if cotangent.weak_type:
+        return jax_compat.convert(x, x.dtype)  # whose cotangent is as weak as its operand
+    return lax.mul(x, lax.full_like(x, 1, x.dtype))
+
+
+def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return jnp.matmul(x, w) if bias is None else jnp.matmul(x, w) + bias
 
 
 def check_spec(spec: MatmulSpec) -> None:

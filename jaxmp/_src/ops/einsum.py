@@ -25,7 +25,7 @@ from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec.options import Precision, Sharding
-from jaxmp._src.spec.refusal import InvalidType, InvalidValue, naming
+from jaxmp._src.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
 from jaxmp._src.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.operand_checks import check_array, check_preferred
@@ -87,6 +87,8 @@ def einsum(
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
     try:
+        if optimize is None:
+            return "auto"
         return optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
     except TypeError:
         raise InvalidType(
@@ -184,7 +186,7 @@ def _check_extents(text: str, terms: Sequence[_Term]) -> None:
         for index, extent in zip(term.indices, shape, strict=True):
             first, other = found.setdefault(index, (term.name, extent))
             if other != extent and 1 not in (other, extent):
-                raise InvalidValue(
+                raise InvalidOperands(
                     f"index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
                     f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
                 )

@@ -89,6 +89,9 @@ def gated_mlp(
     """
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
+    plain = functools.partial(_plain, activations.of_jax(found))
+    arrays, of_result = activated.as_weak_as(plain, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
     shared: list[Any] = [x, w_gate, w_up]
     if all(hasattr(operand, "dtype") for operand in shared):  # what is no array is refused later, by name
         dtype = jnp.result_type(*shared)
@@ -111,11 +114,14 @@ def gated_mlp(
     h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
     with DOWN.naming():
         if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-            result: jax.Array = dense(down._replace(a=h, in_shardings=None), None)
-            return result
+            return of_result(dense(down._replace(a=h, in_shardings=None), None))
         shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
-        y: jax.Array = jaxmp_call(layers.calls[1], shards)["d"]
-    return y
+        return of_result(jaxmp_call(layers.calls[1], shards)["d"])
+
+
+def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *biases: Any) -> jax.Array:
+    gate, up = map(activated.plain_dense, (x, x), (w_gate, w_up), biases[:2])
+    return activated.plain_dense((gate if act is None else act(gate)) * up, w_down, biases[2])
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:

@@ -91,6 +91,8 @@ def mlp(
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None
+    plain = functools.partial(_plain, activations.of_jax(found))
+    (x, w_in, b_in, w_out, b_out), of_result = activated.as_weak_as(plain, x, w_in, b_in, w_out, b_out)
     first = FIRST.request(x, w_in, b_in, fused, **options)._replace(out_sharding=hidden_sharding)
     second = SECOND.request(None, w_out, b_out, **options)
     layers = plan_layers((FIRST, SECOND), first, second, axis_name)
@@ -98,12 +100,15 @@ def mlp(
         with FIRST.naming():
             activated.check_spec(layers.specs[0])
     if layers.mode not in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        return _planned(layers, found)
+        return of_result(_planned(layers, found))
     with FIRST.naming():  # where XLA's partitioner decides, the two layers are calls of their own
         h = dense(first._replace(in_shardings=None), activation)
     with SECOND.naming():
-        y: jax.Array = dense(second._replace(a=h, in_shardings=None), None)
-    return y
+        return of_result(dense(second._replace(a=h, in_shardings=None), None))
+
+
+def _plain(act: Function, x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> jax.Array:
+    return activated.plain_dense(act(activated.plain_dense(x, w_in, b_in)), w_out, b_out)
 
 
 @dataclasses.dataclass(frozen=True)

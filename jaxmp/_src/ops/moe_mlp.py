@@ -251,12 +251,11 @@ def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operan
 
 
 def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
-    sizes: Operands = {name: operands[name] for name in ("sizes", "offset") if name in operands}
     names = [name for name in ("gate", "up") if f"w_{name}" in operands]
 
     def product(call: RaggedCall, x: jax.Array, name: str, operands: Operands) -> jax.Array:
-        bias = {"bias": operands[f"b_{name}"]} if f"b_{name}" in operands else {}
-        return call({"a": x, "b": operands[f"w_{name}"]} | bias | sizes)
+        kinds = {"b": f"w_{name}", "bias": f"b_{name}", "sizes": "sizes", "offset": "offset"}
+        return call({"a": x} | {kind: operands[each] for kind, each in kinds.items() if each in operands})
 
     def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
         call = dataclasses.replace(first, spec=dataclasses.replace(first.spec, out_dtype=dtype))

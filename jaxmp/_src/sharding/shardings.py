@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec.extents import axes_text
-from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.spec.refusal import InvalidSharding, InvalidValue, NotAvailable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,11 +77,11 @@ def lying(
 
 def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
     """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the batch and the free
-    dimensions of a and b, which lie so. Raises ValueError where the result is ambiguous."""
+    dimensions of a and b, which lie so. Raises ShardingTypeError where the result is ambiguous."""
     of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
     for index in product.batch:
         if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
-            raise InvalidValue(
+            raise InvalidSharding(
                 f"batch dimension {product.a.index(index)} of {{a}} is sharded over {axes_text(of_a[index])} but "
                 f"dimension {product.b.index(index)} of {{b}} over {axes_text(of_b[index])}; pass out_sharding, or "
                 "reshard one of them"
@@ -89,7 +89,7 @@ def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
     for k_a, k_b in ((of_a[index], of_b[index]) for index in product.contracted):
         if k_a and k_b:
             both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {{a}} and {axes_text(k_b)} in {{b}}"
-            raise InvalidValue(
+            raise InvalidSharding(
                 f"the contraction is sharded over axis {both} and it is ambiguous how the result should be "
                 f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
                 "reduce-scatter)"
@@ -99,12 +99,12 @@ def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
         for indices, where in ((product.batch, of_a), (product.rows, of_a), (product.cols, of_b))
     )
     if shared := [axis for axis in rows if axis in cols]:
-        raise InvalidValue(
+        raise InvalidSharding(
             f"rows of {{a}} and columns of {{b}} are both sharded over axis {shared[0]!r}; pass out_sharding, "
             f"without {shared[0]!r} on the rows to gather {{a}}, or without it on the columns to gather {{b}}"
         )
     if repeated := [axis for axis in batch if axis in cols]:
-        raise InvalidValue(
+        raise InvalidSharding(
             f"a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
             "the result is ambiguous; pass out_sharding"
         )

@@ -107,6 +107,11 @@ def find(activation: Any) -> str | Function | None:
     return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
 
 
+def of_jax(found: str | Function | None) -> Any:
+    """The function of JAX's that an activation of `find` is."""
+    return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
+
+
 def is_named(f: Function | None) -> bool:
     """Whether `f` is None or one of `FUNCTIONS`, which depends on its argument alone."""
     return f is None or any(f is named for named in FUNCTIONS.values())

@@ -13,7 +13,7 @@ from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.process_grid import Distributed, relu_aux_bytes
-from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.spec.refusal import InvalidOperands, InvalidValue
 
 if TYPE_CHECKING:
     from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
@@ -175,7 +175,7 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
     if k_a != k_b:
         where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
         hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
-        raise InvalidValue(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
+        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
     p = spec.group.nranks
     if spec.contraction.scatters and rows % p:
         raise InvalidValue(

@@ -112,7 +112,8 @@ def _find(precision: Any) -> str:
         raise InvalidValue(f"precision must be one value or a pair, got {precision!r}")
     for value in values:
         try:
-            value if value is None else lax.Precision(value)
+            if value is not None and not isinstance(value, lax.Precision):
+                lax.Precision(str(value))  # of a number it would be another one
         except ValueError:
             raise InvalidValue(
                 f"precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "

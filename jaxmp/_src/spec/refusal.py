@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxmp._src.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
+
 _ROLE = re.compile(r"\{(a|b|bias)\}")
 
 
@@ -45,12 +47,28 @@ class InvalidValue(Refusal, ValueError):
     """A value or a shape that does not fit."""
 
 
+class InvalidOperands(InvalidValue, TypeError):
+    """Operands or dimensions that do not fit: a TypeError of JAX's products, a ValueError of its einsum."""
+
+
+class InvalidSharding(InvalidValue, ShardingTypeError):
+    """Shardings of which JAX cannot tell that of the result either."""
+
+
 class InvalidType(Refusal, TypeError):
     """A type, of Python or of numbers, that does not fit."""
 
 
+class NoPromotion(InvalidType, TypePromotionError):
+    """Types that JAX does not promote to one either."""
+
+
 class NotAvailable(Refusal, NotImplementedError):
     """What no implementation of the call has."""
+
+
+class NoKernel(NotAvailable, TypeError):
+    """Types that no kernel has, and that JAX does not take either."""
 
 
 class NotInstalled(Refusal, RuntimeError):
@@ -58,8 +76,9 @@ class NotInstalled(Refusal, RuntimeError):
 
 
 # Tracebacks show the type that users know.
-for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled):
-    _kind.__module__ = "builtins"
+_OF_JAX = InvalidOperands, InvalidSharding, NoPromotion, NoKernel
+for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
+    _kind.__module__ = _kind.__bases__[1].__module__
     _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from jaxmp._src.contraction.contraction import LETTERS, Contraction, in_no_layout
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.spec.refusal import InvalidOperands
 from jaxmp._src.validation import operand_checks
 
 T = TypeVar("T")
@@ -49,11 +52,16 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
     """Dimension numbers without negative ones, checked against the operands."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
+    if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # of lax.dot
+        dimension_numbers = (-1, 0), ((), ())
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
+        parts = [
+            [operator.index(i) for i in (part if np.iterable(part) else (part,))]
+            for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)
+        ]
     except (TypeError, ValueError):
-        raise InvalidValue(
+        raise InvalidOperands(
             f"dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
             f"got {dimension_numbers!r}"
         ) from None
@@ -63,19 +71,19 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
     )
     for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
         if len(left) != len(right):
-            raise InvalidValue(
+            raise InvalidOperands(
                 f"dimension_numbers name {len(left)} {kind} dimensions of {{a}}, {left}, but {len(right)} of {{b}}, "
                 f"{right}"
             )
         for i, j in zip(left, right, strict=True):
             if lhs.shape[i] != rhs.shape[j]:
-                raise InvalidValue(
+                raise InvalidOperands(
                     f"{kind} dimension {i} of {{a}} has extent {lhs.shape[i]} but dimension {j} of {{b}} "
                     f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
                 )
     for argument, left, right in (("{a}", lhs_contract, lhs_batch), ("{b}", rhs_contract, rhs_batch)):
         if len({*left, *right}) != len(left) + len(right):
-            raise InvalidValue(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
+            raise InvalidOperands(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
     # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
     pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
     lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
@@ -88,7 +96,7 @@ def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int
     ndim = len(x.shape)
     for i in dimensions:
         if not -ndim <= i < ndim:
-            raise InvalidValue(
+            raise InvalidOperands(
                 f"dimension_numbers name dimension {i} of {argument}, which has {ndim} (shape {tuple(x.shape)})"
             )
     return tuple(i % ndim for i in dimensions)

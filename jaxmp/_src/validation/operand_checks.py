@@ -14,7 +14,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import levels
 from jaxmp._src.spec.options import Implementation
-from jaxmp._src.spec.refusal import InvalidType, InvalidValue
+from jaxmp._src.spec.refusal import InvalidOperands, InvalidType, InvalidValue
 from jaxmp._src.spec.request import Request
 
 _IMPLEMENTATIONS = (None, *get_args(Implementation))
@@ -26,11 +26,11 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
         kind = "a jax.Ref" if isinstance(x, jax.Ref) else type(x).__name__
-        raise InvalidType(f"{argument} must be an array{what}, got {kind}{of_dtype}{_as_array(argument, x)}")
+        raise InvalidOperands(f"{argument} must be an array{what}, got {kind}{of_dtype}{_as_array(argument, x)}")
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         remedy = "; draw numbers with it, as jax.random.normal does" if is_key else ""
-        raise InvalidType(f"{argument} must be an array of numbers, got dtype {x.dtype}{remedy}")
+        raise InvalidOperands(f"{argument} must be an array of numbers, got dtype {x.dtype}{remedy}")
     found = len(x.shape)
     if (ndim is not None and found != ndim) or (at_least is not None and found < at_least):
         wanted = f"at least {at_least}" if ndim is None else f"{ndim}"

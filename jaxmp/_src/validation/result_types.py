@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.jax_internals.jax_compat import convert
+from jaxmp._src.jax_internals.jax_compat import TypePromotionError, convert
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.epilogs import RULES, Epilog
 from jaxmp._src.spec.low_precision import FLOAT4, is_low_precision, is_mixed, is_scaled, operand_type, result_dtypes
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
-from jaxmp._src.spec.refusal import InvalidType, NotAvailable
+from jaxmp._src.spec.refusal import NoKernel, NoPromotion
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BFLOAT16, _FLOAT32, _INT8, _INT32 = map(np.dtype, (jnp.bfloat16, np.float32, np.int8, np.int32))
@@ -139,9 +139,9 @@ def find(
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
-    """Raise NotImplementedError for a weak integer that is wider than the other, to whose type JAX promotes both."""
+    """Raise TypeError for a weak integer that is wider than the other, to whose type JAX promotes both."""
     if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
-        raise NotAvailable(
+        raise NoKernel(
             f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not "
             "supported, for JAX has no product of integers that is narrower than one of them; convert the weakly typed "
             "one"
@@ -171,9 +171,12 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     if is_low and (not mixes or preferred is None):  # without a type JAX promotes neither float8 nor float4
         return CallTypes(a.dtype, _of_low_precision(*both, preferred), True, mixes)
     takes_pair = preferred is not None and is_mixed(*both)
-    operand = operand_type(*both) if takes_pair else np.dtype(jnp.result_type(a, b))
+    try:
+        operand = operand_type(*both) if takes_pair else np.dtype(jnp.result_type(a, b))
+    except TypePromotionError as error:
+        raise NoPromotion(str(error)) from None
     if operand.name not in RESULT_TYPES:
-        raise NotAvailable(
+        raise NoKernel(
             f"operands of dtype {operand.name} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported; supported are "
             f"{', '.join(RESULT_TYPES)}"
         )
@@ -182,7 +185,7 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
         out = np.dtype(jnp.result_type(operand, *added))
         return CallTypes(operand, out if out.name in allowed and not is_integer else operand, False, mixes)
     if preferred.name not in allowed:
-        raise NotAvailable(
+        raise NoKernel(
             f"preferred_element_type {preferred.name} is not available for {operand.name} operands; "
             f"available: {', '.join(allowed)}"
         )
@@ -193,7 +196,7 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None) -> n
     """The type of D for operands of 8 bits and fewer, which are never promoted."""
     allowed = result_dtypes(a, b)
     if not allowed:
-        raise NotAvailable(
+        raise (NoPromotion if preferred is None else NoKernel)(
             f"{{a}} is {a.name} and {{b}} is {b.name}; "
             "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
             "convert one of them"
@@ -201,11 +204,11 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None) -> n
     if preferred is None and len(allowed) == 1:
         return np.dtype(allowed[0])
     if preferred is None:
-        raise InvalidType(
+        raise NoPromotion(
             f"operands of {a.name} and {b.name} need preferred_element_type; available: {', '.join(allowed)}"
         )
     if preferred.name not in allowed:
-        raise NotAvailable(
+        raise NoKernel(
             f"preferred_element_type {preferred.name} is not available for {a.name} and {b.name} "
             f"operands; available: {', '.join(allowed)}"
         )
