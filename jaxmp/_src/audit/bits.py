@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._src.audit import processes
-from jaxmp._src.runtime.bitwise import bits_of
+from jaxmp._src.runtime.bitwise import bits_of, distance, places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +104,9 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
 
 def ascending(x: np.ndarray) -> np.ndarray:
     """The numbers of an array in ascending order, those of equal value by their bits; two of each complex one."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return np.sort(x, axis=None)
     numbers = np.ascontiguousarray(x).reshape(-1)
     numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
-    return np.asarray(numbers[np.argsort(_places(numbers)[:, 0])])
+    return np.asarray(numbers[np.argsort(places(numbers)[:, 0])])
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
@@ -122,20 +120,8 @@ def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
 
 
 def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
-    if have.dtype == bool:
-        return 1
-    if jnp.issubdtype(have.dtype, jnp.integer):
-        return int(np.max(np.abs(have.astype(object) - want.astype(object))))
     numbers = ~(_is_nan(have) | _is_nan(want))
-    a, b = _places(have[numbers]), _places(want[numbers])
-    return int(np.max(np.maximum(a, b) - np.minimum(a, b), initial=0))
-
-
-def _places(x: np.ndarray) -> np.ndarray:
-    """The place of each real number among those of its type, -0 just below 0: its bits, in an order that ascends."""
-    bits = bits_of(x)
-    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
-    return np.where(bits & sign, ~bits, bits | sign)
+    return int(np.max(distance(have[numbers], want[numbers]), initial=0))
 
 
 def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:

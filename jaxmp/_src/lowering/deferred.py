@@ -42,7 +42,7 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
     """How many chunks the product of these shards over gloo is cut into, equal on every process of the job."""
     machine, kind = hardware.of_job(), kind_of(a.dtype.name)
     which, dimension, nranks = _cut(spec)
-    if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes()):
+    if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes):
         return 1  # through shared memory
     is_converted = a.dtype == np.bool_ or a.dtype != b.dtype or low_precision.is_low_precision(a.dtype)
     if not which or is_converted:

@@ -89,7 +89,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     if placement.mode == meshes.Mode.MANUAL:
         spec, next_spec = specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
         plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in specs)
-        calls = tuple(sharded_call.ManualCall(s, x.ndim - 2) for s in specs)
+        calls = tuple(sharded_call.ManualCall(s, dimension=x.ndim - 2) for s in specs)
         return Layers(placement.mode, specs, both, calls, plans)
     placement = _with_hidden(one, placement)
     with one.naming():
