@@ -127,7 +127,7 @@ def product(
     types = tuple((name, operands[name].dtype) for name in given)
     is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
     kept = functools.partial(jaxmp_call, call)
-    run = _taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
+    run = taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
     entry.append(run)
     return run(*given.values())
 
@@ -144,7 +144,7 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
         )
     spec = check_all_reduce(spec)
     check_comm_options(spec, shape[-1])
-    check_relu_aux(operands, spec, shape[-1], shape[-1])
+    check_relu_aux(operands, shape[-1], shape[-1])
     outputs = bind_shards(spec, request.a.ndim - 2, operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
@@ -204,7 +204,7 @@ def make_call(
         is_settled, columns = placement.mode != meshes.Mode.AUTO, placement.shape[-1]
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
         check_comm_options(spec, columns, is_settled, has_mesh)
-        check_relu_aux(operands, spec, columns, columns)
+        check_relu_aux(operands, columns, columns)
     if placement.mode == meshes.Mode.AUTO:
         return PartitionedCall(spec, numbers, placement.constraint)
     return ManualCall(spec, numbers)
@@ -254,7 +254,7 @@ def planned_call(
     frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
     if _has_columns(spec):
         columns = shape[-1] // spec.group.size(plan.layout.d[-1])
-        check_relu_aux(operands, spec, shape[-1], columns)
+        check_relu_aux(operands, shape[-1], columns)
         check_comm_options(spec, columns)
     return ShardedCall(spec, numbers, plan, frame, 0 in shape)
 
@@ -306,7 +306,7 @@ def jaxmp_call(call: Call, operands: Operands) -> Operands:
     return call(operands)
 
 
-def _taking(
+def taking(
     run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
 ) -> Callable[..., Results]:
     """A call as a function of operands in this order, which are cast to these types as `validated` casts them."""
@@ -325,7 +325,7 @@ def _taking(
 @functools.lru_cache(eager_calls.CAPACITY)
 def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
     """The same, compiled: without jaxmp_call's static argument, which JAX would hash and compare at every call."""
-    return jax.jit(_taking(call, conversion, types))
+    return jax.jit(taking(call, conversion, types))
 
 
 def _of_empty(
