@@ -79,11 +79,13 @@ def dot_general(
 
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
-    entry = eager_calls.find(request, {"a": request.a, "b": request.b}, dimension_numbers)
+    operands = {"a": request.a, "b": request.b}
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
+    entry = eager_calls.find(request, operands, dimension_numbers) if is_traced else None
     run = entry[0] if entry else _planned(request, dimension_numbers)
     if entry is not None and not entry:
         entry.append(run)
-    d: jax.Array = run(request.a, request.b)
+    d: jax.Array = run(*operands.values())
     return d
 
 
