@@ -31,8 +31,7 @@ def __dir__() -> list[str]:
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 # Results that sum over the rows, so that they have to depend on how many there are.
 _SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")
-# Those that compute d alone, perhaps with an aux, and those that are derivatives. Of these "batch" promises the rows; on
-# a mesh their sums are XLA's for some shardings, which "topology" refuses.
+# Of these "batch" promises the rows; on a mesh their sums are XLA's for some shardings, which "topology" refuses.
 DERIVATIVES = tuple(epilog for epilog, row in epilogs.RULES.items() if row.derivative or row.gradient)
 EPILOGS = tuple(epilog for epilog in epilogs.RULES if epilog not in DERIVATIVES)
 LEVELS = ("batch", "topology")

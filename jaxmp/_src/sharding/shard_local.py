@@ -189,7 +189,7 @@ def bind_folded(
     a, transpose_a = _matrix(a, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
     b, transpose_b = _matrix(b, numbers.rhs_batch, numbers.rhs_contract, columns)
     spec = spec.replace(transpose_a=transpose_a, transpose_b=transpose_b)
-    if low_precision.is_scaled(a.dtype):
+    if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         check_stored(spec, a.dtype)
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
