@@ -72,7 +72,7 @@ def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
     return place(host, sharding)
 
 
-def place(host: np.ndarray, sharding: Any) -> jax.Array:
+def place(host: np.ndarray, sharding: Any) -> Any:
     """`host`, which every process has, on devices of this process or of several."""
     if sharding.is_fully_addressable:
         return jax.device_put(host, sharding)
