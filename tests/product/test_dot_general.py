@@ -223,7 +223,13 @@ def test_empty_operands(shapes):
     lhs, rhs = (np.ones(shape, np.float32) for shape in shapes)
     layout = Layout("", "mk,kn->mn", P("x", "y"), P("y"), P("x"), "all_reduce")
     with jax.set_mesh(mesh):
-        check(layout, jax.jit(product_of(layout))(*placed(mesh, layout, (lhs, rhs))), (lhs, rhs))
+        operands = placed(mesh, layout, (lhs, rhs))
+        check(layout, jax.jit(product_of(layout))(*operands), (lhs, rhs))
+        # Of an empty result the gradient in one operand alone, too: XLA takes no body of empty operands.
+        for i, x in enumerate(operands):
+            ct = jax.jit(jax.grad(lambda *xs: jnp.sum(product_of(layout)(*xs)), i))(*operands)
+            assert ct.sharding.is_equivalent_to(x.sharding, 2)
+            np.testing.assert_array_equal(ct, np.zeros(x.shape))
 
 
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
