@@ -12,7 +12,6 @@ the rows of x are gathered over "model" along seq, and each device multiplies (b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Unpack, cast
 
@@ -20,7 +19,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.sharding import eager_calls, meshes
-from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call, taking
+from jaxmp._src.sharding.sharded_call import make_call, of_arrays
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import Precision
 from jaxmp._src.spec.request import ContractionOptions, Request
@@ -80,8 +79,7 @@ def dot_general(
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
     operands = {"a": request.a, "b": request.b}
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
-    entry = eager_calls.find(request, operands, dimension_numbers) if is_traced else None
+    entry = eager_calls.find(request, operands, dimension_numbers, is_part=True)
     run = entry[0] if entry else _planned(request, dimension_numbers)
     if entry is not None and not entry:
         entry.append(run)
@@ -110,4 +108,4 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[...,
     a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for _, dtype in dtypes)  # the matrices into which they fold
     spec, *_ = validated(request._replace(a=a, b=b, transpose_b=low_precision.is_scaled(a.dtype)))
     call = make_call(spec, placement, arrays, numbers)
-    return taking(functools.partial(jaxmp_call, call), conversion, dtypes)
+    return of_arrays(call, conversion, dtypes, arrays.values())

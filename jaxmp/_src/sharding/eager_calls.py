@@ -27,7 +27,7 @@ def _empty(key: Hashable) -> Entry:
     return []
 
 
-# By a key and JAX's configuration. Operands that are traced leave those of eager calls in their cache.
+# By a key and JAX's configuration. Calls of operands that are traced, and parts of a call, leave eager calls in theirs.
 kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(_empty) for _ in range(2))
 
 
@@ -41,14 +41,15 @@ def operands_of(request: Request) -> dict[str, Any]:
     return given | dict(inputs) if is_named else {}
 
 
-def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry | None:
-    """The entry for this request of these operands, by name, and further arguments.
+def find(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
+    """The entry for this request of these operands, by name, and further arguments; `is_part`: of a product that may be
+    one of several in a call.
 
     None where nothing is kept: without operands, for some that are no arrays, with arrays in `scaling`, for an alpha or
     beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
     for messages.
     """
-    types, cache = [], kept
+    types, cache = [], kept_traced if is_part else kept
     for name, x in operands.items():
         if type(x) is jax_compat.ArrayImpl:
             types.append((name, x.aval, x.sharding))

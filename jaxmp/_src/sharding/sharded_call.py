@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,9 +125,7 @@ def product(
         result = _result(jaxmp_call(call, operands))
         return result if conversion is NOTHING else conversion.of_result(result)
     types = tuple((name, operands[name].dtype) for name in given)
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
-    kept = functools.partial(jaxmp_call, call)
-    run = taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
+    run = of_arrays(call, conversion, types, given.values())
     entry.append(run)
     return run(*given.values())
 
@@ -306,11 +304,19 @@ def jaxmp_call(call: Call, operands: Operands) -> Operands:
     return call(operands)
 
 
-def taking(
+def of_arrays(
+    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
+) -> Callable[..., Results]:
+    """A call as a function of operands in this order, which are cast to these types as `validated` casts them; compiled
+    for `arrays` that are not traced: without jaxmp_call's static argument, which JAX would hash at every call."""
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return _compiled(call, conversion, types)
+    return _taking(functools.partial(jaxmp_call, call), conversion, types)
+
+
+def _taking(
     run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
 ) -> Callable[..., Results]:
-    """A call as a function of operands in this order, which are cast to these types as `validated` casts them."""
-
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):
@@ -324,8 +330,7 @@ def taking(
 
 @functools.lru_cache(eager_calls.CAPACITY)
 def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
-    """The same, compiled: without jaxmp_call's static argument, which JAX would hash and compare at every call."""
-    return jax.jit(taking(call, conversion, types))
+    return jax.jit(_taking(call, conversion, types))
 
 
 def _of_empty(
