@@ -65,21 +65,15 @@ def dot_general(
     (2, 3, 5, 6)
     """
     request = Request(
-        "dot_general", None, None, precision=precision, preferred_element_type=preferred_element_type, **options
+        "dot_general", lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, **options
     )
-    entry = eager_calls.find_on_one_device(request, (lhs, rhs), dimension_numbers)
-
-    def jaxmp_product(lhs: Any, rhs: Any) -> jax.Array:
-        return product(request._replace(a=lhs, b=rhs), dimension_numbers)
-
-    result: jax.Array = eager_calls.run(entry, jaxmp_product, lhs, rhs)
-    return result
+    return product(request, dimension_numbers)
 
 
-def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
-    """The result of `jaxmp.dot_general`."""
+def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
+    """The result of `jaxmp.dot_general`; `is_part` as in `eager_calls.find`."""
     operands = {"a": request.a, "b": request.b}
-    entry = eager_calls.find(request, operands, dimension_numbers, is_part=True)
+    entry = eager_calls.find(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)
     if entry is not None and not entry:
         entry.append(run)
