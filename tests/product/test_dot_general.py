@@ -229,7 +229,8 @@ def test_empty_operands(shapes):
         for i, x in enumerate(operands):
             ct = jax.jit(jax.grad(lambda *xs: jnp.sum(product_of(layout)(*xs)), i))(*operands)
             assert ct.sharding.is_equivalent_to(x.sharding, 2)
-            np.testing.assert_array_equal(ct, np.zeros(x.shape))
+            assert ct.shape == x.shape
+            assert not ct.size or not np.any(ct)  # JAX 0.10 cannot read shards without elements
 
 
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):

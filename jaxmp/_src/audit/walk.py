@@ -332,7 +332,7 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
 
 
 def _live_equations(jaxpr: Any, line: str) -> list[Any]:
-    for eqn in jaxpr.eqns:
+    for eqn in reversed(jaxpr.eqns):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             raise NotImplementedError(
                 f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
