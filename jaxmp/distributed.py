@@ -110,7 +110,7 @@ def initialize(
     bootstrap.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
-    native_lib.set_gpu_timeout(None if timeout is None else seconds)
+    native_lib.gpu_timeout = None if timeout is None else seconds
     if coordinator_address is None:
         found = bootstrap.detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found

@@ -31,27 +31,9 @@ def __dir__() -> list[str]:
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 # Results that sum over the rows, so that they have to depend on how many there are.
 _SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")
-EPILOGS = (
-    Epilog.NONE,
-    Epilog.BIAS,
-    Epilog.RELU,
-    Epilog.RELU_AUX,
-    Epilog.RELU_BIAS,
-    Epilog.RELU_AUX_BIAS,
-    Epilog.GELU,
-    Epilog.GELU_AUX,
-    Epilog.GELU_BIAS,
-    Epilog.GELU_AUX_BIAS,
-)
 # Of these "batch" promises the rows; on a mesh their sums are XLA's for some shardings, which "topology" refuses.
-DERIVATIVES = (
-    Epilog.DRELU,
-    Epilog.DGELU,
-    Epilog.DRELU_BGRAD,
-    Epilog.DGELU_BGRAD,
-    Epilog.BGRADA,
-    Epilog.BGRADB,
-)
+DERIVATIVES = tuple(epilog for epilog, row in epilogs.RULES.items() if row.derivative or row.gradient)
+EPILOGS = tuple(epilog for epilog in epilogs.RULES if epilog not in DERIVATIVES)
 LEVELS = ("batch", "topology")
 IMPLEMENTATIONS = ("host", "xla")
 ON_GPUS = "cublasmp"

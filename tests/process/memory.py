@@ -27,7 +27,7 @@ def main(initialize, process):
     initialize()
     is_on = os.environ.get("JAXMP_SHARED_MEMORY") != "off"
     everybody = frozenset(range(jax.process_count()))
-    assert native.shared_processes() == (everybody if is_on else frozenset()), native.shared_processes()
+    assert native.shared_processes == (everybody if is_on else frozenset()), native.shared_processes
     found = {case.name: case for case in cases.CASES}
     for name, shards in SHARDS.items():
         for per_shard in shards:

@@ -496,7 +496,7 @@ def share_under_a_limit():
     native = jaxmp._src.runtime.native
     initialize()
     keep_to("LATER_LIMIT")
-    print("SHARES", *sorted(native.shared_processes()))
+    print("SHARES", *sorted(native.shared_processes))
     mesh = make_mesh()
     check(product(*operands(mesh)), 48)
     fault()

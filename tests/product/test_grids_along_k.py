@@ -78,6 +78,24 @@ def test_results_and_gradients(layout, implementation, mesh, rng):
         assert f"1 x {np.prod(grid)} " in rows[0].groups or f"2 x {np.prod(grid)} " in rows[0].groups
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_int8_is_planned_alike_with_dimension_numbers(layout, implementation, mesh, rng):
+    spec_a, spec_b, out, _ = LAYOUTS[layout]
+    n = 64 if layout.startswith("features") else 8
+    values = [rng.integers(-128, 128, shape).astype(np.int8) for shape in ((4, 8, 16), (16, n))]
+    a, b = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, (spec_a, spec_b), strict=True))
+    options = {"preferred_element_type": jnp.int32, "out_sharding": out, "implementation": implementation}
+    products = (
+        functools.partial(jaxmp.matmul, **options),
+        lambda a, b: jaxmp.dot_general(a, b, (((2,), (0,)), ((), ())), **options),
+    )
+    for product in products:
+        np.testing.assert_array_equal(jax.jit(product)(a, b), values[0].astype(np.int32) @ values[1].astype(np.int32))
+    rows = [jaxmp.explain(product, quiet=True)(a, b).rows for product in products]
+    assert [row.pattern for row in rows[0]] == [row.pattern for row in rows[1]]
+    assert implementation or rows[0][0].pattern == "grid"
+
+
 @pytest.mark.parametrize("layout", ["weights", "features beside data parallelism"])
 def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rng):
     spec_a, spec_b, out, _ = LAYOUTS[layout]

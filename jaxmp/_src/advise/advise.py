@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmp._src.advise.program import Advised, ProgramAdvice
+from jaxmp._src.advise.program import Advised, ProgramAdvice, Ranking, Table
 from jaxmp._src.advise.search import Mesh, Way, ways
 from jaxmp._src.contraction.contraction import in_no_layout
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
-from jaxmp._src.runtime.text import aligned
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.validation.public import public
 
@@ -50,12 +49,16 @@ class Choice:
     is_efficient: bool
 
     @property
+    def name(self) -> str:
+        return self.pattern
+
+    @property
     def seconds(self) -> float:
         return self.time.total
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Advice:
+class Advice(Ranking[Choice]):
     """The shardings of one product on one machine. `str` gives the table: of each pattern the best, and all that are
     efficient.
 
@@ -66,35 +69,14 @@ class Advice:
       hardware: the machine.
     """
 
-    product: str
-    choices: tuple[Choice, ...]
     lower_bound: float
-    hardware: Hardware
+    legend = "*: no other is faster in as little memory; MB are of one device"
 
-    @property
-    def best(self) -> Choice:
-        return self.choices[0]
-
-    def rows(self) -> list[list[str]]:
-        """The header and the cells of the table."""
+    def tables(self) -> list[Table]:
         best = {each.pattern: each for each in self.choices[::-1]}
         shown = [each for each in self.choices if each is best[each.pattern] or (each.is_efficient and each.fits)]
         head = ["pattern", "mesh", "a", "b", "d", "us", "bound by", "MB held", "MB moved", ""]
-        return [head, *map(_cells, shown)]
-
-    def notes(self) -> list[str]:
-        """What is printed below the table."""
-        return [
-            "*: no other is faster in as little memory; MB are of one device",
-            f"with one copy of a and b, some device receives at least {_mega(self.lower_bound)} MB with any algorithm",
-            f"{self.hardware.name}: {self.hardware.source or 'as given'}",
-        ]
-
-    def __str__(self) -> str:
-        return "\n".join([self.product, "", *aligned(self.rows()), "", *self.notes()])
-
-    def __repr__(self) -> str:
-        return f"Advice({self.product}: {self.best.pattern}, {self.best.seconds * 1e6:.3g} us)"
+        return [[head, *map(_cells, shown)]]
 
 
 @overload
@@ -188,12 +170,10 @@ def advise(
         raise ValueError(
             f"advise: no sharding over {devices} devices divides m={m}, k={k}, n={n}; pad them, or take other devices"
         )
-    advice = Advice(
-        f"{m}x{k}x{n} {operand.name} on {devices} devices of {machine.name}",
-        tuple(_ranked(found, machine.memory)),
-        operand.itemsize * lower_bound(m, k, n, devices, machine.memory / operand.itemsize),
-        machine,
-    )
+    least = operand.itemsize * lower_bound(m, k, n, devices, machine.memory / operand.itemsize)
+    remark = f"with one copy of a and b, some device receives at least {_mega(least)} MB with any algorithm"
+    subject = f"{m}x{k}x{n} {operand.name} on {devices} devices of {machine.name}"
+    advice = Advice(subject, tuple(_ranked(found, machine.memory)), machine, (remark,), least)
     if not quiet:
         print(advice)
     return advice
@@ -218,11 +198,9 @@ def _count(name: str, value: Any) -> int:
 
 def _meshes(devices: int) -> Iterator[Mesh]:
     """Those of one and of two axes."""
-    low = [size for size in range(1, int(devices**0.5) + 1) if devices % size == 0]
-    for size in sorted({*low, *(devices // size for size in low)}):
-        axes = (("y", devices // size), ("x", size))
-        if size > 1 or devices == 1:  # x alone, rather than y alone
-            yield tuple((axis, count) for axis, count in axes if count > 1)
+    for size in range(1, devices + 1):
+        if devices % size == 0 and (size > 1 or devices == 1):  # x alone, rather than y alone
+            yield tuple((axis, count) for axis, count in (("y", devices // size), ("x", size)) if count > 1)
 
 
 def _ranked(found: list[tuple[Mesh, Way]], capacity: float) -> Iterator[Choice]:

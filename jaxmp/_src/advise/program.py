@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -19,6 +19,42 @@ from jaxmp._src.explain.arrays import is_array, split_arrays
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.text import aligned, as_html
+
+Choice = TypeVar("Choice")
+Table = list[list[str]]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ranking(Generic[Choice]):
+    """What `advise` returns: choices on one machine, the best one first, and what there is to say of them."""
+
+    subject: str
+    choices: tuple[Choice, ...]
+    hardware: Hardware
+    remarks: tuple[str, ...]
+    legend: ClassVar[str]
+
+    @property
+    def best(self) -> Choice:
+        return self.choices[0]
+
+    def tables(self) -> list[Table]:
+        """The header and the cells of each."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What is printed below the tables."""
+        return [self.legend, *self.remarks, f"{self.hardware.name}: {self.hardware.source or 'as given'}"]
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(x) for x in ([self.subject], *map(aligned, self.tables()), self.notes()))
+
+    def __repr__(self) -> str:
+        best: Any = self.best
+        return f"{type(self).__name__}({self.subject}: {best.name}, {best.seconds * 1e6:.3g} us)"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables(), [self.subject, *self.notes()])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +104,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ProgramAdvice:
+class ProgramAdvice(Ranking[Plan]):
     """Plans for the products of a function on one machine. `str` gives the tables, and notebooks show them.
 
     Attributes:
@@ -78,42 +114,18 @@ class ProgramAdvice:
       hardware: the machine.
     """
 
-    program: str
-    choices: tuple[Plan, ...]
-    remarks: tuple[str, ...]
-    hardware: Hardware
+    legend = "no plan is faster in as little memory; MB are of one device, all results kept"
 
-    @property
-    def best(self) -> Plan:
-        return self.choices[0]
-
-    def tables(self) -> tuple[list[list[str]], ...]:
-        """Header and cells of three tables: the plans, the steps of the best one, the arguments in it."""
+    def tables(self) -> list[Table]:
+        """The plans, the steps of the best one, the arguments in it."""
         leaves = jax.tree_util.tree_leaves_with_path(
             (self.best.arguments, self.best.keywords), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
-        return (
+        return [
             [["plan", "us", "us exposed", "MB arguments", "MB results", ""], *map(_cells, self.choices)],
             [["line", "operation", "shapes", "shardings", "us", "bound by"], *map(_step_cells, self.best.steps)],
             [["argument", "sharding"], *([jax.tree_util.keystr(path[1:]), _text(spec)] for path, spec in leaves)],
-        )
-
-    def notes(self) -> list[str]:
-        """What is printed below the tables."""
-        return [
-            "no plan is faster in as little memory; MB are of one device, all results kept",
-            *self.remarks,
-            f"{self.hardware.name}: {self.hardware.source or 'as given'}",
         ]
-
-    def __str__(self) -> str:
-        return "\n\n".join("\n".join(x) for x in ([self.program], *map(aligned, self.tables()), self.notes()))
-
-    def __repr__(self) -> str:
-        return f"ProgramAdvice({self.program}: {self.best.name}, {self.best.seconds * 1e6:.3g} us)"
-
-    def _repr_html_(self) -> str:
-        return as_html(self.tables(), [self.program, *self.notes()])
 
 
 class Advised:
@@ -149,7 +161,7 @@ class Advised:
         plans = [self._plan(chain.nodes, args, kwargs, *found) for found in search.plans()]
         plans.sort(key=lambda plan: not plan.fits)
         program = f"{self._name} on {self._devices} devices of {self._hardware.name}, mesh ({AXIS}={self._devices})"
-        return ProgramAdvice(program, tuple(plans), _remarks(chain, search.met_cap), self._hardware)
+        return ProgramAdvice(program, tuple(plans), self._hardware, _remarks(chain, search.met_cap))
 
     def _chain(self, fn: Callable[..., Any], given: Sequence[Any]) -> Chain:
         traced = jax.make_jaxpr(jax.jit(fn))(*given[0], **given[1]).jaxpr

@@ -65,7 +65,7 @@ def ways(
     dtype, sizes, batch = dtypes[0], dict(mesh), product.batch
     itemsizes = (dtypes[0].itemsize, dtypes[1].itemsize, dtypes[2].itemsize, accumulator(dtype).itemsize)
     is_plain = not batch and product.is_stored_in_order
-    gathers_k = is_plain and not low_precision.is_low_precision(dtype)
+    gathers_k = is_plain and not low_precision.is_scaled(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
     flops = 2 * math.prod(extents.values()) * (4 if np.issubdtype(dtype, np.complexfloating) else 1)
     devices = moves.size_of(sizes, tuple(sizes))

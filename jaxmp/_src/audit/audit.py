@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxmp._src.audit import bits, meshes, operations, processes, variation
+from jaxmp._src.audit import bits, meshes, operations, variation
 from jaxmp._src.audit.report import Output, Report
 from jaxmp._src.audit.side import Side
 from jaxmp._src.audit.table import Audit
@@ -94,7 +94,7 @@ def _of_arrays(
                 f"audit: runs fn, so it takes arrays, got {type(leaf).__name__} of shape {leaf.shape}; pass values, and"
                 " call it outside of jit"
             )
-        if processes.is_shared(leaf) and not is_of_processes:
+        if bits.is_shared(leaf) and not is_of_processes:
             raise ValueError(
                 f"audit: got an array of shape {leaf.shape} that other processes hold a part of; pass"
                 ' vary="processes", or arrays of this process'

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._src.audit import processes
-from jaxmp._src.runtime.bitwise import bits_of
+from jaxmp._src.runtime.bitwise import bits_of, distance, places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Difference:
         return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
 
 
+def is_shared(x: Any) -> bool:
+    """Whether another process holds a part of the array."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
 def is_key(x: Any) -> bool:
     """Whether these are random keys, which have no bits of their own on the host."""
     return bool(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
@@ -44,7 +50,11 @@ def is_key(x: Any) -> bool:
 def pull(x: Any) -> np.ndarray:
     """A copy on the host; of random keys their data, which has further dimensions behind."""
     x = jax.random.key_data(x) if is_key(x) else x
-    return processes.pull(x) if processes.is_shared(x) else np.asarray(x)
+    if not is_shared(x):
+        return np.asarray(x)
+    if x.is_fully_replicated:  # of copies that differ the first
+        return first(np.asarray(x.addressable_data(0)))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
@@ -62,9 +72,11 @@ def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
     return place(host, sharding)
 
 
-def place(host: np.ndarray, sharding: Any) -> jax.Array:
-    """`host` on devices of this process or of several."""
-    return jax.device_put(host, sharding) if sharding.is_fully_addressable else processes.push(host, sharding)
+def place(host: np.ndarray, sharding: Any) -> Any:
+    """`host`, which every process has, on devices of this process or of several."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
@@ -81,7 +93,7 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
     `across`: on the devices of all processes, each of which asks the same of the same array, and gets one answer.
     """
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
-    if len(shards) <= 1 and not processes.is_shared(actual):
+    if len(shards) <= 1 and not is_shared(actual):
         parts = [(True, _difference(pull(actual), expected))]
     else:
         parts = [(s.replica_id == 0, _difference(np.asarray(s.data), expected[s.index])) for s in shards]
@@ -92,9 +104,9 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
         max((one.ulps for one in own + copies), default=0),
         int(np.float64(max((one.absolute for one in own + copies), default=0.0)).view(np.uint64)),
     ]
-    records = processes.of_each(record) if across else [record]
+    records = _of_each(record) if across else [record]
     # Of an array that each process has for itself every one counts all elements.
-    total = sum if processes.is_shared(actual) else max
+    total = sum if is_shared(actual) else max
     differing = total(one[0] for one in records) or max(one[1] for one in records)
     if not differing:
         return None
@@ -104,11 +116,9 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
 
 def ascending(x: np.ndarray) -> np.ndarray:
     """The numbers of an array in ascending order, those of equal value by their bits; two of each complex one."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return np.sort(x, axis=None)
     numbers = np.ascontiguousarray(x).reshape(-1)
     numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
-    return np.asarray(numbers[np.argsort(_places(numbers)[:, 0])])
+    return np.asarray(numbers[np.argsort(places(numbers)[:, 0])])
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
@@ -122,20 +132,8 @@ def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
 
 
 def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
-    if have.dtype == bool:
-        return 1
-    if jnp.issubdtype(have.dtype, jnp.integer):
-        return int(np.max(np.abs(have.astype(object) - want.astype(object))))
     numbers = ~(_is_nan(have) | _is_nan(want))
-    a, b = _places(have[numbers]), _places(want[numbers])
-    return int(np.max(np.maximum(a, b) - np.minimum(a, b), initial=0))
-
-
-def _places(x: np.ndarray) -> np.ndarray:
-    """The place of each real number among those of its type, -0 just below 0: its bits, in an order that ascends."""
-    bits = bits_of(x)
-    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
-    return np.where(bits & sign, ~bits, bits | sign)
+    return int(np.max(distance(have[numbers], want[numbers]), initial=0))
 
 
 def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
@@ -150,3 +148,23 @@ def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
 
 def _is_nan(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.isnan(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)))
+
+
+# Of several processes, which run the same audit and decide alike --------------------------------------------------
+
+
+def first(host: np.ndarray) -> np.ndarray:
+    """What the first process has on its host, to the bit."""
+    return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
+
+
+def _of_each(numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers, below 2**64, that each process gives."""
+    return [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(numbers, np.uint64))]
+
+
+def _bytes_of_each(host: np.ndarray) -> list[bytes]:
+    raw = np.frombuffer(np.ascontiguousarray(host).tobytes(), np.uint8)
+    if not raw.size:
+        return [b""] * jax.process_count()
+    return [one.tobytes() for one in np.asarray(multihost_utils.process_allgather(raw))]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmp._src.audit import bits, processes
+from jaxmp._src.audit import bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Variation:
 
     def decision(self, reference: np.ndarray) -> np.ndarray:
         """A value that says where the program goes on, the same for all processes."""
-        return processes.first(reference) if self.across else reference
+        return bits.first(reference) if self.across else reference
 
 
 def batches(nrows: int, multiple: int) -> list[Variation]:

@@ -332,19 +332,13 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
 
 
 def _live_equations(jaxpr: Any, line: str) -> list[Any]:
-    """The equations that the outputs need, or that have effects."""
-    needed = {v for v in jaxpr.outvars if not jax_tracing.is_literal(v)}
-    live = []
     for eqn in reversed(jaxpr.eqns):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             raise NotImplementedError(
                 f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
                 f" {jax_compat.traced_line(eqn) or line}; write fn without jax.new_ref"
             )
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if not jax_tracing.is_literal(v))
-            live.append(eqn)
-    return live[::-1]
+    return jax_tracing.needed(jaxpr.eqns, jaxpr.outvars)
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:

@@ -8,8 +8,8 @@ import contextlib
 
 import jax
 
-from jaxmp._src.advise import advise as advise_lib
-from jaxmp._src.advise.program import Plan
+from jaxmp._src.advise.advise import Advice, Choice, advise
+from jaxmp._src.advise.program import Plan, ProgramAdvice
 from jaxmp._src.cli.explain import mesh_of, program
 from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, print_lines, print_table, rich
 
@@ -33,31 +33,31 @@ def run(options: argparse.Namespace) -> int:
     if not options.json:
         rich("table")  # raises before the work where rich is missing
     try:
-        return (_run_program if ":" in options.what[0] else _run_product)(options)
+        found = (_of_program if ":" in options.what[0] else _of_product)(options)
     except ValueError as error:
         if not str(error).startswith("advise: "):
             raise
         raise CommandError(str(error).removeprefix("advise: ")) from None
+    if options.json:
+        print_json([_plan_fields(each) if isinstance(each, Plan) else _fields(each) for each in found.choices])
+        return 0
+    for i, (head, *rows) in enumerate(found.tables()):
+        print_table("" if i else found.subject, head, rows)
+    print_lines(found.notes())
+    return 0
 
 
-def _run_product(options: argparse.Namespace) -> int:
+def _of_product(options: argparse.Namespace) -> Advice:
     if len(options.what) != 3 or not all(text.lstrip("-").isdecimal() for text in options.what):
         raise CommandError(f"takes M K N or FILE.py:FUNCTION TYPE..., got {' '.join(options.what)}")
     if options.mesh:
         raise CommandError("--mesh is of a function; --devices says how many devices share one product")
     m, k, n = map(int, options.what)
     machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype or "bf16")
-    found = advise_lib.advise(m, k, n, options.devices, hardware=machine, dtype=dtype, quiet=True)
-    if options.json:
-        print_json([_fields(choice) for choice in found.choices])
-        return 0
-    head, *rows = found.rows()
-    print_table(found.product, head, rows)
-    print_lines(found.notes())
-    return 0
+    return advise(m, k, n, options.devices, hardware=machine, dtype=dtype, quiet=True)
 
 
-def _run_program(options: argparse.Namespace) -> int:
+def _of_program(options: argparse.Namespace) -> ProgramAdvice:
     if options.dtype:
         raise CommandError("--dtype is of one product; a function's arguments have their types")
     place, *types = options.what
@@ -65,22 +65,15 @@ def _run_program(options: argparse.Namespace) -> int:
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function, arguments = program(place, types, None)
         try:
-            found = advise_lib.advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
+            return advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
         except Exception as error:
             if options.mesh or options.traceback or "set_mesh" not in str(error):
                 raise
             first = str(error).splitlines()[0]
             raise CommandError(f"{first} (for this command --mesh x={options.devices} sets it)") from None
-    if options.json:
-        print_json([_plan_fields(plan) for plan in found.choices])
-        return 0
-    for title, (head, *rows) in zip((found.program, "", ""), found.tables(), strict=True):
-        print_table(title, head, rows)
-    print_lines(found.notes())
-    return 0
 
 
-def _fields(choice: advise_lib.Choice) -> dict[str, object]:
+def _fields(choice: Choice) -> dict[str, object]:
     shardings = {name: list(getattr(choice, name)) for name in "abd"}
     fields = ("pattern", "splits", "mesh", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
     return {name: getattr(choice, name) for name in fields} | shardings | {"bound": choice.time.bound}

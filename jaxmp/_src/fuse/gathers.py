@@ -9,6 +9,7 @@ gather ahead of local products.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -186,47 +187,26 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
     else:
         axes, share = eqn.params["axis_name"], ndevices
     transfer = Transfer.over(mesh.shape, axes, _received(graph, i))
-    products = [_Work.of(graph, dot, i, share, ndevices) for dot in dots]
-    if not {work.kind for work in products} <= set(machine.rates):
+    products = [(_work(graph, dot, share, ndevices), _hides(graph, dot, i)) for dot in dots]
+    if not {work["kind"] for work, _ in products} <= set(machine.rates):
         return False
-    return _in_calls(machine, transfer, ndevices, products) < _once(machine, transfer, ndevices, products)
+    time = functools.partial(call_time, machine, ndevices=ndevices)
+    in_calls = sum(time(transfers=(transfer,), is_fused=hides, **work).total for work, hides in products)
+    return in_calls < time(transfers=(transfer,)).total + sum(time(**work).total for work, _ in products)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """A product: its operations on all devices, the name of their rate, the bytes that a device reads and writes, and
-    whether its call multiplies while it gathers."""
-
-    flops: int
-    kind: str
-    nbytes: int
-    hides: bool
-
-    @staticmethod
-    def of(graph: Graph, dot: int, gather: int, share: int, ndevices: int) -> _Work:
-        eqn: Any = graph.equations[dot]
-        a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
-        k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
-        nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, d)) * share // ndevices
-        gathered, other = _operand_behind(graph, dot, gather)
-        # cuBLASMp gathers rows; what is contracted along is gathered ahead of a local product.
-        hides = gathered is not None and not other.has_rows_first
-        if gathered is not None and gathered.gather is not None:
-            hides = hides and gathered.gather.dimension in gathered.free
-        return _Work(2 * math.prod(d.shape) * k * share, kind_of(a.dtype.name), nbytes, hides)
+def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
+    """What a product asks of a machine, as `call_time` takes it."""
+    eqn: Any = graph.equations[dot]
+    a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, d)) * share // ndevices
+    return {"flops": 2 * math.prod(d.shape) * k * share, "kind": kind_of(a.dtype.name), "nbytes": nbytes}
 
 
-def _in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
-    """Seconds of calls that each gather their operand."""
-    return sum(_seconds(machine, work, ndevices, transfer, is_fused=work.hides) for work in products)
-
-
-def _once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
-    """Seconds of one gather and of the local products behind it."""
-    gather = call_time(machine, ndevices=ndevices, transfers=(transfer,)).total
-    return gather + sum(_seconds(machine, work, ndevices) for work in products)
-
-
-def _seconds(machine: Hardware, work: _Work, ndevices: int, *transfers: Transfer, is_fused: bool = False) -> float:
-    given: dict[str, Any] = {"flops": work.flops, "kind": work.kind, "nbytes": work.nbytes}
-    return call_time(machine, ndevices=ndevices, transfers=transfers, is_fused=is_fused, **given).total
+def _hides(graph: Graph, dot: int, gather: int) -> bool:
+    """Whether a call multiplies while it gathers: cuBLASMp gathers rows, and k ahead of a local product."""
+    gathered, other = _operand_behind(graph, dot, gather)
+    if gathered is None or other.has_rows_first:
+        return False
+    return gathered.gather is None or gathered.gather.dimension in gathered.free

@@ -78,7 +78,7 @@ def with_narrow_weights(graph: Graph) -> Graph:
     """The same, where a product reads weights that are stored narrow as they are."""
     opened = _each_in_place(graph, _of_decoder)
     narrow = _each_in_place(opened, functools.partial(_of_narrow, opened))
-    return graph if narrow is opened else Graph(_needed(narrow.equations, narrow.results), narrow.results)
+    return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
 
 
 def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
@@ -115,17 +115,6 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
         return [read(values, v) for v in jaxpr.outvars]
 
     return spliced(eqn, program, eqn.invars)
-
-
-def _needed(equations: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Equations without those that nothing reads any more."""
-    read_later = {v for v in results if not jax_tracing.is_literal(v)}
-    kept = []
-    for eqn in reversed(equations):
-        if eqn.effects or not read_later.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            read_later |= {v for v in eqn.invars if not jax_tracing.is_literal(v)}
-    return kept[::-1]
 
 
 def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:

@@ -49,6 +49,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
+def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
+    """The equations that the results need, or that have effects."""
+    read_later = {v for v in results if not is_literal(v)}
+    kept = []
+    for eqn in reversed(equations):
+        if eqn.effects or not read_later.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read_later |= {v for v in eqn.invars if not is_literal(v)}
+    return kept[::-1]
+
+
 # True inside a `Recording`, so that JAX traces jitted functions and does not run what it has compiled for the caller.
 _is_recording = jax.make_user_context(False)
 

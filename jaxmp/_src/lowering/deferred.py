@@ -26,6 +26,7 @@ from jaxmp._src.contraction.moves import in_call
 from jaxmp._src.hardware import hardware
 from jaxmp._src.hardware.call_time import best_chunks, kind_of
 from jaxmp._src.lowering.ffi_call import call_attributes, profile_name
+from jaxmp._src.lowering.xla_matmul import Barrier, Gather
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
@@ -34,15 +35,13 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 # As many as a product is cut into.
 _MOST = 8
-# (array, axes, dimension) -> array.
-Gather = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
 
 
 def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
     """How many chunks the product of these shards over gloo is cut into, equal on every process of the job."""
     machine, kind = hardware.of_job(), kind_of(a.dtype.name)
     which, dimension, nranks = _cut(spec)
-    if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes()):
+    if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes):
         return 1  # through shared memory
     is_converted = a.dtype == np.bool_ or a.dtype != b.dtype or low_precision.is_low_precision(a.dtype)
     if not which or is_converted:
@@ -104,9 +103,7 @@ class Chunks:
         parts = [self._collect(*each, ticket) for each in started]
         return _interleaved(parts, int(which == "b"), self.spec.group.nranks)
 
-    def summed(
-        self, a: jax.Array, b: jax.Array, barrier: Callable[..., Sequence[jax.Array]], add: Callable[..., jax.Array]
-    ) -> jax.Array:
+    def summed(self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[..., jax.Array]) -> jax.Array:
         """The sum over ranks, by `add`, of their products."""
         which, dimension, nparts = _cut(self.spec)
         ticket, started = _no_ticket(), []

@@ -117,7 +117,7 @@ def may_exchange(axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
 def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
     """Whether all processes of the mesh share memory with this one."""
     is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes
-    return found is not None and is_placed and native.shared_processes().issuperset(found.processes)
+    return found is not None and is_placed and native.shared_processes.issuperset(found.processes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from jaxmp._src.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_
 from jaxmp._src.spec.extents import extents
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
+if TYPE_CHECKING:
+    from jaxmp._src.lowering.deferred import Chunks
+
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
 # (array, axes, dimension) -> array.
@@ -31,16 +34,6 @@ Gather = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
 # As in `matmul`.
 LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
 Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-
-
-class Chunks(Protocol):
-    """As `lowering/deferred`."""
-
-    def gathered(self, a: jax.Array, b: jax.Array, gather: Gather) -> jax.Array: ...
-
-    def summed(
-        self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True)

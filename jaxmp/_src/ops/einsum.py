@@ -305,7 +305,7 @@ def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.A
     out_sharding = _permuted("the result", request.out_sharding, output, given)
     with naming(request.function, a=left.name, b=right.name):
         request = request._replace(a=left.array, b=right.array, out_sharding=out_sharding)
-        result = product(request, (numbers[0], numbers[1]))
+        result = product(request, (numbers[0], numbers[1]), is_part=True)
     return lax.transpose(result, tuple(map(given.index, output)))
 
 

@@ -110,10 +110,10 @@ def gated_mlp(
         **_up(layers, UP.request(x, w_up, b_up, **options), axis_name),
     }
     if found != "relu":
-        activated.refuse_integers(layers.specs[0])
+        activated.refuse_integers(layers.calls[0].spec)
     h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
     with DOWN.naming():
-        if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        if not layers.plans:
             return of_result(dense(down._replace(a=h, in_shardings=None), None))
         shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
         return of_result(jaxmp_call(layers.calls[1], shards)["d"])
@@ -164,9 +164,8 @@ class _Hidden:
 def _static(layers: Layers, operands: Operands) -> _Hidden:
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # The others bring no x to a device, or one of which it has a part of the columns.
-    brings_x = not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes)
+    brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
     shares_x = brings_x and not plan.is_transposed and not any(0 in x.shape for x in operands.values())
-    shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
     return _Hidden(call, plan, shares_x and not (isinstance(call, ShardedCall) and call.frame.asked is not None))
 
 

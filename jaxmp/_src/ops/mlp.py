@@ -24,7 +24,7 @@ from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums, fold_rows
 from jaxmp._src.runtime.types import Operands
-from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.sharding import sharded_call
 from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
@@ -98,8 +98,8 @@ def mlp(
     layers = plan_layers((FIRST, SECOND), first, second, axis_name)
     if fused is None:
         with FIRST.naming():
-            activated.check_spec(layers.specs[0])
-    if layers.mode not in (meshes.Mode.AUTO, meshes.Mode.XLA):
+            activated.check_spec(layers.calls[0].spec)
+    if layers.plans:
         return of_result(_planned(layers, found))
     with FIRST.naming():  # where XLA's partitioner decides, the two layers are calls of their own
         h = dense(first._replace(in_shardings=None), activation)
@@ -204,12 +204,13 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 
 
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
-    (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
+    (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
+    spec, next_spec = specs = [call.spec for call in calls]
     h = outs["a"]
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
     # A hidden bias has its sums over data-parallel ranks from calls.
-    is_fused = is_fused and not spec.global_order and all(map(completes_sums, layers.specs))
+    is_fused = is_fused and not spec.global_order and all(map(completes_sums, specs))
     first, second = calls
     if isinstance(first, ShardedCall) and isinstance(second, ShardedCall):
         is_fused = is_fused and first.frame.asked is None and not plans[1].is_transposed

@@ -128,7 +128,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: floa
     client.wait_at_barrier(f"{key}all", milliseconds)
     refused = client.key_value_dir_get(f"{key}refused/")
     if nprocesses > 1:
-        native.set_shared_processes(_shared_processes(client, key, machine, process, milliseconds))
+        native.shared_processes = _shared_processes(client, key, machine, process, milliseconds)
 
     def address_of(peer: int) -> tuple[str, int]:
         found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
@@ -149,7 +149,7 @@ def _share_arena(client: Any, key: str, process: int) -> str:
         return ""
     arena = ""
     try:
-        arena = native.own_arena()
+        arena = str(native.extension().own_arena())
         _check_file_limit()
     except RuntimeError as error:
         client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
@@ -173,7 +173,9 @@ def _shared_processes(client: Any, key: str, machine: str, process: int, millise
         published = {int(name.rpartition("/")[2]): text.split(" ", 1) for name, text in found}
     shared = {i: arena for i, (container, arena) in published.items() if container == published[process][0]}
     try:
-        native.share_memory({i: arena for i, arena in shared.items() if arena})
+        for i, arena in shared.items():
+            if arena:
+                native.extension().share_arena(i, arena)
     except RuntimeError as error:
         client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
     client.wait_at_barrier(f"{key}shared", milliseconds)

@@ -42,7 +42,7 @@ def assert_bitwise_equal(actual: ArrayLike, expected: ArrayLike, err_msg: str = 
     first = tuple(map(int, places[0]))
     text = f"{head}{len(places)} of {actual.size} elements differ; the first at {first}: "
     text += _describe(actual, expected, first)
-    apart = np.max(_distance(actual[differs], expected[differs]), axis=-1)
+    apart = np.max(distance(actual[differs], expected[differs]), axis=-1)
     worst = tuple(map(int, places[np.argmax(apart)]))
     if worst != first:
         text += f"; the farthest apart at {worst}: " + _describe(actual, expected, worst)
@@ -56,16 +56,19 @@ def bits_of(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(f"u{size}").reshape(*x.shape, parts)
 
 
-def _distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Units in the last place between two arrays of one type, per real number; objects, for they may pass 64 bits."""
-    return np.asarray(np.abs(_places(actual) - _places(expected)))
+def distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Units in the last place between two arrays of one type, per real number."""
+    have, want = places(actual), places(expected)
+    return np.asarray(np.maximum(have, want) - np.minimum(have, want))
 
 
-def _places(x: np.ndarray) -> np.ndarray:
-    """The place of each number of a type in the order of its numbers, -0 just below 0."""
-    bits = bits_of(x).astype(object)
-    sign = 1 << (8 * bits_of(x).dtype.itemsize - 1)
-    return np.where(bits >= sign, sign - 1 - bits, bits) if jnp.issubdtype(x.dtype, jnp.inexact) else bits
+def places(x: np.ndarray) -> np.ndarray:
+    """The place of each real number among those of its type, -0 just below 0: its bits, in an order that ascends."""
+    bits = bits_of(x)
+    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return np.where(bits & sign, ~bits, bits | sign)
+    return bits ^ sign if jnp.issubdtype(x.dtype, jnp.signedinteger) else bits
 
 
 def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
@@ -76,5 +79,5 @@ def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) 
     text = f"{show(actual)} instead of {show(expected)}"
     if np.isnan(actual[index]) or np.isnan(expected[index]):
         return text
-    apart = np.max(_distance(actual[index], expected[index]))
+    apart = int(np.max(distance(actual[index], expected[index])))
     return f"{text}, {apart} ulp{'s' * (apart != 1)} apart"

@@ -37,8 +37,10 @@ _loaded: Any = None
 _is_registered = False
 # Whether this process watches others, and is watched.
 has_barrier = False
-_shared_processes: frozenset[int] = frozenset()
-_timeout: float | None = None  # of `jaxmp.distributed.initialize`, where it was given one
+# The processes with which this one communicates through shared memory, itself among them; none where it shares none.
+shared_processes: frozenset[int] = frozenset()
+# Seconds that a rank on a GPU waits for its peers, if cuBLASMp is not open yet; None: as configured.
+gpu_timeout: float | None = None
 _why_no_cublasmp: str | None = None
 _is_logging_plans = False
 
@@ -130,7 +132,7 @@ def _open_cublasmp() -> str:
     except RuntimeError as error:
         return str(error)
     module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
-    module.set_timeout(config().gpu_timeout if _timeout is None else _timeout)
+    module.set_timeout(config().gpu_timeout if gpu_timeout is None else gpu_timeout)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
     module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
     try:
@@ -168,12 +170,6 @@ def capabilities(library: str = "host") -> dict[str, bool]:
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
-def set_gpu_timeout(seconds: float | None) -> None:
-    """Seconds that a rank on a GPU waits for its peers, if cuBLASMp is not open yet; None: as configured."""
-    global _timeout
-    _timeout = seconds
-
-
 def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
     global has_barrier
@@ -184,31 +180,9 @@ def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int
 
 def stop_barrier() -> None:
     """Close the sockets; calls that still wait fail."""
-    global has_barrier, _shared_processes
+    global has_barrier, shared_processes
     extension().stop_barrier()
-    has_barrier, _shared_processes = False, frozenset()
-
-
-def own_arena() -> str:
-    """What other processes of this machine need to share this one's memory."""
-    return str(extension().own_arena())
-
-
-def share_memory(arenas: Mapping[int, str]) -> None:
-    """Map the memory of these processes, by number, this one among them. RuntimeError where one cannot be."""
-    for process, described in arenas.items():
-        extension().share_arena(process, described)
-
-
-def set_shared_processes(processes: frozenset[int]) -> None:
-    """From now on calls among these processes communicate through shared memory."""
-    global _shared_processes
-    _shared_processes = processes
-
-
-def shared_processes() -> frozenset[int]:
-    """The processes with which this one shares memory, itself among them; empty where it shares none."""
-    return _shared_processes
+    has_barrier, shared_processes = False, frozenset()
 
 
 def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:

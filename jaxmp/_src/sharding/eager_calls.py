@@ -23,16 +23,12 @@ CAPACITY = 1024
 Entry = list[Any]
 
 
-@jax_compat.cache_in_context(CAPACITY)
-def kept(key: Hashable) -> Entry:
-    """The cache entry for this key under JAX's present configuration."""
+def _empty(key: Hashable) -> Entry:
     return []
 
 
-@jax_compat.cache_in_context(CAPACITY)
-def kept_traced(key: Hashable) -> Entry:
-    """The same for operands that are traced, which leave those of eager calls in their cache."""
-    return []
+# By a key and JAX's configuration. Calls of operands that are traced, and parts of a call, leave eager calls in theirs.
+kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(_empty) for _ in range(2))
 
 
 def operands_of(request: Request) -> dict[str, Any]:
@@ -45,14 +41,15 @@ def operands_of(request: Request) -> dict[str, Any]:
     return given | dict(inputs) if is_named else {}
 
 
-def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry | None:
-    """The entry for this request of these operands, by name, and further arguments.
+def find(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
+    """The entry for this request of these operands, by name, and further arguments; `is_part`: of a product that may be
+    one of several in a call.
 
     None where nothing is kept: without operands, for some that are no arrays, with arrays in `scaling`, for an alpha or
     beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
     for messages.
     """
-    types, cache = [], kept
+    types, cache = [], kept_traced if is_part else kept
     for name, x in operands.items():
         if type(x) is jax_compat.ArrayImpl:
             types.append((name, x.aval, x.sharding))
@@ -96,19 +93,6 @@ def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
         if type(x) is not jax_compat.ArrayImpl or not isinstance(x.sharding, SingleDeviceSharding):
             return False
     return request.out_sharding is request.in_shardings is request.mesh is jax_compat.ambient_mesh() is None
-
-
-def planned(plan: Callable[..., Any], request: Request, *static: Any) -> Any:
-    """`plan(request, *static)`, kept for operands that are traced."""
-    operands = {"a": request.a, "b": request.b}
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
-    entry = find(request, operands, *static) if is_traced else None
-    if entry:
-        return entry[0]
-    made = plan(request, *static)
-    if entry is not None:
-        entry.append(made)
-    return made
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:

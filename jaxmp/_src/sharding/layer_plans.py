@@ -49,11 +49,9 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The products of two layers: their specs, operands by name, calls and plans; where XLA partitions only the call of
-    the first, and no plan."""
+    """The products of two layers: operands by name, calls and plans; where XLA partitions only the call of the first,
+    and no plan."""
 
-    mode: meshes.Mode
-    specs: tuple[MatmulSpec, MatmulSpec]
     operands: tuple[dict[str, Any], dict[str, Any]]
     calls: tuple[sharded_call.Call, ...]
     plans: tuple[Contraction, ...] = ()
@@ -81,16 +79,16 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         h = jax.ShapeDtypeStruct(shape, jnp.promote_types(spec.out_dtype, getattr(w_out, "dtype", spec.out_dtype)))
     with other.naming():
         next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
-    specs, both = (spec, next_spec), (operands, next_operands)
+    both = operands, next_operands
     with one.naming():
         placement = meshes.place(first._replace(in_shardings=None if ins is None else tuple(ins)[:2]), h.shape)
         if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-            return Layers(placement.mode, specs, both, (sharded_call.make_call(spec, placement, operands),))
+            return Layers(both, (sharded_call.make_call(spec, placement, operands),))
     if placement.mode == meshes.Mode.MANUAL:
-        spec, next_spec = specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
+        specs = spec.regroup(mesh=placement.axes), next_spec.regroup(mesh=placement.axes)
         plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in specs)
-        calls = tuple(sharded_call.ManualCall(s, x.ndim - 2) for s in specs)
-        return Layers(placement.mode, specs, both, calls, plans)
+        calls = tuple(sharded_call.ManualCall(s, dimension=x.ndim - 2) for s in specs)
+        return Layers(both, calls, plans)
     placement = _with_hidden(one, placement)
     with one.naming():
         call = sharded_call.planned_call(spec, placement, operands)
@@ -101,8 +99,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         second = second._replace(a=a, b=b, in_shardings=where, mesh=placement.mesh)
         placement = meshes.place(second, shape)
         next_call = sharded_call.planned_call(next_spec, placement, next_operands)
-    plans = call.plan, next_call.plan
-    return Layers(placement.mode, (call.spec, next_call.spec), both, (call, next_call), plans)
+    return Layers(both, (call, next_call), (call.plan, next_call.plan))
 
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:

@@ -16,13 +16,15 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
-from jaxmp._src.runtime.types import Operands
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.extents import axes_text
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.validation.comm_options import fit_comm_options
+from jaxmp._src.validation.dimension_numbers import DimensionNumbers, pick
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
+from jaxmp._src.validation.scale_checks import check_stored
 
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
@@ -164,3 +166,54 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operand
         ordered = spec.contraction.gathers or spec.contraction.scatters
         spec = spec.reorder(outer_rows=math.prod(a.shape[:dimension]) if ordered else 1)
     return bind_rows(spec, operands, dimension)
+
+
+# Any dimension numbers ------------------------------------------------------------------------------------------
+
+
+def bind_folded(
+    spec: MatmulSpec,
+    numbers: DimensionNumbers,
+    operands: Operands,
+    *,
+    plan: Contraction | None = None,
+    shape: Shape | None = None,
+) -> Operands:
+    """A product with dimension `numbers`, one of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each index of the
+    batch. `shape` is that of d under a plan."""
+    a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # for vmap has no such cast
+    shape = numbers.result(a.shape, b.shape) if shape is None else shape
+    columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free
+    # Row dimensions stay apart where ranks share one, and others are slower.
+    keeps_rows = plan is not None and plan.dimension > 0
+    a, transpose_a = _matrix(a, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
+    b, transpose_b = _matrix(b, numbers.rhs_batch, numbers.rhs_contract, columns)
+    spec = spec.replace(transpose_a=transpose_a, transpose_b=transpose_b)
+    if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
+        check_stored(spec, a.dtype)
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        matrices = {"a": a, "b": b}
+        return (bind_plan(plan, spec, matrices) if plan else bind_shards(spec, 0, matrices))["d"]
+
+    d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
+    ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
+    order = tuple(map(numbers.rhs_free.index, columns))
+    d = d.reshape(*shape[:ahead], *pick(shape[ahead:], order))
+    return {"d": lax.transpose(d, (*range(ahead), *(ahead + order.index(i) for i in range(len(order)))))}
+
+
+def _matrix(
+    x: jax.Array, batch: Shape, first: Shape, second: Shape, keeps_first: bool = False
+) -> tuple[jax.Array, bool]:
+    """(`x` as (batch, first, second) or as (batch, second, first), whichever takes no copy; whether it is the latter).
+
+    Each of the three is one dimension, but for `first` under `keeps_first`, and for a batch of no dimensions.
+    """
+    stored = tuple(i for i in range(x.ndim) if i not in batch)
+    is_transposed = stored == second + first and stored != first + second and not keeps_first
+    parts = [pick(x.shape, first) if keeps_first else (math.prod(pick(x.shape, first)),)]
+    parts.insert(0 if is_transposed else 1, (math.prod(pick(x.shape, second)),))
+    lead = (math.prod(pick(x.shape, batch)),) if batch else ()
+    x = lax.transpose(x, (*batch, *(stored if is_transposed else first + second)))
+    return x.reshape(*lead, *parts[0], *parts[1]), is_transposed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jaxmp._src.primitive.primitives import global_amax
 from jaxmp._src.runtime.types import ArrayType, Operands, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, frame_of, on_shards
-from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
+from jaxmp._src.sharding.shard_local import bind_folded, bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.extents import SPANS, spans
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
@@ -32,19 +32,24 @@ from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.arguments import converted, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
+from jaxmp._src.validation.dimension_numbers import DimensionNumbers
 from jaxmp._src.validation.epilog_checks import check_all_reduce, check_relu_aux
 from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 
 @dataclasses.dataclass(frozen=True)
 class ManualCall:
-    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered."""
+    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered.
+
+    `numbers`, here and of other calls: the dimension numbers of a product that is none of matrices.
+    """
 
     spec: MatmulSpec
+    numbers: DimensionNumbers | None = None
     dimension: int = 0
 
     def __call__(self, operands: Operands) -> Operands:
-        return bind_shards(self.spec, self.dimension, operands)
+        return _bind(self.spec, self.numbers, operands, self.dimension)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +57,11 @@ class PartitionedCall:
     """A call on global arrays whose shardings XLA's partitioner chooses, but for a constraint on d."""
 
     spec: MatmulSpec
+    numbers: DimensionNumbers | None
     constraint: NamedSharding | None
 
     def __call__(self, operands: Operands) -> Operands:
-        return meshes.constrained(bind_shards(self.spec.unsettled(), 0, operands), self.constraint)
+        return meshes.constrained(_bind(self.spec.unsettled(), self.numbers, operands), self.constraint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +69,13 @@ class XlaCall:
     """A product of global arrays that XLA computes and partitions; d is sharded as `out_sharding` on explicit axes."""
 
     spec: MatmulSpec
+    numbers: DimensionNumbers | None
     constraint: NamedSharding | None
     out_sharding: NamedSharding | None
 
     def __call__(self, operands: Operands) -> Operands:
-        platform = jax_compat.default_platform()
-        outputs = xla_matmul.global_matmul(operands, self.spec, platform, self.out_sharding)
+        platform, numbers = jax_compat.default_platform(), self.numbers and self.numbers.given
+        outputs = xla_matmul.global_matmul(operands, self.spec, platform, self.out_sharding, numbers)
         return meshes.constrained(outputs, self.constraint)
 
 
@@ -77,6 +84,7 @@ class ShardedCall:
     """A planned call on global arrays."""
 
     spec: MatmulSpec
+    numbers: DimensionNumbers | None
     plan: Contraction
     frame: Frame
     is_empty: bool
@@ -86,12 +94,21 @@ class ShardedCall:
             return _of_any_extent(self, operands)
         operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
         body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
+        if self.numbers:
+            whole = self.numbers.result(operands["a"].shape, operands["b"].shape)
+            shape = NamedSharding(self.frame.mesh, self.frame.out_spec).shard_shape(whole)
+            body = functools.partial(bind_folded, self.spec, self.numbers, plan=self.plan, shape=shape)
         if self.is_empty or (0 in operands["a"].shape and 0 in operands["b"].shape):
             body, operands = _of_empty(self, body, operands)
         return on_shards(self.frame, body, operands, self.spec.source_line)
 
 
 Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
+
+
+def _bind(spec: MatmulSpec, numbers: DimensionNumbers | None, operands: Operands, dimension: int = 0) -> Operands:
+    return bind_folded(spec, numbers, operands) if numbers else bind_shards(spec, dimension, operands)
+
 
 # d alone, or with further results by name.
 Results = jax.Array | tuple[jax.Array, Operands]
@@ -108,9 +125,7 @@ def product(
         result = _result(jaxmp_call(call, operands))
         return result if conversion is NOTHING else conversion.of_result(result)
     types = tuple((name, operands[name].dtype) for name in given)
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
-    kept = functools.partial(jaxmp_call, call)
-    run = _taking(kept, conversion, types) if is_traced else _compiled(call, conversion, types)
+    run = of_arrays(call, conversion, types, given.values())
     entry.append(run)
     return run(*given.values())
 
@@ -127,7 +142,7 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
         )
     spec = check_all_reduce(spec)
     check_comm_options(spec, shape[-1])
-    check_relu_aux(operands, spec, shape[-1], shape[-1])
+    check_relu_aux(operands, shape[-1], shape[-1])
     outputs = bind_shards(spec, request.a.ndim - 2, operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
@@ -171,22 +186,31 @@ def _as_axes(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> Call:
+def make_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
+) -> Call:
     """The call of this spec on operands placed so."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
-        return XlaCall(spec, placement.constraint, placement.out_sharding)
-    if placement.mode != meshes.Mode.SHARDED:
-        spec = spec.regroup(mesh=placement.axes)
-        if placement.mode == meshes.Mode.MANUAL:
-            spec = check_all_reduce(spec)
-        is_settled = placement.mode != meshes.Mode.AUTO
+        return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
+    if placement.mode == meshes.Mode.SHARDED:
+        return planned_call(spec, placement, operands, numbers)
+    spec = spec.regroup(mesh=placement.axes)
+    if placement.mode == meshes.Mode.MANUAL:
+        spec = check_all_reduce(spec)
+    if _has_columns(spec):
+        is_settled, columns = placement.mode != meshes.Mode.AUTO, placement.shape[-1]
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        columns = placement.shape[-1]
         check_comm_options(spec, columns, is_settled, has_mesh)
-        check_relu_aux(operands, spec, columns, columns)
-        return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
-    return planned_call(spec, placement, operands)
+        check_relu_aux(operands, columns, columns)
+    if placement.mode == meshes.Mode.AUTO:
+        return PartitionedCall(spec, numbers, placement.constraint)
+    return ManualCall(spec, numbers)
+
+
+def _has_columns(spec: MatmulSpec) -> bool:
+    """Whether what is asked beside the product depends on the columns of d."""
+    return "relu_aux" in spec.operand_names or spec.comm != CommOptions()
 
 
 def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
@@ -205,10 +229,13 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
         )
 
 
-def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
+def planned_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
+) -> ShardedCall:
     """`make_call` for global arrays."""
     mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
+    product = numbers.product(a.ndim, b.ndim) if numbers else product
     shapes = a.shape, b.shape, shape
     given = shardings.lying(product, placement.lie, shapes, mesh.shape)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
@@ -223,11 +250,11 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
-    if "relu_aux" in spec.operand_names or spec.comm != CommOptions():
+    if _has_columns(spec):
         columns = shape[-1] // spec.group.size(plan.layout.d[-1])
-        check_relu_aux(operands, spec, shape[-1], columns)
+        check_relu_aux(operands, shape[-1], columns)
         check_comm_options(spec, columns)
-    return ShardedCall(spec, plan, frame, 0 in shape)
+    return ShardedCall(spec, numbers, plan, frame, 0 in shape)
 
 
 def planned(
@@ -249,8 +276,8 @@ def planned(
         keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
-    # Along k no operand is gathered whose gradient is to be a sum in a fixed order.
-    gathers_k = not (spec.fixed_reduction_order or low_precision.is_low_precision(operand))
+    # Along k no operand is gathered whose gradient is to be a sum in a fixed order, nor one with scales along it.
+    gathers_k = not (spec.fixed_reduction_order or low_precision.is_scaled(operand))
     return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
 
 
@@ -277,11 +304,19 @@ def jaxmp_call(call: Call, operands: Operands) -> Operands:
     return call(operands)
 
 
+def of_arrays(
+    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
+) -> Callable[..., Results]:
+    """A call as a function of operands in this order, which are cast to these types as `validated` casts them; compiled
+    for `arrays` that are not traced: without jaxmp_call's static argument, which JAX would hash at every call."""
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return _compiled(call, conversion, types)
+    return _taking(functools.partial(jaxmp_call, call), conversion, types)
+
+
 def _taking(
     run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
 ) -> Callable[..., Results]:
-    """A call as a function of operands in this order, which are cast to these types as `validated` casts them."""
-
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):
@@ -295,7 +330,6 @@ def _taking(
 
 @functools.lru_cache(eager_calls.CAPACITY)
 def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
-    """The same, compiled: without jaxmp_call's static argument, which JAX would hash and compare at every call."""
     return jax.jit(_taking(call, conversion, types))
 
 
@@ -331,7 +365,7 @@ def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
-    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()).unsettled(), 0)
+    product = functools.partial(_bind, fit_comm_options(call.spec.local()).unsettled(), call.numbers)
     if call.frame.is_explicit:
         outputs: Operands = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._src.contraction.contraction import Contraction
-from jaxmp._src.runtime.types import ArrayType, Shape
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.process_grid import Distributed, relu_aux_bytes
 from jaxmp._src.spec.refusal import InvalidOperands, InvalidValue
@@ -115,11 +115,6 @@ def _scaled(extent: int, ratio: _Ratio) -> int:
 def output_rows(spec: MatmulSpec, rows: int) -> int:
     """Rows of D that each rank holds when its op(A) has `rows` of them."""
     return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
-
-
-def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
-    """Shape of d from `a`, whose leading dimensions d has too, and `b`."""
-    return (*a.shape[:-2], *extents(spec, a.shape[-2:], b.shape).d)
 
 
 AMAXES = ("amax_d", "gelu_aux_amax")

@@ -31,6 +31,11 @@ class DimensionNumbers:
     lhs_free: tuple[int, ...]
     rhs_free: tuple[int, ...]
 
+    @property
+    def given(self) -> GivenNumbers:
+        """As `lax.dot_general` takes them."""
+        return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)
+
     def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
         """What lhs and rhs have per dimension, for the dimensions of the result."""
         return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))

@@ -110,7 +110,7 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
     return aux
 
 
-def check_relu_aux(operands: dict[str, Any], spec: MatmulSpec, columns: int, per_shard: int) -> None:
+def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
     """Raise ValueError where an input mask is not packed as d's columns would be, so many of them in a shard."""
     if "relu_aux" not in operands:
         return
