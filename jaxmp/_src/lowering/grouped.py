@@ -24,7 +24,7 @@ from jaxmp._src.lowering.ffi_call import mesh_position
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.runtime import native
-from jaxmp._src.spec.matmul_spec import accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 
 
@@ -32,10 +32,12 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         why = "" if platform == "cpu" else f"the platform is {jax_lowering.platform(ctx)!r}"
         why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
+        is_integer = ctx.avals_in[0].dtype.name in INTEGERS
+        why = why or ("XLA multiplies integers of more than 8 bits" if is_integer else "")
         if why and spec.implementation == "host":
             raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
         is_host = not why and spec.implementation != "xla"
-        if spec.level.fixed_order and not is_host:
+        if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
             raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
 
         apart = process_barrier.why_apart(spec.mesh, spec.experts, lambda: jax_lowering.lowering_mesh(ctx))

@@ -15,14 +15,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.sharding import meshes, ragged, shardings
-from jaxmp._src.spec import activations
+from jaxmp._src.spec import activations, low_precision, precisions
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import INTEGERS
-from jaxmp._src.spec.options import Activation
+from jaxmp._src.spec.options import Activation, Precision
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
-from jaxmp._src.validation import operand_checks, result_types
-from jaxmp._src.validation.arguments import types_of
+from jaxmp._src.validation import arguments, operand_checks, result_types
 from jaxmp._src.validation.public import public
 
 
@@ -35,6 +34,7 @@ def ragged_dot(
     *,
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
+    precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     **options: Unpack[ContractionOptions],
 ) -> jax.Array:
@@ -51,15 +51,16 @@ def ragged_dot(
     `jax.experimental.checkify` it is an error (of the user's checks).
 
     Args:
-      x: (m, k), floating-point or complex.
-      w: (groups, k, n).
+      x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers of more than 8 bits.
+      w: (groups, k, n), of the type of x or another.
       group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
         that w does not have are zero. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
-        once. With `determinism="batch"` None or "relu".
-      preferred_element_type: as in `matmul`.
+        once. With `determinism="batch"` None or "relu"; of integers None.
+      precision: as in `matmul`.
+      preferred_element_type: as in `lax.ragged_dot`.
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
@@ -73,8 +74,8 @@ def ragged_dot(
       (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
 
     Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
-    NotImplementedError for types of 8 bits and fewer and other integers, for `implementation="cublasmp"`, for a level
-    that shardings do not allow, and on a mesh of explicit and automatic axes.
+    NotImplementedError for `implementation="cublasmp"`, for a level that shardings do not allow, and on a mesh of
+    explicit and automatic axes.
 
     Source: `jax.lax.ragged_dot` (docs.jax.dev).
 
@@ -83,7 +84,8 @@ def ragged_dot(
     >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
     [[1.0], [10.0], [10.0], [0.0]]
     """
-    request = Request("ragged_dot", x, w, preferred_element_type=preferred_element_type, **options)
+    types = {"precision": precision, "preferred_element_type": preferred_element_type}
+    request = Request("ragged_dot", x, w, **types, **options)
     return product(request, group_sizes, group_offset, bias, activation)
 
 
@@ -91,6 +93,7 @@ def product(
     request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
 ) -> jax.Array:
     """The result of `jaxmp.ragged_dot`."""
+    conversion, request = converted(request, group_sizes)
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
@@ -108,6 +111,7 @@ def product(
         f = activation_of(spec, activation)
         operands |= bias_of(spec, bias, operands["b"])
         d = activated.compiled(jaxmp_activated_ragged_dot, f)(call, f, operands)
+    d = conversion.of_result(d)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
@@ -141,6 +145,11 @@ def no_call(placement: meshes.Placement) -> NotAvailable:
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
     """The function that XLA applies."""
     found = activations.find(activation)
+    if found is not None and spec.out_dtype.name in INTEGERS:
+        raise NotAvailable(
+            f"with a result of {spec.out_dtype} activation is None; convert an operand, for example with "
+            ".astype(jnp.float32)"
+        )
     if spec.level.fixed_order and found not in (None, "relu"):
         raise spec.level.refusal('takes activation=None or "relu", for others have bits of XLA')
     return activations.FUNCTIONS[found] if isinstance(found, str) else found
@@ -157,6 +166,15 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
         )
     operand_checks.check_widens("{bias}", bias, spec.out_dtype)
     return {"bias": jnp.asarray(bias).astype(spec.out_dtype)}
+
+
+def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
+    """What is converted around a product, whose types are those of lax, and the request of the call."""
+    conversion, call = arguments.converted(request, are_rows=False, is_lax=True)
+    if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
+        conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
+        call = call._replace(a=conversion.of("a", request.a), b=conversion.of("b", request.b))
+    return conversion, call
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
@@ -189,15 +207,16 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
-    types = result_types.of_call(types_of(x, w), preferred, False)
-    if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
-        found = f"{x.dtype} and {w.dtype}"
-        raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
+    types = result_types.of_call(arguments.types_of(x, w), preferred, False)
+    if request.precision is not None:
+        precisions.resolve(request.precision, types.operand, types.out)
     implementation = operand_checks.check_implementation(request.implementation)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)
-    return spec, {"a": x.astype(types.operand), "b": w.astype(types.operand)}
+    x, w = low_precision.widened(x, w)
+    of_call = (y if types.is_mixed or y.dtype == types.operand else y.astype(types.operand) for y in (x, w))
+    return spec, dict(zip("ab", of_call, strict=True))
 
 
 def check_integers(argument: str, x: Any) -> None:

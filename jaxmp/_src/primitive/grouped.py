@@ -101,13 +101,19 @@ class GroupedSpec(Parts):
 
 
 def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-    """The product of operands with a batch in front, in the type that JAX promotes x and w to."""
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    """The product of operands with a batch in front."""
+    dtype = type_of(x, w)
     x, w = (y if y.dtype == dtype else y.astype(dtype) for y in (x, w))
     axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
     primitive = partitioned_grouped_p if spec.is_global else grouped_p
     d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
     return d
+
+
+def type_of(x: Any, w: Any) -> np.dtype:
+    """The type in which x and w are multiplied: cotangents may have that of sums."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(x.dtype, w.dtype))
 
 
 def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:

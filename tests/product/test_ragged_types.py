@@ -1,0 +1,94 @@
+"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers.
+
+What would be silently wrong without it: a result of another type than a program has with lax, and a narrow operand that
+is read wrongly.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import quick_jit
+from jax import lax
+
+import jaxmp
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES
+
+TYPES = tuple(dict.fromkeys((*RESULT_TYPES, *low_precision.NARROW)))
+SIZES = jnp.array([1, 2])
+
+
+def numbers(seed, shape, dtype):
+    """-1, 0 and 1; of what has no sign their size, of exponents powers of two."""
+    values = np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+    values = np.exp2(values) if "e8m0" in dtype else abs(values) if dtype.startswith("uint") else values
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
+def described(f, *operands):
+    """(type, whether it is weak) of each result; None where there is none."""
+    try:
+        results = jax.eval_shape(f, *operands)
+    except (TypeError, NotImplementedError):
+        return None
+    return [(x.dtype, x.weak_type) for x in jax.tree.leaves(results)]
+
+
+def derivatives(f, x, w, ct):
+    if not all(jnp.issubdtype(y.dtype, jnp.inexact) for y in (x, w)):
+        return f(x, w)
+    d, pull = jax.vjp(f, x, w)
+    return d, *pull(ct)
+
+
+@pytest.mark.small("values")
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("of_w", TYPES[7:] + TYPES[:7])  # so that few pairs are of two types
+@pytest.mark.parametrize("of_x", TYPES)
+def test_pairs(of_x, of_w, standard_promotion, x64):
+    """Under every type that may be asked for; values of the default, and of another type by turns."""
+    x, w = numbers(1, (4, 3), of_x), numbers(2, (2, 3, 3), of_w)
+    another = TYPES[(TYPES.index(of_x) + TYPES.index(of_w)) % len(TYPES)]
+    for preferred in (None, *TYPES):
+        options = {"group_sizes": SIZES, "preferred_element_type": preferred}
+        theirs, ours = (functools.partial(f, **options) for f in (lax.ragged_dot, jaxmp.ragged_dot))
+        if (wanted := described(theirs, x, w)) is None:
+            continue
+        assert described(ours, x, w) == wanted, preferred
+        if preferred not in (None, another):
+            continue
+        fused = jaxmp.fuse(theirs)
+        assert "ragged_dot_general" not in str(jax.make_jaxpr(fused)(x, w))
+        ct = numbers(3, (4, 3), wanted[0][0].name)
+        try:
+            want = quick_jit(functools.partial(derivatives, theirs))(x, w, ct)
+        except jax.errors.JaxRuntimeError:  # XLA has no result of 4 bits of some types
+            continue
+        for f in (ours, fused):
+            got = quick_jit(functools.partial(derivatives, f))(x, w, ct)
+            for mine, their in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                assert (mine.dtype, mine.weak_type) == (their.dtype, their.weak_type)
+                mine, their = (np.asarray(y).astype(complex) for y in (mine, their))
+                if not np.isnan(their).all():  # as lax has it where it fills with zeros that float8_e8m0fnu has not
+                    np.testing.assert_array_equal(mine, their)
+
+
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "int32")], ids=str)
+def test_weak_types(kinds, standard_promotion):
+    """Those of the result and of cotangents."""
+    for are_weak in itertools.product((False, True), repeat=3):
+        x, w, sizes = (
+            jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
+            for shape, dtype, is_weak in zip(((4, 3), (2, 3, 3), (2,)), (*kinds, "int32"), are_weak, strict=True)
+        )
+
+        def both(f, x, w, sizes):
+            of_operands = tuple(i for i, y in enumerate((x, w)) if jnp.issubdtype(y.dtype, jnp.inexact))
+            return f(x, w, sizes), jax.grad(lambda x, w: f(x, w, sizes).sum(), of_operands)(x, w)
+
+        mine, theirs = (described(functools.partial(both, f), x, w, sizes) for f in (jaxmp.ragged_dot, lax.ragged_dot))
+        assert mine == theirs, are_weak
