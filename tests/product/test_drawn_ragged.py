@@ -30,7 +30,7 @@ TYPES = (
     ("bfloat16", "float8_e4m3fn", None, "bfloat16"),
     ("float8_e5m2", "float8_e4m3fn", "float32", "float32"),
     ("bfloat16", "int8", None, "bfloat16"),
-    ("int4", "float32", None, "float32"),
+    ("float32", "int4", None, "float32"),
     ("int8", "int8", "int32", "int32"),
     ("int16", "uint8", None, "int16"),
 )

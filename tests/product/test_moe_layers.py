@@ -90,6 +90,15 @@ def test_published_forms(layer, options):
     judge(*(cases.quick_jit(functools.partial(passes, f))(params_of(), X) for f in both))
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bits_of_a_token_are_those_of_the_token_alone(layer):
+    ours = functools.partial(LAYERS[layer], top_k=2, activation="relu", determinism="batch")
+    run, x = jax.jit(lambda x: ours(params_of(), x)[0]), jnp.concatenate([X.reshape(-1, WIDTH)] * 9)
+    many = run(x)
+    for i in (0, 5, 40):
+        np.testing.assert_array_equal(run(x[i : i + 1]), many[i : i + 1])
+
+
 SPECS = {
     "experts and data": (P("data"), P("expert")),
     "experts, tokens over both": (P(("data", "expert")), P("expert")),

@@ -6,6 +6,7 @@ is read wrongly.
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -92,3 +93,17 @@ def test_weak_types(kinds, standard_promotion):
 
         mine, theirs = (described(functools.partial(both, f), x, w, sizes) for f in (jaxmp.ragged_dot, lax.ragged_dot))
         assert mine == theirs, are_weak
+
+
+@pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
+def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
+    """No program has a copy of it, and in one order the bits are those of the wide type, of few rows and of many."""
+    rng, sizes = np.random.default_rng(0), jnp.array([30, 0, 3])
+    x = jnp.asarray(rng.normal(size=(40, 301)), jnp.bfloat16)
+    w = jnp.asarray(3 * rng.normal(size=(3, 301, 33)), jnp.float32).astype(narrow)
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=sizes, determinism="batch")
+    lowered = jax.jit(ours).lower(x, w)
+    assert not re.search(r"stablehlo.convert.*bf16| convert\(", lowered.as_text() + lowered.compile().as_text())
+    np.testing.assert_array_equal(ours(x, w), ours(x, w.astype(x.dtype)))
+    few = jaxmp.ragged_dot(x[31:32], w, jnp.array([0, 0, 1]), determinism="batch")
+    np.testing.assert_array_equal(few, ours(x, w)[31:32])

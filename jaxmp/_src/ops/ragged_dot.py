@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.sharding import meshes, ragged, shardings
-from jaxmp._src.spec import activations, low_precision, precisions
+from jaxmp._src.spec import activations, precisions
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import INTEGERS
 from jaxmp._src.spec.options import Activation, Precision
@@ -214,9 +214,9 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)
-    x, w = low_precision.widened(x, w)
-    of_call = (y if types.is_mixed or y.dtype == types.operand else y.astype(types.operand) for y in (x, w))
-    return spec, dict(zip("ab", of_call, strict=True))
+    x = x if x.dtype == types.operand else x.astype(types.operand)
+    w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # a narrow one is decoded
+    return spec, {"a": x, "b": w}
 
 
 def check_integers(argument: str, x: Any) -> None:
