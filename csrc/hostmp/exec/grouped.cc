@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <tuple>
 #include <type_traits>
@@ -27,6 +28,9 @@ constexpr int64_t kTilesPerThread = 4;
 // A group's rows of several ranks are multiplied together up to so many, so that its matrix is read once.
 constexpr int64_t kMostTogether = 256;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes of them, for each thread
+
+std::mutex rows_mutex;
+GroupRows rows_of_groups;
 
 constexpr auto kPlain = abi::CUBLAS_OP_N, kTransposed = abi::CUBLAS_OP_T;
 
@@ -121,6 +125,7 @@ class GroupedWork final : public SharedWork {
 
   void CutGroups(int64_t index) {
     std::vector<int64_t> ends(ranks_.size(), 0);  // of the groups before, by rank
+    int64_t largest = 0, all = 0;
     for (int64_t group = 0; group < groups(); ++group) {
       std::vector<Rows> rows;
       for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -131,6 +136,9 @@ class GroupedWork final : public SharedWork {
         LeaveZero(rank, index, ends[i], begin);
         ends[i] = end;
       }
+      int64_t of_group = 0;
+      for (const Rows& part : rows) of_group += part.count;
+      largest = std::max(largest, of_group), all += of_group;
       const GroupedProduct& owner = *ranks_[static_cast<size_t>(group / p_.matrices)];
       const int64_t matrix = group % p_.matrices, size = p_.k * p_.n;
       if (p_.is_contraction) {
@@ -140,6 +148,10 @@ class GroupedWork final : public SharedWork {
       }
     }
     for (size_t i = 0; i < ranks_.size(); ++i) LeaveZero(*ranks_[i], index, ends[i], p_.m);
+    if (groups() < 2) return;
+    const std::scoped_lock lock(rows_mutex);
+    rows_of_groups.largest += static_cast<double>(largest);
+    rows_of_groups.mean += static_cast<double>(all) / static_cast<double>(groups());
   }
 
   // Rows that no group has.
@@ -363,6 +375,11 @@ struct GroupedRank final : RankCall {
 };
 
 }  // namespace
+
+GroupRows TakeGroupRows() {
+  const std::scoped_lock lock(rows_mutex);
+  return std::exchange(rows_of_groups, {});
+}
 
 Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, int nranks) {
   const abi::cudaDataType_t sums = AccumulatorOf(product.type);

@@ -27,6 +27,13 @@ struct GroupedProduct {
   void* d;
 };
 
+// Of all products of several groups since the last call of this: the rows of their largest groups, and of their mean
+// ones.
+struct GroupRows {
+  double largest = 0, mean = 0;
+};
+GroupRows TakeGroupRows();
+
 // The arrival of a rank. The stream hears when all of d is written, or why not, as from Matmul (runtime.h). All arrays
 // must stay until then.
 Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, int nranks);
