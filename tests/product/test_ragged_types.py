@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 from cases import quick_jit
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ragged import reference
 
 import jaxmp
 from jaxmp._src.spec import low_precision
@@ -107,3 +110,25 @@ def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
     np.testing.assert_array_equal(ours(x, w), ours(x, w.astype(x.dtype)))
     few = jaxmp.ragged_dot(x[31:32], w, jnp.array([0, 0, 1]), determinism="batch")
     np.testing.assert_array_equal(few, ours(x, w)[31:32])
+
+
+@pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "int8")], ids=str)
+def test_scales(pair):
+    """Of rows and of the columns of each matrix, powers of two; rows behind the last group are zero."""
+    x, w, sizes = numbers(1, (4, 3), pair[0]), numbers(2, (2, 3, 5), pair[1]), jnp.array([1, 2])
+    rows, columns = (jnp.exp2(jnp.abs(numbers(seed, shape, "float32"))) for seed, shape in ((3, (4,)), (4, (2, 5))))
+    wide = [y.astype(jnp.float32) for y in (x, w)]
+    for of_x, of_w in ((rows, columns), (rows, columns[:, 0]), (None, jnp.float32(3)), (jnp.float32(2), None)):
+        scale = [jnp.float32(1) if y is None else y for y in (of_x, of_w)]
+        whole = jnp.broadcast_to(scale[1] if scale[1].ndim != 1 else scale[1][:, None], columns.shape)
+        want = reference(
+            wide[0] * (scale[0] if scale[0].ndim == 0 else scale[0][:, None]), wide[1] * whole[:, None], sizes
+        )
+        for options in ({}, {"preferred_element_type": "bfloat16"}):
+            got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=of_x, b=of_w), **options)
+            np.testing.assert_array_equal(got, want.astype(got.dtype))
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, w))
+        got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=rows, b=columns))
+    np.testing.assert_array_equal(got, reference(wide[0] * rows[:, None], wide[1] * columns[:, None], sizes))

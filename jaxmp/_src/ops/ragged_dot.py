@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated
@@ -17,6 +18,7 @@ from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.sharding import meshes, ragged, shardings
 from jaxmp._src.spec import activations, precisions
 from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import INTEGERS
 from jaxmp._src.spec.options import Activation, Precision
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -36,6 +38,7 @@ def ragged_dot(
     activation: Activation | None = None,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
+    scaling: Scaling | None = None,
     **options: Unpack[ContractionOptions],
 ) -> jax.Array:
     """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
@@ -60,7 +63,9 @@ def ragged_dot(
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu"; of integers None.
       precision: as in `matmul`.
-      preferred_element_type: as in `lax.ragged_dot`.
+      preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
+      scaling: float32 scales of narrow operands, which XLA multiplies with the sums: `Scaling.a` (), or (m,) of the
+        rows of x; `Scaling.b` (), (groups,), or (groups, n) of the columns of each matrix.
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
@@ -86,7 +91,59 @@ def ragged_dot(
     """
     types = {"precision": precision, "preferred_element_type": preferred_element_type}
     request = Request("ragged_dot", x, w, **types, **options)
-    return product(request, group_sizes, group_offset, bias, activation)
+    if scaling is None:
+        return product(request, group_sizes, group_offset, bias, activation)
+    if bias is not None or activation is not None:
+        raise NotAvailable("with scaling there is no bias and no activation; apply both to the result")
+    return _scaled(request, scaling, group_sizes, group_offset)
+
+
+def _scaled(request: Request, scaling: Scaling, group_sizes: Any, group_offset: Any) -> jax.Array:
+    """The sums times the scales of their row and, by a product of k = 1, of the columns of their group."""
+    of_x, of_w = _scales(request, scaling)
+    out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
+    is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
+    request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
+    d = product(request, group_sizes, group_offset)
+    scale = of_x if of_x.ndim == 0 else of_x[:, None]
+    if of_w.ndim == 0:
+        scale = scale * of_w
+    else:
+        matrices = jnp.broadcast_to(
+            of_w[:, None] if of_w.ndim == 2 else of_w[:, None, None], (len(of_w), 1, d.shape[1])
+        )
+        kind = jax.typeof(d).sharding
+        is_explicit = AxisType.Explicit in kind.mesh.axis_types
+        request = request._replace(
+            a=jnp.ones((d.shape[0], 1), np.float32),
+            b=matrices,
+            preferred_element_type=None,
+            precision=None,
+            in_shardings=None,
+            out_sharding=kind.spec if is_explicit else None,
+        )
+        scale = scale * product(request, group_sizes, group_offset)
+    return (d.astype(np.float32) * scale).astype(out)
+
+
+def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
+    """The scales of x and of w."""
+    if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
+        raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
+    x, w, found = request.a, request.b, []
+    operand_checks.check_array("{a}", x, 2)
+    operand_checks.check_array("{b}", w, 3)
+    wanted = {"a": ((), x.shape[:1]), "b": ((), w.shape[:1], (w.shape[0], w.shape[2]))}
+    for name, shapes in wanted.items():
+        scale = getattr(scaling, name)
+        scale = jnp.float32(1) if scale is None else jnp.asarray(scale)
+        if scale.shape not in shapes or scale.dtype != np.float32:
+            raise InvalidValue(
+                f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype}"
+                f"{scale.shape}; apply scales of blocks ahead (jaxmp.quantize.dequantize)"
+            )
+        found.append(scale)
+    return found[0], found[1]
 
 
 def product(

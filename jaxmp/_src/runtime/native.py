@@ -243,7 +243,7 @@ def plan_cache_clear() -> None:
 
 
 def take_group_rows() -> tuple[float, float]:
-    """Of hostmp's products of groups since the last call of this: the rows of their largest and of their mean groups."""
+    """Of hostmp's products of groups since the last call: the rows of their largest and of their mean groups."""
     largest, mean = extension().take_group_rows()
     return largest, mean
 
