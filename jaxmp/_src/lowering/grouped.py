@@ -33,7 +33,8 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         why = "" if platform == "cpu" else f"the platform is {jax_lowering.platform(ctx)!r}"
         why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
-        is_integer = ctx.avals_in[0].dtype.name in INTEGERS
+        operands: Any = ctx.avals_in
+        is_integer = operands[0].dtype.name in INTEGERS
         why = why or ("XLA multiplies integers of more than 8 bits" if is_integer else "")
         if why and spec.implementation == "host":
             raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')

@@ -89,8 +89,7 @@ def ragged_dot(
     >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
     [[1.0], [10.0], [10.0], [0.0]]
     """
-    types = {"precision": precision, "preferred_element_type": preferred_element_type}
-    request = Request("ragged_dot", x, w, **types, **options)
+    request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
     if scaling is None:
         return product(request, group_sizes, group_offset, bias, activation)
     if bias is not None or activation is not None:

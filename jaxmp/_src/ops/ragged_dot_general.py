@@ -66,8 +66,9 @@ def ragged_dot_general(
     >>> jaxmp.ragged_dot_general(jnp.ones((4, 1)), jnp.ones((4, 1)), jnp.array([1, 2]), numbers).tolist()
     [[[1.0]], [[2.0]]]
     """
-    types = {"precision": precision, "preferred_element_type": preferred_element_type}
-    request = Request("ragged_dot_general", lhs, rhs, **types, **options)
+    request = Request(
+        "ragged_dot_general", lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
     given: Any = ragged_dot_dimension_numbers
     numbers = _parsed(given, lhs, rhs, group_sizes)
     if numbers.is_batch:
