@@ -133,6 +133,12 @@ def test_parameters_of_flax_lie_as_asked():
         assert layer(X)[0].shape == X.shape
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_tokens(layer):
+    got = passes(functools.partial(LAYERS[layer], top_k=2), params_of(), X[:0])
+    judge(got, jax.tree.map(jnp.zeros_like, got))
+
+
 ERRORS = [
     (X, {"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
     (X, {"top_k": 1, "scores": "max"}, "scores must be"),

@@ -35,7 +35,7 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
         why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
         operands: Any = ctx.avals_in
         is_integer = operands[0].dtype.name in INTEGERS
-        why = why or ("XLA multiplies integers of more than 8 bits" if is_integer else "")
+        why = why or ("XLA multiplies integers other than int8" if is_integer else "")
         if why and spec.implementation == "host":
             raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
         is_host = not why and spec.implementation != "xla"

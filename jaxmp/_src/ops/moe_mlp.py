@@ -291,7 +291,7 @@ def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands:
     first = dataclasses.replace(first, rows=(), spec=_with_choices(first.spec, top_k))
     rows = _permuted(jnp.repeat(x, top_k, 0), order)
     d = _products(first, here, f, operands | {"x": rows, "sizes": sizes})
-    d = _permuted(d, jnp.argsort(order)).reshape(m, top_k, -1)
+    d = _permuted(d, jnp.argsort(order)).reshape(m, top_k, d.shape[-1])
     terms = [gates[:, i : i + 1].astype(out) * d[:, i] for i in range(top_k)]
     return sum(terms[1:], terms[0])
 

@@ -54,7 +54,7 @@ def ragged_dot(
     `jax.experimental.checkify` it is an error (of the user's checks).
 
     Args:
-      x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers of more than 8 bits.
+      x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers other than int8.
       w: (groups, k, n), of the type of x or another.
       group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
@@ -226,11 +226,11 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
     """What is converted around a product, whose types are those of lax, and the request of the call."""
-    conversion, call = arguments.converted(request, are_rows=False, is_lax=True)
+    conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
         call = call._replace(a=conversion.of("a", request.a), b=conversion.of("b", request.b))
-    return conversion, call
+    return conversion, call._replace(implementation=request.implementation)
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:

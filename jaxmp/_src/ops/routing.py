@@ -45,7 +45,8 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
     gates = gates / gates.sum(-1, keepdims=True) if normalizes else gates
     chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(each.dtype)
     parts = each / each.sum(-1, keepdims=True)
-    return Routes(experts, gates, count * (chosen.mean((0, 1)) * parts.mean(0)).sum())
+    tokens = max(1, logits.shape[0])
+    return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
 
 
 def mixture(
