@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp._src.ops import routing
 from jaxmp._src.ops.matmul import linear
+from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation, Sharding
 
 try:
@@ -86,7 +87,8 @@ class MoE(_equinox.Module):  # type: ignore[misc]
     """A mixture of experts, as `jaxmp.flax.MoE`.
 
     Args:
-      features, hidden_features, num_experts, top_k, scores, normalize, activation: as in `jaxmp.flax.MoE`.
+      features, hidden_features, num_experts, top_k, scores, normalize, activation, determinism: as in
+        `jaxmp.flax.MoE`.
       dtype, key: as in `equinox.nn.Linear`.
 
     A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`, and returns y of its shape and the
@@ -109,6 +111,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
     scores: routing.Scores = _equinox.field(static=True)
     normalize: bool = _equinox.field(static=True)
     activation: Activation | None = _equinox.field(static=True)
+    determinism: Determinism = _equinox.field(static=True)
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
         scores: routing.Scores = "softmax",
         normalize: bool = True,
         activation: Activation | None = "silu",
+        determinism: Determinism = "run_to_run",
         dtype: Any = None,
         key: jax.Array,
     ) -> None:
@@ -133,6 +137,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
         self.up = uniform(keys[2], num_experts, features, hidden_features)
         self.down = uniform(keys[3], num_experts, hidden_features, features)
         self.top_k, self.scores, self.normalize, self.activation = top_k, scores, normalize, activation
+        self.determinism = determinism
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """(y, loss); `key` is ignored, as in Equinox."""
@@ -144,6 +149,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
             scores=self.scores,
             normalizes=self.normalize,
             activation=self.activation,
+            determinism=self.determinism,
         )
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jaxmp._src.ops import routing
 from jaxmp._src.ops.dot_general import dot_general
 from jaxmp._src.ops.matmul import linear
+from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation, Sharding
 
 try:
@@ -93,6 +94,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
       scores: "softmax" or "sigmoid".
       normalize: divide the gates of a token by their sum.
       activation: as in `jaxmp.moe_mlp`.
+      determinism: as in `jaxmp.moe_mlp`, of the router's product too; scores have the bits of XLA.
       dtype, param_dtype, kernel_init, rngs: as in `flax.nnx.Linear`.
       kernel_metadata: of the experts' weights (num_experts, ...); `{"out_sharding": ("expert",)}` gives each rank of
         an explicit axis its own experts.
@@ -121,6 +123,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
         scores: routing.Scores = "softmax",
         normalize: bool = True,
         activation: Activation | None = "silu",
+        determinism: Determinism = "run_to_run",
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = None,
@@ -139,7 +142,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
         router = nnx.initializers.lecun_normal()(rngs.params(), (features, num_experts), param_dtype)
         self.router = nnx.Param(router)
         self.dtype, self.activation = dtype, activation
-        self.top_k, self.scores, self.normalize = top_k, scores, normalize
+        self.top_k, self.scores, self.normalize, self.determinism = top_k, scores, normalize, determinism
 
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(y, loss)."""
@@ -153,6 +156,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
             scores=self.scores,
             normalizes=self.normalize,
             activation=self.activation,
+            determinism=self.determinism,
         )
 
 

@@ -26,6 +26,16 @@ def reference(x, w, sizes, first=0):
     return jnp.concatenate([*rows, jnp.zeros((x.shape[0] - done, w.shape[2]), x.dtype)])
 
 
+CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+def contraction(x, y, sizes):
+    """x^T y of the rows of each group."""
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), x.shape[0]).tolist()
+    parts = [(x[begin:end].T, y[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    return jnp.stack([jnp.matmul(*part, precision="highest") for part in parts])
+
+
 def assert_same(got, want):
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert mine.dtype == theirs.dtype

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "csrc/base/status.h"
+#include "csrc/cublasmp/dtypes.h"
 #include "csrc/ffi/host_call.h"
 #include "csrc/hostmp/handles/grouped.h"
 #include "csrc/plan/matmul_problem.h"
@@ -21,6 +24,12 @@ StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attribute
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_contraction", &site->is_contraction));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_transposed", &site->is_transposed));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_fixed_order", &site->is_fixed_order));
+  std::string type_w;
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "type_w", &type_w));
+  const auto facts =
+      std::find_if(std::begin(kDTypes), std::end(kDTypes), [&](const TypeFacts& each) { return each.name == type_w; });
+  if (facts == std::end(kDTypes)) return InvalidArgument("jaxmp: attribute type_w names no type: ", type_w);
+  site->type_w = facts->number;
   Axes axes;
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "mesh_shape", &axes.mesh_shape));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "axes_row", &axes.row));
@@ -89,8 +98,7 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   const Shape of_x = ShapeOf(x), of_w = ShapeOf(w), of_d = ShapeOf(d), of_bounds = ShapeOf(bounds);
   const size_t w_rank = site.is_contraction ? 3 : 4, d_rank = site.is_contraction ? 4 : 3;
   if (of_x.size() != 3 || of_w.size() != w_rank || of_d.size() != d_rank || of_bounds.size() != 2 ||
-      of_bounds[1] % nranks != 1 % nranks || of_bounds[1] < 1 || bounds.element_type() != ffi::S32 ||
-      x.element_type() != w.element_type()) {
+      of_bounds[1] % nranks != 1 % nranks || of_bounds[1] < 1 || bounds.element_type() != ffi::S32) {
     return InvalidArgument("jaxmp: arguments of a grouped product have ranks or types that do not fit");
   }
   hostmp::GroupedProduct p{};
@@ -109,6 +117,7 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   JAXMP_RETURN_IF_ERROR(CheckShape("d", d, p.batch, p.is_contraction ? Shape{p.matrices, p.k, p.n} : rows).status());
   JAXMP_ASSIGN_OR_RETURN(p.type, TypeOf(x.element_type()));
   JAXMP_ASSIGN_OR_RETURN(p.out, TypeOf(d.element_type()));
+  p.type_w = site.type_w;
   p.x = x.untyped_data(), p.w = w.untyped_data(), p.d = d.untyped_data();
   p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
   int64_t position = 0;

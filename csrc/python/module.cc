@@ -28,6 +28,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/kernel_choice.h"
+#include "csrc/hostmp/handles/grouped.h"
 #include "csrc/plan/enums.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
@@ -39,7 +40,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 16;
+constexpr int kAbiVersion = 17;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -234,6 +235,10 @@ NB_MODULE(_jaxmp, m) {
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
   m.def("set_plan_log", &SetPlanLog, nb::arg("function").none());
+  m.def("take_group_rows", [] {
+    const hostmp::GroupRows rows = hostmp::TakeGroupRows();
+    return nb::make_tuple(rows.largest, rows.mean);
+  });
   m.def("describe_plan", &DescribePlan, nb::arg("attributes"), nb::arg("library") = "host");
   m.def("cuda_registrations",
         [] { return DictOf({{"jaxmp_matmul", Stages(CudaMatmulInstantiate, CudaMatmulExecute)}}); });

@@ -25,6 +25,8 @@ struct Shape {
   bool is_contraction = false, is_transposed = false, is_fixed_order = false;
   abi::cudaDataType_t type = abi::CUDA_R_32F, out = abi::CUDA_R_32F;
   int64_t matrices = 2, m = 24, k = 5, n = 7, batch = 1;
+  abi::cudaDataType_t narrow = abi::CUDA_R_32F;  // of w beside rows, if it is narrow
+  abi::cudaDataType_t type_w() const { return Facts(narrow).is_low_precision && !is_contraction ? narrow : type; }
 };
 
 // Numbers as an array of f32 or bf16 holds them.
@@ -67,7 +69,7 @@ struct World {
     };
     for (size_t rank = 0; rank < bounds.size(); ++rank) {
       x.emplace_back(shape.type, drawn(shape.m * shape.k));
-      w.emplace_back(shape.type, drawn(of_w));
+      w.emplace_back(shape.type_w(), drawn(of_w));
       d.emplace_back(shape.out, std::vector<float>(static_cast<size_t>(shape.batch * of_d),
                                                    std::numeric_limits<float>::quiet_NaN()));
     }
@@ -79,7 +81,7 @@ struct World {
     GroupedProduct p{};
     p.is_contraction = shape.is_contraction, p.is_transposed = shape.is_transposed;
     p.is_fixed_order = shape.is_fixed_order;
-    p.type = shape.type, p.out = shape.out;
+    p.type = shape.type, p.type_w = shape.type_w(), p.out = shape.out;
     p.batch = shape.batch, p.matrices = shape.matrices, p.m = shape.m, p.k = shape.k, p.n = shape.n;
     p.has_x_batch = p.has_w_batch = shape.batch > 1;
     p.x = x[rank].data(), p.w = w[rank].data(), p.bounds = bounds[rank].data(), p.d = d[rank].data();
@@ -229,6 +231,17 @@ TEST(EachRankHasBoundsOfItsOwn) {
     const int64_t nranks = 1 + seed % 4;
     shape.m = seed % 2 ? 40 : 331, shape.k = 35, shape.n = 50;  // small groups are put together, large ones are not
     CheckAll(shape, Drawn(nranks, shape.m, shape.matrices * nranks, seed), &pool);
+  }
+}
+
+TEST(ANarrowMatrixIsDecoded) {
+  test::Threads pool(3);
+  for (const auto narrow : {abi::CUDA_R_8I, abi::CUDA_R_8F_E4M3}) {
+    for (const int64_t m : {40, 331}) {
+      Shape shape;
+      shape.m = m, shape.k = 35, shape.n = 50, shape.narrow = narrow;
+      for (const int64_t nranks : {1, 3}) CheckAll(shape, Drawn(nranks, m, shape.matrices * nranks, 1), &pool);
+    }
   }
 }
 

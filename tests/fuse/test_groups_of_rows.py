@@ -127,7 +127,8 @@ def test_a_level_that_sums_of_groups_do_not_have():
 
 
 def test_what_jaxmp_refuses_stays():
-    fused = jaxmp.fuse(lambda x, w: lax.ragged_dot(x.astype(int), w.astype(int), SIZES))
+    algorithm = lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+    fused = jaxmp.fuse(lambda x, w: lax.ragged_dot(x, w, SIZES, precision=algorithm))
     (row,) = explained(fused)(X, W).rows
     assert row.operation == "ragged_dot_general"
-    assert "operands of dtype int32 and int32 are not supported" in row.why
+    assert "pass a jax.lax.DotAlgorithmPreset" in row.why

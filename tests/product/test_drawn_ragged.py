@@ -1,4 +1,4 @@
-"""Products of groups of rows drawn at random: sizes, types, meshes of up to three axes, shardings, and transformations.
+"""Products of groups drawn at random: modes, sizes, types, meshes of up to three axes, shardings, and transformations.
 
 Values, tangents, cotangents and second derivatives are those of a loop of `jnp` products. Operands are small integers,
 so results are equal to the bit. `JAXMP_FUZZ=n` draws n products instead of a few, from `JAXMP_FUZZ_SEED` on.
@@ -13,12 +13,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from ragged import assert_same, integers, reference, shardings
+from ragged import CONTRACTED, assert_same, contraction, integers, reference, shardings
 
 import jaxmp
 
 MESHES = ({}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
 WAYS = ("vjp", "second order", "vmap", "jvp", "scan", "remat", "eager", "transposed twice")
+# The types of x, of w, what is asked for, and the type of the result.
+TYPES = (
+    ("float32", "float32", None, "float32"),
+    ("complex64", "complex64", None, "complex64"),
+    ("bfloat16", "bfloat16", None, "bfloat16"),
+    ("float16", "float16", "float32", "float32"),
+    ("float16", "bfloat16", None, "bfloat16"),
+    ("bfloat16", "float8_e4m3fn", None, "bfloat16"),
+    ("float8_e5m2", "float8_e4m3fn", "float32", "float32"),
+    ("bfloat16", "int8", None, "bfloat16"),
+    ("float32", "int4", None, "float32"),
+    ("int8", "int8", "int32", "int32"),
+    ("int16", "uint8", None, "int16"),
+)
 COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 2 * len(WAYS)
 SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
@@ -38,7 +52,9 @@ def draw(rng, axes):
     return (m, k, groups, n), sizes, first, specs
 
 
-def results_of(way, product, x, w, moved, ct):
+def results_of(way, product, x, w, ct, *moved):
+    if way == "value":
+        return product(x, w)
     if way == "jvp":
         return jax.jvp(product, (x, w), moved)
     if way == "vmap":
@@ -65,35 +81,47 @@ def test_drawn_products_of_groups(number):
     way, axes = WAYS[number % len(WAYS)], rng.choice(MESHES)
     (m, k, groups, n), sizes, first, (of_x, of_w, of_d) = draw(rng, [*axes])
     kind = rng.choice((AxisType.Explicit, AxisType.Auto)) if axes else None
-    dtype = "float32" if way == "second order" else rng.choice(("float32", "complex64"))
-    x, w, ct, tx, tw = (
-        jnp.sign(integers(shape, seed)).astype(dtype)
-        for seed, shape in enumerate(((m, k), (groups, k, n), (m, n), (m, k), (groups, k, n)))
-    )
-    listed = jnp.array(sizes, rng.choice(("int32", "int8")))
-    offset = jnp.array(first) if first else None
+    of_rows, of_matrices = ((m, n), of_d), ((groups, k, n), of_w)
+    # Where shardings are known only rows have an own matrix.
+    is_contraction = kind != AxisType.Explicit and rng.random() < 0.3
+    of_rhs, of_result = (of_rows, of_matrices) if is_contraction else (of_matrices, of_rows)
+    of_x_type, of_w_type, preferred, out = TYPES[0] if way == "second order" else rng.choice(TYPES)
+    are_real = all(jnp.issubdtype(each, jnp.inexact) for each in (of_x_type, of_w_type))
+    way = way if are_real else "value"
+    drawn = ((m, k), of_x_type, of_x), (of_rhs[0], of_w_type, of_rhs[1]), (of_result[0], out, of_result[1])
+    operands = [
+        jnp.sign(integers(shape, seed)).astype(dtype) for seed, (shape, dtype, _) in enumerate((*drawn, *drawn[:2]))
+    ]
+    listed = jnp.array(sizes[first:] if is_contraction else sizes, rng.choice(("int32", "int8")))
+    offset = jnp.array(first) if first and not is_contraction else None
     level = rng.choice(("run_to_run", "run_to_run", "batch"))
-    theirs = functools.partial(results_of, way, functools.partial(reference, sizes=sizes, first=first))
-    want = jax.jit(theirs)(x, w, (tx, tw), ct)
-    options = {"group_sizes": listed, "group_offset": offset, "determinism": level}
-    case = f"{way}, {axes} {kind}, {(m, k, groups, n)}, {sizes} from {first}, {dtype}, {level}, {of_x} {of_w} {of_d}"
+    wide = "complex64" if out == "complex64" else "float32"
+
+    def plain(x, w):
+        x, w = x.astype(wide), w.astype(wide)
+        if is_contraction:
+            return contraction(x, w, sizes[first:]).astype(out)
+        return reference(x, w, sizes, first).astype(out)
+
+    want = jax.jit(functools.partial(results_of, way, plain))(*operands)
+    options = {"determinism": level, "preferred_element_type": preferred}
+    case = f"{way}, {axes} {kind}, {drawn}, {sizes} from {first}, {level}"
     run = functools.partial(results_of, way)
     run = run if way == "eager" else functools.partial(jax.jit, static_argnums=0)(run)
     if not axes:
-        got = run(Product(**options), x, w, (tx, tw), ct)
+        got = run(Product(listed, offset, is_contraction, **options), *operands)
     else:
-        is_told = kind == AxisType.Auto and rng.choice((True, False))
+        is_told = kind == AxisType.Auto and not is_contraction and rng.choice((True, False))
         is_asked = kind == AxisType.Explicit or is_told or rng.choice((True, False))
-        options |= ({"out_sharding": of_d} if is_asked else {}) | ({"in_shardings": (of_x, of_w)} if is_told else {})
+        options |= ({"out_sharding": of_result[1]} if is_asked else {}) | (
+            {"in_shardings": (of_x, of_w)} if is_told else {}
+        )
         devices = jax.devices()[: math.prod(axes.values())]
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
         with jax.set_mesh(mesh):
-            placed = [
-                jax.device_put(y, NamedSharding(mesh, spec))
-                for y, spec in zip((x, w, ct, tx, tw), (of_x, of_w, of_d, of_x, of_w), strict=True)
-            ]
-            x, w, ct, tx, tw = placed
-            got = run(Product(**options), x, w, (tx, tw), ct)
+            specs = [spec for *_, spec in (*drawn, *drawn[:2])]
+            placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(operands, specs, strict=True)]
+            got = run(Product(listed, offset, is_contraction, **options), *placed)
     try:
         assert_same(got, want)
     except AssertionError as error:
@@ -103,10 +131,12 @@ def test_drawn_products_of_groups(number):
 
 
 class Product:
-    """`jaxmp.ragged_dot` with options, which `jax.jit` takes for a static argument."""
+    """A product with options, which `jax.jit` takes for a static argument."""
 
-    def __init__(self, **options):
-        self.options = options
+    def __init__(self, sizes, offset, is_contraction, **options):
+        self.sizes, self.offset, self.is_contraction, self.options = sizes, offset, is_contraction, options
 
     def __call__(self, x, w):
-        return jaxmp.ragged_dot(x, w, **self.options)
+        if self.is_contraction:
+            return jaxmp.ragged_dot_general(x, w, self.sizes, CONTRACTED, **self.options)
+        return jaxmp.ragged_dot(x, w, self.sizes, self.offset, **self.options)

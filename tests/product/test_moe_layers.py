@@ -89,6 +89,15 @@ def test_published_forms(layer, options):
     judge(*(jax.jit(functools.partial(passes, f))(params_of(), X) for f in both))
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bits_of_a_token_are_those_of_the_token_alone(layer):
+    ours = functools.partial(LAYERS[layer], top_k=2, activation="relu", determinism="batch")
+    run, x = jax.jit(lambda x: ours(params_of(), x)[0]), jnp.concatenate([X.reshape(-1, WIDTH)] * 9)
+    many = run(x)
+    for i in (0, 5, 40):
+        np.testing.assert_array_equal(run(x[i : i + 1]), many[i : i + 1])
+
+
 SPECS = {
     "experts and data": (P("data"), P("expert")),
     "experts, tokens over both": (P(("data", "expert")), P("expert")),
@@ -121,6 +130,12 @@ def test_parameters_of_flax_lie_as_asked():
         layer = jaxmp.flax.MoE(WIDTH, HIDDEN, num_experts=EXPERTS, top_k=2, rngs=nnx.Rngs(0), **metadata)
         assert jax.typeof(layer.up[...]).sharding.spec[0] == "expert"
         assert layer(X)[0].shape == X.shape
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_tokens(layer):
+    got = passes(functools.partial(LAYERS[layer], top_k=2), params_of(), X[:0])
+    judge(got, jax.tree.map(jnp.zeros_like, got))
 
 
 ERRORS = [

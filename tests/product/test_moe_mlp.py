@@ -65,6 +65,15 @@ def test_sixteen_bits_outside_of_jit():
     assert_same(*(jax.grad(lambda *operands, f=f: f(*operands).sum(), range(4))(*operands) for f in (ours, loop)))
 
 
+@pytest.mark.parametrize("narrow", ["int8", "float8_e4m3fn"])
+def test_narrow_weights_are_decoded_in_the_calls(narrow):
+    x, *weights = (integers(shape, seed, jnp.bfloat16) for seed, shape in enumerate(((8, 4), *3 * [(2, 4, 4)])))
+    ours = functools.partial(jaxmp.moe_mlp, group_sizes=jnp.array([3, 4]))
+    quantized = [w.astype(narrow) for w in weights]
+    assert_same(ours(x, *quantized), ours(x, *weights))
+    assert "tensor<2x4x4xbf16>" not in jax.jit(ours).lower(x, *quantized).as_text()
+
+
 def test_without_a_gate():
     def theirs(x, w_up, w_down):
         return reference(jax.nn.relu(reference(x, w_up, SIZES)), w_down, SIZES)

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <tuple>
 #include <type_traits>
@@ -13,6 +14,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/tiling/tiling.h"
 
@@ -26,6 +28,9 @@ constexpr int64_t kTilesPerThread = 4;
 // A group's rows of several ranks are multiplied together up to so many, so that its matrix is read once.
 constexpr int64_t kMostTogether = 256;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes of them, for each thread
+
+std::mutex rows_mutex;
+GroupRows rows_of_groups;
 
 constexpr auto kPlain = abi::CUBLAS_OP_N, kTransposed = abi::CUBLAS_OP_T;
 
@@ -44,8 +49,9 @@ struct Rows {
 
 // A part of column-major d^T, which is w^T x^T or, of a contraction, w^T x of the group's rows.
 struct Tile {
-  const char* w;  // the matrix of the group; of a contraction null
-  char* d;        // the matrix of a contraction, else null
+  const char* w;   // the matrices of the rank that has the group's; of a contraction null
+  char* d;         // the matrix of a contraction, else null
+  int64_t matrix;  // the element of w with which the group's begins
   int64_t row, nrows, col, ncols;
   size_t first, last;  // the rows; of d^T they are the columns, which a contraction sums over
   int64_t depth;       // where there is nothing to sum the tile becomes zero
@@ -80,9 +86,13 @@ class GroupedWork final : public SharedWork {
     const bool is_in_d = IsSummedInD(tile);
     char* const c = !is_in_d ? sums : tile.d ? InMatrix(tile) : InRows(tile, rows_[tile.first]);
     const int64_t ldc = is_in_d ? p_.n : tile.nrows;
-    KSegments segments = p_.is_contraction ? SegmentsOf(tile, copied) : KSegments{ProductOf(tile, copied)};
-    for (Product& segment : segments) segment.c = c, segment.ldc = ldc;
-    Multiply(KernelFor(tile), segments, 1.0, /*adds=*/false, scratch);
+    if (const KernelChoice kernel = KernelFor(tile); kernel.conversion != Conversion::kNone) {
+      ScaledGemm(kernel, {DecodedProductOf(tile, c, ldc)}, 1.0, /*adds=*/false, scratch);
+    } else {
+      KSegments segments = p_.is_contraction ? SegmentsOf(tile, copied) : KSegments{ProductOf(tile, copied)};
+      for (Product& segment : segments) segment.c = c, segment.ldc = ldc;
+      Multiply(kernel, segments, 1.0, /*adds=*/false, scratch);
+    }
     if (is_in_d) return;
     if (tile.d) return Store(c, tile.nrows, tile.ncols, InMatrix(tile));
     const char* from = c;
@@ -115,6 +125,7 @@ class GroupedWork final : public SharedWork {
 
   void CutGroups(int64_t index) {
     std::vector<int64_t> ends(ranks_.size(), 0);  // of the groups before, by rank
+    int64_t largest = 0, all = 0;
     for (int64_t group = 0; group < groups(); ++group) {
       std::vector<Rows> rows;
       for (size_t i = 0; i < ranks_.size(); ++i) {
@@ -125,35 +136,42 @@ class GroupedWork final : public SharedWork {
         LeaveZero(rank, index, ends[i], begin);
         ends[i] = end;
       }
+      int64_t of_group = 0;
+      for (const Rows& part : rows) of_group += part.count;
+      largest = std::max(largest, of_group), all += of_group;
       const GroupedProduct& owner = *ranks_[static_cast<size_t>(group / p_.matrices)];
       const int64_t matrix = group % p_.matrices, size = p_.k * p_.n;
       if (p_.is_contraction) {
         CutContraction(rows, At(owner.d, p_.out, (index * p_.matrices + matrix) * size));
       } else {
-        CutRows(rows, At(owner.w, p_.type, ((p_.has_w_batch ? index * p_.matrices : 0) + matrix) * size));
+        CutRows(rows, static_cast<const char*>(owner.w), ((p_.has_w_batch ? index * p_.matrices : 0) + matrix) * size);
       }
     }
     for (size_t i = 0; i < ranks_.size(); ++i) LeaveZero(*ranks_[i], index, ends[i], p_.m);
+    if (groups() < 2) return;
+    const std::scoped_lock lock(rows_mutex);
+    rows_of_groups.largest += static_cast<double>(largest);
+    rows_of_groups.mean += static_cast<double>(all) / static_cast<double>(groups());
   }
 
   // Rows that no group has.
   void LeaveZero(const GroupedProduct& rank, int64_t index, int64_t begin, int64_t end) {
     if (p_.is_contraction || begin == end) return;
     const Rows rows = RowsOf(rank, index, begin, end);
-    CutTogether(&rows, 1, nullptr);
+    CutTogether(&rows, 1, nullptr, 0);
   }
 
-  void CutRows(const std::vector<Rows>& rows, const char* w) {
+  void CutRows(const std::vector<Rows>& rows, const char* w, int64_t matrix) {
     const int64_t most = std::min(kMostTogether, kMostCopied / std::max<int64_t>(1, BytesOf(p_.type, p_.k)));
     for (size_t first = 0, next; first < rows.size(); first = next) {
       int64_t count = rows[first].count;
       for (next = first + 1; next < rows.size() && count + rows[next].count <= most; ++next) count += rows[next].count;
-      CutTogether(&rows[first], next - first, w);
+      CutTogether(&rows[first], next - first, w, matrix);
     }
   }
 
   // Rows of several ranks stay together.
-  void CutTogether(const Rows* rows, size_t ranks, const char* w) {
+  void CutTogether(const Rows* rows, size_t ranks, const char* w, int64_t matrix) {
     int64_t count = 0;
     for (size_t i = 0; i < ranks; ++i) count += rows[i].count;
     const int64_t depth = w ? p_.k : 0, pieces = CountPieces(p_.n, count, depth);
@@ -166,7 +184,7 @@ class GroupedWork final : public SharedWork {
         Rows& part = rows_.back();
         part = {At(part.x, p_.type, col * p_.k), nullptr, At(part.d, p_.out, col * p_.n), std::min(ncols, count - col)};
       }
-      CutColumn({w, nullptr, 0, 0, 0, std::min(ncols, count - col), first, rows_.size(), depth}, row_pieces);
+      CutColumn({w, nullptr, matrix, 0, 0, 0, std::min(ncols, count - col), first, rows_.size(), depth}, row_pieces);
     }
   }
 
@@ -178,7 +196,7 @@ class GroupedWork final : public SharedWork {
     const int64_t pieces = CountPieces(p_.n, p_.k, depth), row_pieces = CountRowPieces(p_.n, p_.k, pieces);
     const int64_t ncols = RoundUp(CeilDiv(p_.k, CeilDiv(pieces, row_pieces)), kColUnit);
     for (int64_t col = 0; col < p_.k; col += ncols) {
-      CutColumn({nullptr, d, 0, 0, col, std::min(ncols, p_.k - col), first, rows_.size(), depth}, row_pieces);
+      CutColumn({nullptr, d, 0, 0, 0, col, std::min(ncols, p_.k - col), first, rows_.size(), depth}, row_pieces);
     }
   }
 
@@ -203,6 +221,9 @@ class GroupedWork final : public SharedWork {
     const auto grow = [](int64_t* most, int64_t bytes) { *most = std::max(*most, RoundUp(bytes, kLine)); };
     if (!IsSummedInD(tile)) grow(&sums_bytes_, BytesOf(sums_, tile.nrows * tile.ncols));
     const KernelChoice kernel = KernelFor(tile);
+    if (kernel.conversion != Conversion::kNone) {
+      return grow(&scratch_bytes_, ScaledGemmScratch(kernel, false, tile.nrows, tile.ncols, tile.depth));
+    }
     grow(&scratch_bytes_, ScratchBytes(kernel, tile.nrows, tile.ncols, tile.depth));
     const auto cuts = static_cast<int64_t>(tile.last - tile.first) - 1;
     if (cuts == 0) return;
@@ -214,7 +235,7 @@ class GroupedWork final : public SharedWork {
 
   KernelChoice KernelFor(const Tile& tile) const {
     const auto trans_a = p_.is_transposed ? kTransposed : kPlain;
-    return KernelOf({p_.type, p_.type, trans_a, tile.ncols, p_.is_fixed_order, /*is_alpha_one=*/true});
+    return KernelOf({p_.type_w, p_.type, trans_a, tile.ncols, p_.is_fixed_order, /*is_alpha_one=*/true});
   }
 
   bool IsSummedInD(const Tile& tile) const {
@@ -223,6 +244,9 @@ class GroupedWork final : public SharedWork {
 
   char* InMatrix(const Tile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
   char* InRows(const Tile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
+
+  // The element of w with which the rows of a tile begin.
+  int64_t FirstOf(const Tile& tile) const { return tile.matrix + (p_.is_transposed ? tile.row * p_.k : tile.row); }
 
   // Rows times the matrix of their group. Rows of several ranks are first copied behind each other to `copied`.
   Product ProductOf(const Tile& tile, char* copied) const {
@@ -241,12 +265,23 @@ class GroupedWork final : public SharedWork {
             tile.nrows,
             tile.ncols,
             p_.k,
-            At(tile.w, p_.type, p_.is_transposed ? tile.row * ld : tile.row),
+            At(tile.w, p_.type, FirstOf(tile)),
             ld,
             x,
             p_.k,
             nullptr,
             0};
+  }
+
+  // Likewise, of a narrow w, which is decoded a K block at a time. Rows of several ranks are read where they lie.
+  ScaledProduct DecodedProductOf(const Tile& tile, char* c, int64_t ldc) const {
+    const int64_t ld = p_.is_transposed ? p_.k : p_.n;
+    const ScaledOperand w = {p_.type_w, tile.w, FirstOf(tile), ld, p_.is_transposed, {}, 0, 0, 0, 0};
+    ScaledProduct product = {tile.nrows, tile.ncols, p_.k, w, {}, c, ldc};
+    for (size_t i = tile.first; i < tile.last; ++i) {
+      product.b.push_back({rows_[i].count, {p_.type, rows_[i].x, 0, p_.k, true, {}, 0, 0, 0, 0}});
+    }
+    return product;
   }
 
   // The rows of each rank, summed one behind the other. An instruction sums a whole unit of rows: that around the end
@@ -322,8 +357,8 @@ struct GroupedRank final : RankCall {
   // Everything that the ranks have to agree on.
   auto Key() const {
     const GroupedProduct& p = product;
-    return std::make_tuple(p.is_contraction, p.is_transposed, p.is_fixed_order, p.type, p.out, p.batch, p.matrices, p.m,
-                           p.k, p.n, p.has_x_batch, p.has_w_batch, p.has_bounds_batch);
+    return std::make_tuple(p.is_contraction, p.is_transposed, p.is_fixed_order, p.type, p.type_w, p.out, p.batch,
+                           p.matrices, p.m, p.k, p.n, p.has_x_batch, p.has_w_batch, p.has_bounds_batch);
   }
 
   StatusOr<std::unique_ptr<SharedWork>> Share(const std::vector<const RankCall*>& ranks) const override {
@@ -341,12 +376,21 @@ struct GroupedRank final : RankCall {
 
 }  // namespace
 
+GroupRows TakeGroupRows() {
+  const std::scoped_lock lock(rows_mutex);
+  return std::exchange(rows_of_groups, {});
+}
+
 Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, int nranks) {
   const abi::cudaDataType_t sums = AccumulatorOf(product.type);
   const bool is_summed = product.out == sums && product.type != abi::CUDA_R_32I;
   if (!is_summed && !(sums == abi::CUDA_R_32F && Facts(product.out).is_16bit)) {
     return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " has no result of ",
                            NameOf(product.out));
+  }
+  const bool is_decoded = Facts(product.type_w).is_low_precision && sums == abi::CUDA_R_32F && !product.is_contraction;
+  if (product.type_w != product.type && !is_decoded) {
+    return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " takes no ", NameOf(product.type_w));
   }
   Arrival arrival;
   arrival.stream = &stream;

@@ -18,14 +18,21 @@ namespace jaxmp::hostmp {
 // are read, and written, where they lie. A sum over the rows of a group takes them in the order of the ranks.
 struct GroupedProduct {
   bool is_contraction, is_transposed;
-  bool is_fixed_order;            // as in ProductKind
-  abi::cudaDataType_t type, out;  // of x and w; of d
+  bool is_fixed_order;                    // as in ProductKind
+  abi::cudaDataType_t type, type_w, out;  // of x, of w and of d; beside rows w may be narrow, and is decoded
   int64_t batch, matrices, m, k, n;
   bool has_x_batch, has_w_batch, has_bounds_batch;  // else one serves the whole batch
   const void *x, *w;
   const int32_t* bounds;
   void* d;
 };
+
+// Of all products of several groups since the last call of this: the rows of their largest groups, and of their mean
+// ones.
+struct GroupRows {
+  double largest = 0, mean = 0;
+};
+GroupRows TakeGroupRows();
 
 // The arrival of a rank. The stream hears when all of d is written, or why not, as from Matmul (runtime.h). All arrays
 // must stay until then.

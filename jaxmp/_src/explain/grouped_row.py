@@ -14,7 +14,7 @@ from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive.grouped import GroupedSpec
-from jaxmp._src.spec.matmul_spec import accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
 
 
 def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
@@ -30,7 +30,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     repeats = 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
     is_cpu = jax_compat.default_platform() == "cpu"
     is_left = spec.is_global and spec.level.global_order
-    is_host = is_cpu and not is_left and spec.implementation != "xla"
+    is_host = is_cpu and not is_left and spec.implementation != "xla" and x.dtype.name not in INTEGERS
     apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks

@@ -30,6 +30,7 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
         rhs,
         sizes,
         eqn.params["ragged_dot_dimension_numbers"],
+        precision=eqn.params["precision"],
         preferred_element_type=aval.dtype,
         out_sharding=emit.out_sharding(aval),
         implementation=options.implementation,

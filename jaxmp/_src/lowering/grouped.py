@@ -20,11 +20,12 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import process_barrier, rules
-from jaxmp._src.lowering.ffi_call import mesh_position
+from jaxmp._src.lowering.ffi_call import DTYPES, mesh_position
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.runtime import native
-from jaxmp._src.spec.matmul_spec import accumulator
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 
 
@@ -32,10 +33,13 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         why = "" if platform == "cpu" else f"the platform is {jax_lowering.platform(ctx)!r}"
         why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
+        operands: Any = ctx.avals_in
+        is_integer = operands[0].dtype.name in INTEGERS
+        why = why or ("XLA multiplies integers other than int8" if is_integer else "")
         if why and spec.implementation == "host":
             raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
         is_host = not why and spec.implementation != "xla"
-        if spec.level.fixed_order and not is_host:
+        if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
             raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
 
         apart = process_barrier.why_apart(spec.mesh, spec.experts, lambda: jax_lowering.lowering_mesh(ctx))
@@ -117,7 +121,8 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     }
     mesh, experts = (spec.mesh, spec.experts) if spec.nranks > 1 else ((), ())
     names = [name for name, _ in mesh]
-    axes = {
+    others = {
+        "type_w": DTYPES[w.dtype.name],
         "mesh_shape": np.array([size for _, size in mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in experts], np.int64),
     }
@@ -126,7 +131,7 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     name = f"jaxmp ragged_dot {m}x{k}x{n} of {bounds.shape[1] - 1} {types}->{spec.out_dtype.name} {spec.level.name}"
     with jax.enable_x64(True), jax.named_scope(name):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
-        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **axes)
+        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **others)
     return d
 
 
@@ -137,6 +142,7 @@ _CONTRACTION = lax.RaggedDotDimensionNumbers(
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
     """By `lax.ragged_dot_general`, whose first group begins with the first row."""
+    x, w = low_precision.widened(x, w)
 
     def product(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
         bounds = jnp.clip(bounds, 0, x.shape[0])

@@ -28,6 +28,7 @@ from jaxmp._src.runtime.types import Operands
 from jaxmp._src.sharding import meshes, ragged, shardings
 from jaxmp._src.sharding.on_shards import on_shards
 from jaxmp._src.sharding.ragged import RaggedCall
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.spec.options import Activation
@@ -67,7 +68,7 @@ def moe_mlp(
     Args:
       x: (m, k).
       w_gate, w_up: (groups, k, h), sharded alike; b_gate, b_up: (groups, h) or None.
-      w_down: (groups, h, n); b_down: (groups, n) or None.
+      w_down: (groups, h, n); b_down: (groups, n) or None. Weights may be narrower than x, as int8 beside bfloat16.
       group_sizes, group_offset: as in `ragged_dot`.
       activation: as in `ragged_dot`; activation and product with it are taken in the accumulator's type, and rounded
         once. A function may not close over arrays that a mesh shards.
@@ -107,10 +108,15 @@ def layers(
     arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
     for name, array in arrays.items():
         operand_checks.check_array(name, array)
-    dtype = jnp.result_type(*arrays.values())
-    operands: Operands = {name: jnp.asarray(array).astype(dtype) for name, array in arrays.items()}
+    wide = [y for y in arrays.values() if np.dtype(y.dtype).name not in low_precision.NARROW]
+    dtype = jnp.result_type(*(wide or arrays.values()))
+    operands: Operands = {
+        name: y if name != "x" and low_precision.is_mixed(y.dtype, dtype) else y.astype(dtype)  # which calls decode
+        for name, y in ((name, jnp.asarray(array)) for name, array in arrays.items())
+    }
     ins = options.get("in_shardings")
     request = Request("moe_mlp", operands["x"], operands["w_up"], takes_transposed=False, **options)
+    request = request._replace(preferred_element_type=dtype if operands["w_up"].dtype != dtype else None)
     is_routed = "experts" in groups
     with naming("moe_mlp", b="w_up"):
         sizes = np.zeros(jnp.shape(request.b)[:1], int) if is_routed else groups["sizes"]
@@ -284,7 +290,7 @@ def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands:
     first = dataclasses.replace(first, rows=(), spec=_with_choices(first.spec, top_k))
     rows = _permuted(jnp.repeat(x, top_k, 0), order)
     d = _products(first, here, f, operands | {"x": rows, "sizes": sizes})
-    d = _permuted(d, jnp.argsort(order)).reshape(m, top_k, -1)
+    d = _permuted(d, jnp.argsort(order)).reshape(m, top_k, d.shape[-1])
     terms = [gates[:, i : i + 1].astype(out) * d[:, i] for i in range(top_k)]
     return sum(terms[1:], terms[0])
 

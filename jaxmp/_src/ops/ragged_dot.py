@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.sharding import meshes, ragged, shardings
-from jaxmp._src.spec import activations
+from jaxmp._src.spec import activations, precisions
 from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import INTEGERS
-from jaxmp._src.spec.options import Activation
+from jaxmp._src.spec.options import Activation, Precision
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
-from jaxmp._src.validation import operand_checks, result_types
-from jaxmp._src.validation.arguments import types_of
+from jaxmp._src.validation import arguments, operand_checks, result_types
 from jaxmp._src.validation.public import public
 
 
@@ -35,7 +36,9 @@ def ragged_dot(
     *,
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
+    precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
+    scaling: Scaling | None = None,
     **options: Unpack[ContractionOptions],
 ) -> jax.Array:
     """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
@@ -51,15 +54,18 @@ def ragged_dot(
     `jax.experimental.checkify` it is an error (of the user's checks).
 
     Args:
-      x: (m, k), floating-point or complex.
-      w: (groups, k, n).
+      x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers other than int8.
+      w: (groups, k, n), of the type of x or another.
       group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
       group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
         that w does not have are zero. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
-        once. With `determinism="batch"` None or "relu".
-      preferred_element_type: as in `matmul`.
+        once. With `determinism="batch"` None or "relu"; of integers None.
+      precision: as in `matmul`.
+      preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
+      scaling: float32 scales of narrow operands, which XLA multiplies with the sums: `Scaling.a` (), or (m,) of the
+        rows of x; `Scaling.b` (), (groups,), or (groups, n) of the columns of each matrix.
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
@@ -73,8 +79,8 @@ def ragged_dot(
       (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
 
     Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
-    NotImplementedError for types of 8 bits and fewer and other integers, for `implementation="cublasmp"`, for a level
-    that shardings do not allow, and on a mesh of explicit and automatic axes.
+    NotImplementedError for `implementation="cublasmp"`, for a level that shardings do not allow, and on a mesh of
+    explicit and automatic axes.
 
     Source: `jax.lax.ragged_dot` (docs.jax.dev).
 
@@ -83,14 +89,67 @@ def ragged_dot(
     >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
     [[1.0], [10.0], [10.0], [0.0]]
     """
-    request = Request("ragged_dot", x, w, preferred_element_type=preferred_element_type, **options)
-    return product(request, group_sizes, group_offset, bias, activation)
+    request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
+    if scaling is None:
+        return product(request, group_sizes, group_offset, bias, activation)
+    if bias is not None or activation is not None:
+        raise NotAvailable("with scaling there is no bias and no activation; apply both to the result")
+    return _scaled(request, scaling, group_sizes, group_offset)
+
+
+def _scaled(request: Request, scaling: Scaling, group_sizes: Any, group_offset: Any) -> jax.Array:
+    """The sums times the scales of their row and, by a product of k = 1, of the columns of their group."""
+    of_x, of_w = _scales(request, scaling)
+    out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
+    is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
+    request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
+    d = product(request, group_sizes, group_offset)
+    scale = of_x if of_x.ndim == 0 else of_x[:, None]
+    if of_w.ndim == 0:
+        scale = scale * of_w
+    else:
+        matrices = jnp.broadcast_to(
+            of_w[:, None] if of_w.ndim == 2 else of_w[:, None, None], (len(of_w), 1, d.shape[1])
+        )
+        kind = jax.typeof(d).sharding
+        is_explicit = AxisType.Explicit in kind.mesh.axis_types
+        request = request._replace(
+            a=jnp.ones((d.shape[0], 1), np.float32),
+            b=matrices,
+            preferred_element_type=None,
+            precision=None,
+            in_shardings=None,
+            out_sharding=kind.spec if is_explicit else None,
+        )
+        scale = scale * product(request, group_sizes, group_offset)
+    return (d.astype(np.float32) * scale).astype(out)
+
+
+def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
+    """The scales of x and of w."""
+    if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
+        raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
+    x, w, found = request.a, request.b, []
+    operand_checks.check_array("{a}", x, 2)
+    operand_checks.check_array("{b}", w, 3)
+    wanted = {"a": ((), x.shape[:1]), "b": ((), w.shape[:1], (w.shape[0], w.shape[2]))}
+    for name, shapes in wanted.items():
+        scale = getattr(scaling, name)
+        scale = jnp.float32(1) if scale is None else jnp.asarray(scale)
+        if scale.shape not in shapes or scale.dtype != np.float32:
+            raise InvalidValue(
+                f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype}"
+                f"{scale.shape}; apply scales of blocks ahead (jaxmp.quantize.dequantize)"
+            )
+        found.append(scale)
+    return found[0], found[1]
 
 
 def product(
     request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
 ) -> jax.Array:
     """The result of `jaxmp.ragged_dot`."""
+    conversion, request = converted(request, group_sizes)
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
     placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
@@ -108,6 +167,7 @@ def product(
         f = activation_of(spec, activation)
         operands |= bias_of(spec, bias, operands["b"])
         d = activated.compiled(jaxmp_activated_ragged_dot, f)(call, f, operands)
+    d = conversion.of_result(d)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
@@ -141,6 +201,11 @@ def no_call(placement: meshes.Placement) -> NotAvailable:
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
     """The function that XLA applies."""
     found = activations.find(activation)
+    if found is not None and spec.out_dtype.name in INTEGERS:
+        raise NotAvailable(
+            f"with a result of {spec.out_dtype} activation is None; convert an operand, for example with "
+            ".astype(jnp.float32)"
+        )
     if spec.level.fixed_order and found not in (None, "relu"):
         raise spec.level.refusal('takes activation=None or "relu", for others have bits of XLA')
     return activations.FUNCTIONS[found] if isinstance(found, str) else found
@@ -157,6 +222,15 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
         )
     operand_checks.check_widens("{bias}", bias, spec.out_dtype)
     return {"bias": jnp.asarray(bias).astype(spec.out_dtype)}
+
+
+def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
+    """What is converted around a product, whose types are those of lax, and the request of the call."""
+    conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
+    if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
+        conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
+        call = call._replace(a=conversion.of("a", request.a), b=conversion.of("b", request.b))
+    return conversion, call._replace(implementation=request.implementation)
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
@@ -189,15 +263,16 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
-    types = result_types.of_call(types_of(x, w), preferred, False)
-    if types.is_low_precision or types.is_mixed or types.operand.name in INTEGERS:
-        found = f"{x.dtype} and {w.dtype}"
-        raise NotAvailable(f"operands of dtype {found} are not supported; convert both to bfloat16 or float32")
+    types = result_types.of_call(arguments.types_of(x, w), preferred, False)
+    if request.precision is not None:
+        precisions.resolve(request.precision, types.operand, types.out)
     implementation = operand_checks.check_implementation(request.implementation)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)
-    return spec, {"a": x.astype(types.operand), "b": w.astype(types.operand)}
+    x = x if x.dtype == types.operand else x.astype(types.operand)
+    w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # a narrow one is decoded
+    return spec, {"a": x, "b": w}
 
 
 def check_integers(argument: str, x: Any) -> None:

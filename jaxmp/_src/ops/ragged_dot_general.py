@@ -18,6 +18,7 @@ from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.ragged import bounds_of, checked
 from jaxmp._src.spec.matmul_spec import accumulator
+from jaxmp._src.spec.options import Precision
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import dimension_numbers
@@ -34,6 +35,7 @@ def ragged_dot_general(
     group_sizes: ArrayLike,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
     *,
+    precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     **options: Unpack[ContractionOptions],
 ) -> jax.Array:
@@ -64,13 +66,16 @@ def ragged_dot_general(
     >>> jaxmp.ragged_dot_general(jnp.ones((4, 1)), jnp.ones((4, 1)), jnp.array([1, 2]), numbers).tolist()
     [[[1.0]], [[2.0]]]
     """
-    request = Request("ragged_dot_general", lhs, rhs, preferred_element_type=preferred_element_type, **options)
+    request = Request(
+        "ragged_dot_general", lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
     given: Any = ragged_dot_dimension_numbers
     numbers = _parsed(given, lhs, rhs, group_sizes)
     if numbers.is_batch:
         return dot_general.product(request, given.dot_dimension_numbers)
     if numbers == _Numbers(_MATRICES, 0, 0):
         return ragged_dot.product(request, group_sizes)
+    conversion, request = ragged_dot.converted(request, group_sizes)
     spec, operands = ragged_dot.spec_and_operands(request)
     if spec.level.global_order:
         raise spec.level.mesh_refusal(
@@ -83,6 +88,7 @@ def ragged_dot_general(
         why = placement.why or "arrays with shardings take the dimension numbers of lax.ragged_dot alone"
         raise NotAvailable(f"{why}; call inside a shard_map over all axes of the mesh")
     d: jax.Array = jaxmp_ragged_dot_general(ragged_dot.of_global(spec, placement), numbers, request.a, request.b, sizes)
+    d = conversion.of_result(d)
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.ops.moe_mlp import layers
+from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation
 from jaxmp._src.spec.refusal import InvalidValue, naming
 
@@ -42,7 +45,8 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
     gates = gates / gates.sum(-1, keepdims=True) if normalizes else gates
     chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(each.dtype)
     parts = each / each.sum(-1, keepdims=True)
-    return Routes(experts, gates, count * (chosen.mean((0, 1)) * parts.mean(0)).sum())
+    tokens = max(1, logits.shape[0])
+    return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
 
 
 def mixture(
@@ -54,13 +58,15 @@ def mixture(
     scores: Scores,
     normalizes: bool,
     activation: Activation | None,
+    determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
     """Each token of x (..., features) through `top_k` experts, and the loss; the router computes in float32."""
     with naming("MoE"):
         if x.shape[-1:] != router.shape[:1]:
             raise InvalidValue(f"x must have shape (..., {router.shape[0]}), got {x.shape}")
         tokens = x.reshape(-1, x.shape[-1])
-        logits = jnp.matmul(tokens.astype(jnp.float32), router.astype(jnp.float32))
+        product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
+        logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
         experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-        y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {})
+        y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {"determinism": determinism})
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss

@@ -35,7 +35,7 @@ from jaxmp._src.primitive.collectives import Axes, cast_varying
 from jaxmp._src.runtime.types import Tangent
 from jaxmp._src.spec import levels, low_precision
 from jaxmp._src.spec.levels import Determinism
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.spec.options import Implementation, Parts
 
 grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
@@ -101,13 +101,22 @@ class GroupedSpec(Parts):
 
 
 def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-    """The product of operands with a batch in front, in the type that JAX promotes x and w to."""
-    dtype = jnp.promote_types(x.dtype, w.dtype)
-    x, w = (y if y.dtype == dtype else y.astype(dtype) for y in (x, w))
+    """The product of operands with a batch in front. Beside rows a narrow w stays as it is."""
+    dtype, is_decoded = type_of(x, w), not spec.is_contraction and low_precision.is_mixed(x.dtype, w.dtype)
+    x = x if x.dtype == dtype else x.astype(dtype)
+    w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
     axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
     primitive = partitioned_grouped_p if spec.is_global else grouped_p
     d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
     return d
+
+
+def type_of(x: Any, w: Any) -> np.dtype:
+    """The type in which x and w are multiplied: cotangents may have that of sums."""
+    if low_precision.is_mixed(x.dtype, w.dtype):
+        return low_precision.operand_type(x.dtype, w.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(x.dtype, w.dtype))
 
 
 def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
@@ -166,7 +175,8 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
         found = grouped(spec.rows(aval.dtype, is_transposed=False), x, ct, bounds)
     else:
         left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
-        found = grouped(spec.contraction(aval.dtype), left, right, bounds)
+        out = aval.dtype if aval.dtype.name in RESULT_TYPES else accumulator(left.dtype)
+        found = grouped(spec.contraction(out), left, right, bounds).astype(aval.dtype)
     if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
         if spec.level.global_order:
             raise spec.level.mesh_refusal("is not available: XLA sums over a batch", "map by jax.lax.map")

@@ -12,6 +12,7 @@ import jax
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.profile import timeline, trace
 from jaxmp._src.profile.trace import OTHERS, Event
+from jaxmp._src.runtime import native
 from jaxmp._src.validation.public import public
 
 
@@ -44,9 +45,12 @@ class Profile:
       seconds: from the first event to the end of the last.
       calls: the seconds of each kind of call, the longest first, and those of everything else at the end.
       svg: the timeline as the text of an SVG file.
+      imbalance: of products of groups of rows on CPU devices, the rows of the largest group over those of the mean one;
+        None without such products.
     """
 
     events: tuple[Event, ...]
+    imbalance: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -73,6 +77,8 @@ class Profile:
             return "the profiler saw no operation"
         lines = [f"{self.seconds * 1e6:.0f} us; times are summed over devices", "   runs        us  share  call"]
         lines += [f"  {row.runs:5} {row.seconds * 1e6:9.0f}  {row.share:5.0%}  {row.name}" for row in self.calls]
+        if self.imbalance is not None:
+            lines.append(f"of groups of rows the largest has {self.imbalance:.1f} times the rows of the mean one")
         return "\n".join([*lines, "", *timeline.text_of(self.events, self.seconds)])
 
     def __repr__(self) -> str:
@@ -114,7 +120,12 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
         with jax.disable_jit(False):  # which the user may have turned on, and JAX compiles nothing under it
             compiled = jitted.lower(*args, **kwargs).compile()
             jax.block_until_ready(compiled(*args, **kwargs))
-            found = Profile(trace.run(compiled, lambda: compiled(*args, **kwargs)))
+            has_groups = native.GROUPED_TARGET in compiled.as_text()
+            if has_groups:
+                native.take_group_rows()
+            events = trace.run(compiled, lambda: compiled(*args, **kwargs))
+            largest, mean = native.take_group_rows() if has_groups else (0.0, 0.0)
+            found = Profile(events, largest / mean if mean else None)
         if not quiet:
             print(found)
         return found

@@ -30,7 +30,7 @@ COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 16
+ABI_VERSION = 17
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -214,6 +214,12 @@ def plan_cache_info() -> dict[str, int]:
 def plan_cache_clear() -> None:
     """Drop all cached plans and zero the counters; calls already compiled keep theirs."""
     extension().plan_cache_clear()
+
+
+def take_group_rows() -> tuple[float, float]:
+    """Of hostmp's products of groups since the last call: the rows of their largest and of their mean groups."""
+    largest, mean = extension().take_group_rows()
+    return largest, mean
 
 
 def blas_info() -> dict[str, str]:

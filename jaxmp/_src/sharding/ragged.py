@@ -25,7 +25,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import process_barrier
 from jaxmp._src.primitive import collectives
-from jaxmp._src.primitive.grouped import GroupedSpec, grouped, sizes_p
+from jaxmp._src.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
 from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.on_shards import Entry, Frame, on_shards
@@ -93,7 +93,7 @@ class RaggedCall:
         """The spec, by which partial sums are rounded when they are complete."""
         if not self.contracted:
             return self.spec
-        return dataclasses.replace(self.spec, out_dtype=accumulator(jnp.promote_types(x.dtype, w.dtype)))
+        return dataclasses.replace(self.spec, out_dtype=accumulator(type_of(x, w)))
 
     def summed(self, d: jax.Array) -> jax.Array:
         """The result, of which the ranks have terms."""

@@ -155,7 +155,7 @@ class ExpertOptions(TypedDict, total=False):
     in_shardings: ShardingTriple | None
     mesh: Mesh | None
     implementation: Implementation | None
-    determinism: Literal["run_to_run", "batch"]
+    determinism: Determinism
 
 
 class BlockCyclicOptions(_Matrices, total=False):

@@ -1,0 +1,135 @@
+"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers.
+
+What would be silently wrong without it: a result of another type than a program has with lax, and a narrow operand that
+is read wrongly.
+"""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import quick_jit
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ragged import reference
+
+import jaxmp
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES
+
+TYPES = tuple(dict.fromkeys((*RESULT_TYPES, *low_precision.NARROW)))
+SIZES = jnp.array([1, 2])
+
+
+def numbers(seed, shape, dtype):
+    """-1, 0 and 1; of what has no sign their size, of exponents powers of two."""
+    values = np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
+    values = np.exp2(values) if "e8m0" in dtype else abs(values) if dtype.startswith("uint") else values
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
+def described(f, *operands):
+    """(type, whether it is weak) of each result; None where there is none."""
+    try:
+        results = jax.eval_shape(f, *operands)
+    except (TypeError, NotImplementedError):
+        return None
+    return [(x.dtype, x.weak_type) for x in jax.tree.leaves(results)]
+
+
+def derivatives(f, x, w, ct):
+    if not all(jnp.issubdtype(y.dtype, jnp.inexact) for y in (x, w, ct)):
+        return f(x, w)
+    d, pull = jax.vjp(f, x, w)
+    return d, *pull(ct)
+
+
+@pytest.mark.small("values")
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("of_w", TYPES[7:] + TYPES[:7])  # so that few pairs are of two types
+@pytest.mark.parametrize("of_x", TYPES)
+def test_pairs(of_x, of_w, standard_promotion, x64):
+    """Under every type that may be asked for; values of the default, and of another type by turns."""
+    x, w = numbers(1, (4, 3), of_x), numbers(2, (2, 3, 3), of_w)
+    another = TYPES[(TYPES.index(of_x) + TYPES.index(of_w)) % len(TYPES)]
+    for preferred in (None, *TYPES):
+        options = {"group_sizes": SIZES, "preferred_element_type": preferred}
+        theirs, ours = (functools.partial(f, **options) for f in (lax.ragged_dot, jaxmp.ragged_dot))
+        if (wanted := described(theirs, x, w)) is None:
+            continue
+        assert described(ours, x, w) == wanted, preferred
+        if preferred not in (None, another):
+            continue
+        fused = jaxmp.fuse(theirs)
+        assert "ragged_dot_general" not in str(jax.make_jaxpr(fused)(x, w))
+        ct = numbers(3, (4, 3), wanted[0][0].name)
+        try:
+            want = quick_jit(functools.partial(derivatives, theirs))(x, w, ct)
+        except jax.errors.JaxRuntimeError:  # XLA has no result of 4 bits of some types
+            continue
+        for f in (ours, fused):
+            got = quick_jit(functools.partial(derivatives, f))(x, w, ct)
+            for mine, their in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                assert (mine.dtype, mine.weak_type) == (their.dtype, their.weak_type)
+                mine, their = (np.asarray(y).astype(complex) for y in (mine, their))
+                # lax fills x with zeros, and cotangents, which float8_e8m0fnu does not have.
+                if "e8m0" not in of_x and not np.isnan(their).all():
+                    np.testing.assert_array_equal(mine, their)
+
+
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "int32")], ids=str)
+def test_weak_types(kinds, standard_promotion):
+    """Those of the result and of cotangents."""
+    for are_weak in itertools.product((False, True), repeat=3):
+        x, w, sizes = (
+            jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
+            for shape, dtype, is_weak in zip(((4, 3), (2, 3, 3), (2,)), (*kinds, "int32"), are_weak, strict=True)
+        )
+
+        def both(f, x, w, sizes):
+            of_operands = tuple(i for i, y in enumerate((x, w)) if jnp.issubdtype(y.dtype, jnp.inexact))
+            return f(x, w, sizes), jax.grad(lambda x, w: f(x, w, sizes).sum(), of_operands)(x, w)
+
+        mine, theirs = (described(functools.partial(both, f), x, w, sizes) for f in (jaxmp.ragged_dot, lax.ragged_dot))
+        assert mine == theirs, are_weak
+
+
+@pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
+def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
+    """No program has a copy of it, and in one order the bits are those of the wide type, of few rows and of many."""
+    rng, sizes = np.random.default_rng(0), jnp.array([30, 0, 3])
+    x = jnp.asarray(rng.normal(size=(40, 301)), jnp.bfloat16)
+    w = jnp.asarray(3 * rng.normal(size=(3, 301, 33)), jnp.float32).astype(narrow)
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=sizes, determinism="batch")
+    lowered = jax.jit(ours).lower(x, w)
+    assert not re.search(r"stablehlo.convert.*bf16| convert\(", lowered.as_text() + lowered.compile().as_text())
+    np.testing.assert_array_equal(ours(x, w), ours(x, w.astype(x.dtype)))
+    few = jaxmp.ragged_dot(x[31:32], w, jnp.array([0, 0, 1]), determinism="batch")
+    np.testing.assert_array_equal(few, ours(x, w)[31:32])
+
+
+@pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "int8")], ids=str)
+def test_scales(pair):
+    """Of rows and of the columns of each matrix, powers of two; rows behind the last group are zero."""
+    x, w, sizes = numbers(1, (4, 3), pair[0]), numbers(2, (2, 3, 5), pair[1]), jnp.array([1, 2])
+    rows, columns = (jnp.exp2(jnp.abs(numbers(seed, shape, "float32"))) for seed, shape in ((3, (4,)), (4, (2, 5))))
+    wide = [y.astype(jnp.float32) for y in (x, w)]
+    for of_x, of_w in ((rows, columns), (rows, columns[:, 0]), (None, jnp.float32(3)), (jnp.float32(2), None)):
+        scale = [jnp.float32(1) if y is None else y for y in (of_x, of_w)]
+        whole = jnp.broadcast_to(scale[1] if scale[1].ndim != 1 else scale[1][:, None], columns.shape)
+        want = reference(
+            wide[0] * (scale[0] if scale[0].ndim == 0 else scale[0][:, None]), wide[1] * whole[:, None], sizes
+        )
+        for options in ({}, {"preferred_element_type": "bfloat16"}):
+            got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=of_x, b=of_w), **options)
+            np.testing.assert_array_equal(got, want.astype(got.dtype))
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, w))
+        got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=rows, b=columns))
+    np.testing.assert_array_equal(got, reference(wide[0] * rows[:, None], wide[1] * columns[:, None], sizes))
