@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,11 +68,11 @@ def test_pairs(of_x, of_w, standard_promotion, x64):
         assert "ragged_dot_general" not in str(jax.make_jaxpr(fused)(x, w))
         ct = numbers(3, (4, 3), wanted[0][0].name)
         try:
-            want = quick_jit(functools.partial(derivatives, theirs))(x, w, ct)
+            want = jax.jit(functools.partial(derivatives, theirs))(x, w, ct)
         except jax.errors.JaxRuntimeError:  # XLA has no result of 4 bits of some types
             continue
         for f in (ours, fused):
-            got = quick_jit(functools.partial(derivatives, f))(x, w, ct)
+            got = jax.jit(functools.partial(derivatives, f))(x, w, ct)
             for mine, their in zip(*map(jax.tree.leaves, (got, want)), strict=True):
                 assert (mine.dtype, mine.weak_type) == (their.dtype, their.weak_type)
                 mine, their = (np.asarray(y).astype(complex) for y in (mine, their))
