@@ -201,7 +201,7 @@ def test_deadlines(opening, monkeypatch):
     native.why_no_cublasmp()
     assert ("set_timeout", 25) in module.calls
     assert config_lib.parse({"JAXMP_TIMEOUT": "60"}).gpu_timeout == config_lib.parse({}).timeout == 60
-    monkeypatch.setattr(native, "_timeout", 3.0)
+    monkeypatch.setattr(native, "gpu_timeout", 3.0)
     monkeypatch.setattr(native, "_why_no_cublasmp", None)
     native.why_no_cublasmp()
     assert ("set_timeout", 3.0) in module.calls
