@@ -30,7 +30,7 @@ INCLUDES = {
     "shared_memory": {"base", "barrier"},
     "cuda": {"base", "cublasmp", "plan"},
     "ffi": {"base", "cublasmp", "hostmp/handles", *_AROUND, "xla"},
-    "python": {"base", "cublasmp", "hostmp/cpu", "hostmp/gemm", *_AROUND, "ffi", "nanobind"},
+    "python": {"base", "cublasmp", "hostmp/cpu", "hostmp/gemm", "hostmp/handles", *_AROUND, "ffi", "nanobind"},
 }
 
 
