@@ -61,7 +61,9 @@ def added_arrays(request: Request) -> dict[str, Any]:
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    return tuple((x.dtype, x.weak_type) for x in map(jax.typeof, arrays))
+    """What JAX takes arrays for; a ShapeDtypeStruct keeps its 64 bits, which JAX 0.10 narrows."""
+    kinds = ((x, jax.typeof(x)) for x in arrays)
+    return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 
 
 def validated(
