@@ -193,6 +193,10 @@ def shared(w, x):
     return local(w, x).sum()
 
 
+def convolved(x, w):
+    return jax.lax.conv(x, w, (1, 1), "SAME")
+
+
 # (function, arguments as for `rows_of`, what each cause says)
 WORDS = [
     (
@@ -219,6 +223,21 @@ WORDS = [
         r"^(?!.*\(but not)",
     ),
     (lambda x: jnp.tanh(x) + x.T, [((16, 16), "data")], "data shards dimension 0 of x, transposed, and data shards"),
+    (
+        lambda x, y: jax.lax.with_sharding_constraint(jax.vmap(jnp.outer)(x, y), P()).sum(0),
+        [((64, 8), ("data", "model")), ((64, 64), ("data", "model"))],
+        "asks for a value that is whole .*, but XLA splits the result of mul .* over data and model$",
+    ),
+    (
+        convolved,
+        [((4, 8, 16, 16), None, "model"), ((8, 8, 3, 3), None, "model")],
+        "^this convolution sums dimension 1 of x and dimension 1 of w, which model shards, so",
+    ),
+    (
+        jax.grad(lambda w, x: jnp.sin(convolved(x, w)).sum()),
+        [((8, 8, 3, 3),), ((4, 8, 16, 16), "data")],
+        "^the gradient of this convolution sums dimension 0 of x and dimension 0 of ",
+    ),
 ]
 
 
@@ -227,6 +246,27 @@ def test_every_row_says_what_asks_for_it(fn, args, words, rows_of):
     rows = rows_of(fn, *args)
     assert rows
     assert all(re.search(words, row.cause) for row in rows), rows
+
+
+@jax.checkpoint
+def block(w, v, x):
+    return jnp.sin(jnp.tanh(x @ w) @ v)
+
+
+def test_what_a_checkpoint_computes_again_is_no_gradient(rows_of):
+    args = [((16, 64), None, "model"), ((64, 16), "model"), ((8, 16),)]
+    rows = rows_of(jax.grad(lambda w, v, x: block(w, v, block(w, v, x)).sum(), 2), *args)
+    again = [row for row in rows if row.cause.endswith("; jax.checkpoint computes it again for the gradient")]
+    assert {(row.line, row.cause_kind) for row in again} == {(line_in(block.__wrapped__, 2), "contraction")}
+    assert all("save_only_these_names" in row.remedy for row in again)
+    assert {row.line for row in rows if row.cause.startswith("the gradient of this")} == {line_in(block.__wrapped__, 2)}
+
+
+def test_a_result_that_no_axis_divides_says_so(rows_of):
+    rows = rows_of(lambda x: jnp.tanh(jnp.concatenate([x[:, :1], x], 1)), ((8, 16), None, "model"))
+    (row,) = (row for row in rows if row.cause_kind == "out_shardings")
+    assert re.search(r"^a result of the program is whole over model, which does not divide dimension 1 of ", row.cause)
+    assert row.remedy.startswith("take extents that the axis divides")
 
 
 def along_a_dimension(x):
@@ -262,6 +302,15 @@ def turned_ahead(x):
     return jax.lax.fori_loop(0, 3, body, x)
 
 
+def given_otherwise(x):
+    def body(_, carry):
+        carry = jax.lax.with_sharding_constraint(carry, P("data", "model"))
+        carry = jnp.sin(carry)
+        return jax.lax.with_sharding_constraint(carry, P(("data", "model")))
+
+    return jax.lax.fori_loop(0, 3, body, x)
+
+
 # (function, line and kind of the cause of each of its rows)
 BLAMED = [
     (along_a_dimension, {(2, "slice"), (3, "cumulative"), (4, "window"), (5, "reshape")}),
@@ -269,6 +318,7 @@ BLAMED = [
     (asked_ahead_by_a_result, {(1, "out_shardings")}),
     (turned_carry, {(3, "carry")}),
     (turned_ahead, {(4, "carry")}),
+    (given_otherwise, {(4, "constraint"), (4, "carry")}),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ _WRITTEN = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_
 _WRITTEN |= {"reduce_scatter", "unreduced_reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast"}
 _CONSTRAINTS = {"sharding_constraint", "reshard"}
 _RESULT, _CARRY = "result", "carry"
+_HIDES = "jaxmp.matmul or fuse moves it while it multiplies"
+_EXTENTS = "take extents that the axis divides, as of heads, or shard another dimension"
 
 
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
@@ -38,7 +41,16 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
     if (found := program.partitioned(computation, collective, operand)) is not None and program.parts is not None:
         module, (place, each), operand = program.parts, found, 0
     search = _Search(origins, program.axes(collective), module, place, each, operand)
-    return search.sum() if each.kind in ("all-reduce", "reduce-scatter") else search.move()
+    why = search.sum() if each.kind in ("all-reduce", "reduce-scatter") else search.move()
+    if "rematted_computation" in each.op_name + search.source.op_name:
+        text = f"{why.text}; jax.checkpoint computes it again for the gradient"
+        return why._replace(text=text, remedy="let its policy save the result, as save_only_these_names does")
+    return why
+
+
+def _is_backward(each: Instruction) -> bool:
+    """Whether an instruction is of a gradient, and not of a forward pass that jax.checkpoint runs again."""
+    return "transpose(" in each.op_name and "rematted_computation" not in each.op_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +73,9 @@ class _Search(Lies):
         over, source, name = self.over, self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         # What a user's own backward function reduces is no sum that a gradient adds.
-        is_gradient = "transpose(" in source.op_name and name not in ("reduce_max", "reduce_min")
+        is_gradient = _is_backward(source) and name not in ("reduce_max", "reduce_min")
         is_scalar = not self.collective.shapes[0][1]
-        if source.opcode == "dot" or name == "dot_general":
+        if source.opcode in ("dot", "convolution") or name in ("dot_general", "conv_general_dilated"):
             return self._for_sum_of_products(line, is_gradient)
         if name == "gather" or source.opcode == "gather":
             sharded = (self.sharded(*place, 0) for place in self.program.wholes(source))
@@ -92,20 +104,22 @@ class _Search(Lies):
         return Cause("reduction", text, remedy, line)
 
     def _for_sum_of_products(self, line: str, is_gradient: bool) -> Cause:
-        products = [each for each in self.program.wholes(self.source) if each[1].opcode == "dot"]
+        products = [each for each in self.program.wholes(self.source) if each[1].opcode in ("dot", "convolution")]
+        what = "convolution" if "conv" in self.source.primitive else "product"
         pairs = [[*zip(summed(*each, 0), summed(*each, 1), strict=True)] for each in products]
         over = ([pair for pair in each if test(map(self.axes_of, pair))] for test in (all, any) for each in pairs)
         dims = [each for pair in next(filter(None, over), []) for each in pair]
         dims = dims or [each for place in products[:1] for side in (0, 1) for each in summed(*place, side)]
         has = [each for each in dims if self.axes_of(each)] or dims
         lacks = [each for each in dims if each not in has]
-        text = f"{'the gradient of ' * is_gradient}this product sums {self.which(has)}"
+        text = f"{'the gradient of ' * is_gradient}this {what} sums {self.which(has)}"
         text += f" (but not {self.dims(lacks)})" * bool(lacks)
         if is_gradient:
             remedy = "needed; where the result is sharded a reduce-scatter moves half, and jaxmp.matmul hides it"
             return Cause("gradient", text, remedy, line)
         remedy = "keep the result sharded (out_sharding, reduce-scatter), or jaxmp.matmul, which hides the sum"
         remedy = f"{self.leave_whole(has)}, or {remedy}" if lacks else remedy
+        remedy = self.shard_another(has) if what == "convolution" else remedy
         return Cause("contraction", f"{text}, so that each device has a partial sum", remedy, line)
 
     # Moves -------------------------------------------------------------------------------------------------------
@@ -146,6 +160,8 @@ class _Search(Lies):
         if reader == _RESULT:
             return self._result(lies, made)
         if reader == _CARRY:
+            while not self.module.line(through) and through.operands and hands_on(through):
+                through, _ = partitioned.behind(self.computation, through, 0)
             return self._carry(self.module.line(through) or made)
         assert isinstance(reader, Instruction)
         line, found = self.module.line(reader), self._edge(reader, through)
@@ -156,7 +172,7 @@ class _Search(Lies):
             if asks.primitive in ASKING:
                 return self._constraint(found, asks)
         if reader.opcode == "dot" or reader.primitive == "dot_general":
-            return self._for_product(found, line, "backward, " * ("transpose(" in reader.op_name))
+            return self._for_product(found, line, "backward, " * _is_backward(reader))
         if cause := self._for_cut(reader):
             return cause
         if reader.primitive in ("reshape", "tile"):
@@ -204,12 +220,17 @@ class _Search(Lies):
         return found, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def _result(self, lies: Sequence[Dim], line: str) -> Cause:
+        mesh, is_chosen = self.program.mesh, self.program.compiled.chooses_results
         have = f": {self.lies(lies)}" if lies else f" than {self._operand()} has"
-        if self.program.compiled.chooses_results:
-            text = f"XLA gives a result of the program another sharding over {self.over}{have}"
-            return Cause("out_shardings", text, "name the sharding of the result, as out_shardings", line)
-        text = f"out_shardings want a result of the program with another sharding over {self.over}{have}"
-        return Cause("out_shardings", text, "let out_shardings be those that the computation gives", line)
+        text = f"a result of the program with another sharding over {self.over}{have}"
+        uneven = [at for at in lies if at.extents[at.dim] % math.prod(mesh[axis] for axis in self.axes_of(at))]
+        if uneven and is_chosen:
+            text = f"a result of the program is whole over {self.over}, which does not divide {self.dims(uneven)}"
+            return Cause("out_shardings", text, _EXTENTS, line)
+        if is_chosen:
+            return Cause("out_shardings", f"XLA gives {text}", "name its sharding, as out_shardings", line)
+        remedy = "let out_shardings be those that the computation gives"
+        return Cause("out_shardings", f"out_shardings want {text}", remedy, line)
 
     def _carry(self, line: str) -> Cause:
         text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
@@ -217,7 +238,7 @@ class _Search(Lies):
 
     def _constraint(self, found: Edge | None, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
-        who = "backward, " * ("transpose(" in asks.op_name) + ASKING[asks.primitive]
+        who = "backward, " * _is_backward(asks) + ASKING[asks.primitive]
         wants = self.all(Dim(found[0], asks, "", 0)) if found else []
         axes = [f"{joined(self.axes_of(at))} on dimension {at.dim}" for at in wants]
         text = f"{who} asks for {joined(axes) or f'a value that is whole over {self.over}'}, but "
@@ -270,13 +291,12 @@ class _Search(Lies):
             change = " from {} to {}".format(*map(_extents, (found[0].operands(found[1])[0], found[1])))
             where = self.dims(self.sharded(*found)) or where
         text = f"a reshape{change} cannot keep the shards of {where} over {self.over}"
-        remedy = "take extents that the axis divides, as of heads, or shard another dimension"
-        return Cause("reshape", text, remedy, line)
+        return Cause("reshape", text, _EXTENTS, line)
 
     def _for_product(self, found: Edge | None, line: str, when: str) -> Cause:
+        wants = f"{when}this product wants another sharding over {self.over}: {self._meets(found)}"
         if found is None or found[1].opcode != "dot":
-            text = f"{when}this product wants another sharding over {self.over}: {self._meets(found)}"
-            return Cause("product", text, "jaxmp.matmul or fuse moves it while it multiplies", line)
+            return Cause("product", wants, _HIDES, line)
         place, dot, side = found
         mine, other = summed(place, dot, side), summed(place, dot, 1 - side)
         mine_k, other_k = self.axes_in(mine), self.axes_in(other)
@@ -304,9 +324,8 @@ class _Search(Lies):
         if cause := self._downstream(found):
             return cause
         asked = self.begins(self.all(Dim(place, dot, "", 0)))[:1]
-        remedy = f"give {asked[0].rpartition(' of ')[2]} the sharding of this product's operands" if asked else ""
-        text = f"{when}this product wants another sharding over {self.over}: {self._meets(found)}"
-        return Cause("product", text, remedy or "jaxmp.matmul or fuse moves it while it multiplies", line)
+        remedy = f"give {asked[0].rpartition(' of ')[2]} the sharding of this product's operands" if asked else _HIDES
+        return Cause("product", wants, remedy, line)
 
     def _downstream(self, found: Edge) -> Cause | None:
         """Who asks for a result that the axes do not shard, or shard though no operand has it so."""
@@ -373,10 +392,9 @@ def _written(collective: Instruction, over: str, line: str) -> Cause:
     name = f"jax.lax.{collective.primitive.removesuffix('_invariant')}"
     if "jaxmp" in collective.op_name:
         return Cause("jaxmp", f"{name} beside a call of jaxmp, whose row says why", "", line)
-    if "transpose(" in collective.op_name:
-        text = f"the gradient of a value that is the same over {over}" + " (or of a sum over it)" * (
-            collective.primitive == "psum"
-        )
+    if _is_backward(collective):
+        of_sum = " (or of a sum over it)" * (collective.primitive == "psum")
+        text = f"the gradient of a value that is the same over {over}{of_sum}"
         text = f"{text} is {name}" if name == "jax.lax.psum" else f"the transpose of a collective is {name}"
         return Cause("gradient", text, "", line)
     name += " (or pmean)" * (name == "jax.lax.psum")

@@ -137,8 +137,7 @@ class CompiledExplanation:
         return [head, *map(_cells, _merged(self.rows))]
 
     def _totals(self) -> str:
-        count = len(self.collectives)
-        every = self.bytes_moved
+        count, every = len(self.collectives), self.bytes_moved
         share = f", {100 * self.bytes_hidden / every:.0f} % of it hidden behind products" if every else ""
         return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
 

@@ -30,11 +30,7 @@ from jaxmp._src.validation.public import public
 
 @overload
 def explain(
-    fn: Callable[..., Any],
-    *,
-    quiet: bool = ...,
-    hardware: str | Hardware | None = ...,
-    compiled: Literal[False] = ...,
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: Literal[False] = ...
 ) -> Callable[..., Explanation]: ...
 @overload
 def explain(
@@ -156,10 +152,8 @@ class _Explained:
         if is_open:
             # On one device there is nothing to settle.
             rows = [_on_one_device(row, bool(batches)) for row in _with_settled(rows, settled)]
-        explanation: Explanation | CompiledExplanation
-        explanation = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
-        if compiled is not None and self._compiled:
-            explanation = compiled_explanation(*compiled, explanation)
+        calls = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
+        explanation = compiled_explanation(*compiled, calls) if compiled is not None and self._compiled else calls
         if not self._quiet:
             print(explanation)
         return explanation
@@ -205,16 +199,8 @@ def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:
         match = next((one for one in left if _is_part_of(one, row)), None)
         if match is not None:
             left.remove(match)
-            found.append(
-                dataclasses.replace(
-                    match,
-                    count=row.count,
-                    line=row.line,
-                    global_shapes=row.global_shapes,
-                    extents=row.extents,
-                    flops=row.flops if row.operation == "ragged_dot" else match.flops,
-                )
-            )
+            names = ["count", "line", "global_shapes", "extents", *["flops"] * (row.operation == "ragged_dot")]
+            found.append(dataclasses.replace(match, **{name: getattr(row, name) for name in names}))
     return found + left
 
 

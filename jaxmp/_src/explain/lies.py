@@ -92,7 +92,7 @@ class Lies:
         return by_axes
 
     def has(self, found: Edge) -> str:
-        return self.lies(self.sharded(*found)) or self.origins.name(value(*found))[0]
+        return self.lies(self.sharded(*found)) or f"XLA splits {self.origins.name(value(*found))[0]} over {self.over}"
 
     def begins(self, dims: Iterable[Dim]) -> list[str]:
         """Where the shardings of dimensions begin."""

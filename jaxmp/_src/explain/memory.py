@@ -116,10 +116,8 @@ def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
         f"{size_of(memory.results)} results, {size_of(memory.temporaries)} temporaries){fits}"
     ]
     if memory.largest:
-        listed = ", ".join(
-            f"{size_of(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4]
-        )
-        notes.append(f"largest then: {listed}")
+        listed = (f"{size_of(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
+        notes.append(f"largest then: {', '.join(listed)}")
     least = memory.peak / 100  # below that nothing is worth a line
     if memory.donatable >= least > 0:
         notes.append(f"donate_argnums could save {size_of(memory.donatable)}: results have the types of arguments")

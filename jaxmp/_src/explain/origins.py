@@ -211,8 +211,11 @@ def value(computation: Computation, user: Instruction, number: int) -> Dim:
 
 
 def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
-    """The dimensions of an operand that a product sums."""
+    """The dimensions of an operand that a product or a convolution sums."""
     dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
+    if dot.opcode == "convolution":
+        labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
+        dims = (*map(labels.index, "fi"[side] + "".join(sorted(filter(str.isdigit, labels)))),)
     return [value(computation, dot, side)._replace(dim=i) for i in dims]
 
 

@@ -219,11 +219,7 @@ def matmul_row(
         else "",
         line=line,
         extents=(whole_m, k, whole_n),
-        local_extents=(
-            a.shape[1 if spec.transpose_a else 0],
-            a.shape[0 if spec.transpose_a else 1],
-            b.shape[0 if spec.transpose_b else 1],
-        ),
+        local_extents=(*a.shape[:: -1 if spec.transpose_a else 1], b.shape[0 if spec.transpose_b else 1]),
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
         placement=shards.placement(spec, varying, dims),
