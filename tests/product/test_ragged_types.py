@@ -69,15 +69,15 @@ def test_pairs(of_x, of_w, standard_promotion, x64):
         ct = numbers(3, (4, 3), wanted[0][0].name)
         try:
             want = jax.jit(functools.partial(derivatives, theirs))(x, w, ct)
-        except jax.errors.JaxRuntimeError:  # XLA has no result of 4 bits of some types
+        except (TypeError, jax.errors.JaxRuntimeError):  # lax lacks some gradients, XLA some results of 4 bits
             continue
         for f in (ours, fused):
             got = jax.jit(functools.partial(derivatives, f))(x, w, ct)
-            for mine, their in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            for i, (mine, their) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
                 assert (mine.dtype, mine.weak_type) == (their.dtype, their.weak_type)
                 mine, their = (np.asarray(y).astype(complex) for y in (mine, their))
                 # lax fills x with zeros, and cotangents, which float8_e8m0fnu does not have.
-                if "e8m0" not in of_x and not np.isnan(their).all():
+                if "e8m0" not in of_x + of_w * (i > 0) and not np.isnan(their).all():
                     np.testing.assert_array_equal(mine, their)
 
 
