@@ -1,5 +1,6 @@
 #include "csrc/ffi/call_frame.h"
 
+#include <algorithm>
 #include <iterator>
 #include <string>
 #include <string_view>
@@ -74,6 +75,16 @@ constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F8E5M2FNUZ,
                                        ffi::F8E8M0FNU};
 static_assert(std::size(kFfiTypes) == std::size(kDTypes));
+
+}  // namespace
+
+DType DTypeOf(ffi::DataType type) {
+  if (type == ffi::F4E2M1FN) return DType::kE2M1;
+  const auto found = std::find(std::begin(kFfiTypes) + 1, std::end(kFfiTypes), type);
+  return found == std::end(kFfiTypes) ? DType::kNone : static_cast<DType>(found - std::begin(kFfiTypes));
+}
+
+namespace {
 
 // XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {

@@ -11,6 +11,9 @@ namespace jaxmp {
 
 StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
 
+// The type of a buffer; DType::kNone where no product has it.
+DType DTypeOf(xla::ffi::DataType type);
+
 // The buffers of one device, in the order of the boundary: arguments a, b, [c], [bias], [aux], [scale_a], [scale_b],
 // [scale_c], [scale_d], [scale_aux], [position]; results d, [aux], [gradient], [amax_d], [amax_aux], [d_out_scale].
 // `position` is null where a group has one rank, and points to one int32, wherever the platform keeps its buffers.

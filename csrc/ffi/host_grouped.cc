@@ -2,16 +2,15 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "csrc/base/status.h"
-#include "csrc/cublasmp/dtypes.h"
+#include "csrc/ffi/call_frame.h"
 #include "csrc/ffi/host_call.h"
 #include "csrc/hostmp/handles/grouped.h"
+#include "csrc/plan/enums.h"
 #include "csrc/plan/matmul_problem.h"
 
 namespace ffi = xla::ffi;
@@ -24,12 +23,6 @@ StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attribute
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_contraction", &site->is_contraction));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_transposed", &site->is_transposed));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_fixed_order", &site->is_fixed_order));
-  std::string type_w;
-  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "type_w", &type_w));
-  const auto facts =
-      std::find_if(std::begin(kDTypes), std::end(kDTypes), [&](const TypeFacts& each) { return each.name == type_w; });
-  if (facts == std::end(kDTypes)) return InvalidArgument("jaxmp: attribute type_w names no type: ", type_w);
-  site->type_w = facts->number;
   Axes axes;
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "mesh_shape", &axes.mesh_shape));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "axes_row", &axes.row));
@@ -38,27 +31,10 @@ StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attribute
   return site;
 }
 
-StatusOr<abi::cudaDataType_t> TypeOf(ffi::DataType type) {
-  switch (type) {
-    case ffi::S8:
-      return abi::CUDA_R_8I;
-    case ffi::S32:
-      return abi::CUDA_R_32I;
-    case ffi::F32:
-      return abi::CUDA_R_32F;
-    case ffi::F64:
-      return abi::CUDA_R_64F;
-    case ffi::BF16:
-      return abi::CUDA_R_16BF;
-    case ffi::F16:
-      return abi::CUDA_R_16F;
-    case ffi::C64:
-      return abi::CUDA_C_32F;
-    case ffi::C128:
-      return abi::CUDA_C_64F;
-    default:
-      return InvalidArgument("jaxmp: a grouped product of XLA's type ", static_cast<int>(type));
-  }
+StatusOr<abi::cudaDataType_t> TypeOf(const ffi::AnyBuffer& buffer) {
+  const ffi::DataType type = buffer.element_type();
+  if (const DType found = DTypeOf(type); found != DType::kNone) return NumberOf(found);
+  return InvalidArgument("jaxmp: a grouped product of XLA's type ", static_cast<int>(type));
 }
 
 using Shape = std::vector<int64_t>;
@@ -115,9 +91,9 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   JAXMP_ASSIGN_OR_RETURN(p.has_w_batch, CheckShape("w", w, p.batch, p.is_contraction ? rows : matrices));
   JAXMP_ASSIGN_OR_RETURN(p.has_bounds_batch, CheckShape("bounds", bounds, p.batch, {of_bounds[1]}));
   JAXMP_RETURN_IF_ERROR(CheckShape("d", d, p.batch, p.is_contraction ? Shape{p.matrices, p.k, p.n} : rows).status());
-  JAXMP_ASSIGN_OR_RETURN(p.type, TypeOf(x.element_type()));
-  JAXMP_ASSIGN_OR_RETURN(p.out, TypeOf(d.element_type()));
-  p.type_w = site.type_w;
+  JAXMP_ASSIGN_OR_RETURN(p.type, TypeOf(x));
+  JAXMP_ASSIGN_OR_RETURN(p.type_w, TypeOf(w));
+  JAXMP_ASSIGN_OR_RETURN(p.out, TypeOf(d));
   p.x = x.untyped_data(), p.w = w.untyped_data(), p.d = d.untyped_data();
   p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
   int64_t position = 0;

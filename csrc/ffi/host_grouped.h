@@ -13,13 +13,12 @@ namespace jaxmp {
 // The state of a call site: its attributes, and where its ranks meet.
 struct GroupedSite : SiteType<GroupedSite> {
   int64_t is_contraction = 0, is_transposed = 0, is_fixed_order = 0;
-  abi::cudaDataType_t type_w{};
   std::shared_ptr<const Communicator> communicator;
   hostmp::Rendezvous rendezvous;
 };
 
-// Once per call site: decodes the attributes is_contraction, is_transposed, is_fixed_order and type_w, by its name
-// (grouped.h); mesh_shape and axes_row, as in Axes (communicator.h).
+// Once per call site: decodes the attributes is_contraction, is_transposed and is_fixed_order (grouped.h); mesh_shape
+// and axes_row, as in Axes (communicator.h).
 XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution. Arguments x, w, bounds, each with a batch in front, of one where it serves all; where

@@ -388,8 +388,11 @@ Status MultiplyGroups(const GroupedProduct& product, Stream& stream, int rank, i
     return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " has no result of ",
                            NameOf(product.out));
   }
-  const bool is_decoded = Facts(product.type_w).is_low_precision && sums == abi::CUDA_R_32F && !product.is_contraction;
-  if (product.type_w != product.type && !is_decoded) {
+  const bool is_wide = !Facts(product.type).is_low_precision;
+  const bool is_decoded =
+      is_wide && sums == abi::CUDA_R_32F && Facts(product.type_w).is_low_precision && !product.is_contraction;
+  const bool is_one_type = product.type_w == product.type && (is_wide || product.type == abi::CUDA_R_8I);
+  if (!is_one_type && !is_decoded) {
     return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " takes no ", NameOf(product.type_w));
   }
   Arrival arrival;

@@ -229,7 +229,7 @@ class _Search(Lies):
             return Cause("out_shardings", text, _EXTENTS, line)
         if is_chosen:
             return Cause("out_shardings", f"XLA gives {text}", "name its sharding, as out_shardings", line)
-        remedy = "let out_shardings be those that the computation gives"
+        remedy = "name the sharding that the computation gives in out_shardings"
         return Cause("out_shardings", f"out_shardings want {text}", remedy, line)
 
     def _carry(self, line: str) -> Cause:

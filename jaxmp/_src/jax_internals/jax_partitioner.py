@@ -141,7 +141,7 @@ def _lowered_on_shards(
     """One device's part as a program in XLA's input; XLA relies on the types of its results."""
     mesh = call.mesh
     axes = _core.extend_axis_env_nd(mesh.shape.items())
-    # A module is lowered here from the primitives that it has, without those that stand for others.
+    # With custom_jvp3 the trace holds primitives that JAX replaces later, in a step that this lowering does not take.
     custom_jvp3 = getattr(_config, "custom_jvp3", contextlib.nullcontext)(False)
     with off_explicit_mesh(), jax.enable_x64(call.x64), axes, in_body(call.is_in_body), custom_jvp3:
         jaxpr = jax.make_jaxpr(call.body)(*shards)

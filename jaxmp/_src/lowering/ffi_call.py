@@ -25,7 +25,7 @@ from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
 from jaxmp._src.spec.extents import Extents, extents, result_type
 from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec
 
-DTYPES = {
+_DTYPES = {
     "float32": "f32",
     "float64": "f64",
     "bfloat16": "bf16",
@@ -127,7 +127,7 @@ def call_attributes(
     """
     found = found or extents(spec, a.shape, b.shape)
     row = spec.rule
-    out = DTYPES[np.dtype(spec.out_dtype).name]
+    out = _DTYPES[np.dtype(spec.out_dtype).name]
     names = [name for name, _ in spec.group.mesh]
     axes_row, axes_col = (
         (spec.group.col_axes, spec.group.row_axes) if spec.contraction.is_grid else (spec.group.row_axes, ())
@@ -144,17 +144,17 @@ def call_attributes(
         "k": np.int64(found.k),
         "trans_a": _transposition(spec.transpose_b, spec.conjugate_b),
         "trans_b": _transposition(spec.transpose_a, spec.conjugate_a),
-        "dtype_a": DTYPES[b.dtype.name],
-        "dtype_b": DTYPES[a.dtype.name],
-        "dtype_c": DTYPES[np.dtype(spec.c_dtype or spec.out_dtype).name] if spec.has_c else "none",
+        "dtype_a": _DTYPES[b.dtype.name],
+        "dtype_b": _DTYPES[a.dtype.name],
+        "dtype_c": _DTYPES[np.dtype(spec.c_dtype or spec.out_dtype).name] if spec.has_c else "none",
         "dtype_d": out,
-        "dtype_bias": DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
+        "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
         if row.has_bias or row.gradient
         else "none",
         "dtype_aux": {
             "": "none",
             "relu_aux": "u8",
-            "gelu_aux": DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
+            "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
         # hostmp takes cuBLASMp's, and no library sums in 16 bits.
         "compute": precisions.find(
@@ -178,7 +178,7 @@ def call_attributes(
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "devices": np.array(devices, np.int64),
         "determinism": spec.level.name,
-        "communication_dtype": DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
+        "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),
         "layout_a": layout_b,
@@ -195,11 +195,11 @@ def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
 
 def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:
     """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
-    types = f"{DTYPES[a.dtype.name]}*{DTYPES[b.dtype.name]}->{DTYPES[np.dtype(spec.out_dtype).name]}"
+    types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"
     else:
-        wide = native.kernel_of(DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
+        wide = native.kernel_of(_DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
         kernel = f"decoded; {wide}" if low_precision.is_mixed(a.dtype, b.dtype) else wide
         kernel = "one order of sums" if spec.fixed_reduction_order else kernel
     return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.level.name} ({kernel})"

@@ -20,7 +20,7 @@ from jax import lax
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import process_barrier, rules
-from jaxmp._src.lowering.ffi_call import DTYPES, mesh_position
+from jaxmp._src.lowering.ffi_call import mesh_position
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.runtime import native
@@ -121,8 +121,7 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     }
     mesh, experts = (spec.mesh, spec.experts) if spec.nranks > 1 else ((), ())
     names = [name for name, _ in mesh]
-    others = {
-        "type_w": DTYPES[w.dtype.name],
+    axes = {
         "mesh_shape": np.array([size for _, size in mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in experts], np.int64),
     }
@@ -131,7 +130,7 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     name = f"jaxmp ragged_dot {m}x{k}x{n} of {bounds.shape[1] - 1} {types}->{spec.out_dtype.name} {spec.level.name}"
     with jax.enable_x64(True), jax.named_scope(name):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
-        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **others)
+        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **axes)
     return d
 
 

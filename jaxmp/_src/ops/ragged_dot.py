@@ -64,8 +64,8 @@ def ragged_dot(
         once. With `determinism="batch"` None or "relu"; of integers None.
       precision: as in `matmul`.
       preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
-      scaling: float32 scales of narrow operands, which XLA multiplies with the sums: `Scaling.a` (), or (m,) of the
-        rows of x; `Scaling.b` (), (groups,), or (groups, n) of the columns of each matrix.
+      scaling: float32 scales of narrow operands. XLA multiplies the result by them. `Scaling.a` is (), or (m,) for the
+        rows of x; `Scaling.b` is (), (groups,), or (groups, n) for the columns of each matrix.
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
@@ -225,7 +225,7 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
-    """What is converted around a product, whose types are those of lax, and the request of the call."""
+    """(how operands and result are converted, so that types are those of lax; the request with converted operands)."""
     conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)

@@ -45,8 +45,8 @@ class Profile:
       seconds: from the first event to the end of the last.
       calls: the seconds of each kind of call, the longest first, and those of everything else at the end.
       svg: the timeline as the text of an SVG file.
-      imbalance: of products of groups of rows on CPU devices, the rows of the largest group over those of the mean one;
-        None without such products.
+      imbalance: how unevenly rows are divided among groups (`ragged_dot`): the rows of the largest group over the mean
+        of all groups. None without such products on CPU devices.
     """
 
     events: tuple[Event, ...]
