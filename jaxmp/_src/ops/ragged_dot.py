@@ -138,8 +138,8 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
         scale = jnp.float32(1) if scale is None else jnp.asarray(scale)
         if scale.shape not in shapes or scale.dtype != np.float32:
             raise InvalidValue(
-                f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype}"
-                f"{scale.shape}; apply scales of blocks ahead (jaxmp.quantize.dequantize)"
+                f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype} "
+                f"{scale.shape}; apply scales of blocks before the call (jaxmp.quantize.dequantize)"
             )
         found.append(scale)
     return found[0], found[1]
