@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
+from jaxmp import BlockCyclic, Epilog
 from jaxmp.testing import assert_bitwise_equal
 
 RAN: collections.Counter = collections.Counter()
@@ -59,6 +59,7 @@ def everything():
         for dtype in ("float32", "bfloat16"):
             has_the_bits_of_one_device(case.replace(dtype=dtype))
     operands_that_move()
+    block_cyclic()
     gradients_of_a_layer()
     every_collective_is_behind_a_barrier()
     says_where_each_group_lives()
@@ -111,6 +112,22 @@ def operands_that_move():
             for x, want in zip((got, *gradients), (d, 2 * d @ b.T, a.T @ (2 * d)), strict=True):
                 compare(x, want)
             RAN["moved"] += 1
+
+
+def block_cyclic():
+    """Rows and columns are exchanged to be stored, in another layout, and back. A round trip hides what is stored."""
+    mesh, layouts = jax.make_mesh((2, 2), ("r", "c")), [BlockCyclic((2, 2), (2, 2)), BlockCyclic((2, 2), (3, 1))]
+    for m, n in ((8, 12), (10, 7)):
+        x = np.arange(m * n, dtype=np.float32).reshape(m, n)
+        stored = jaxmp.to_block_cyclic(jnp.asarray(x), layouts[0], mesh=mesh)
+        if m == 8:
+            order = [0, 1, 4, 5, 2, 3, 6, 7]
+            compare(stored.data, x[order][:, [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]])
+        moved = jaxmp.to_block_cyclic(stored, layouts[1])
+        for each in (stored, moved):
+            compare(jaxmp.from_block_cyclic(each), x)
+        compare(jaxmp.from_block_cyclic(jaxmp.matmul(stored, stored, transpose_a=True)), x.T @ x)
+    RAN["block cyclic"] += 1
 
 
 def rounded(case, dtype):

@@ -131,8 +131,10 @@ def collective(
         return largest
     if kind == "all_to_all":
         split, joined = dimensions
-        if memory:  # each rank reads all, and takes what is its own
-            return collectives.own_part(all_gather(x, axes, joined), split, axes)
+        if memory:  # each rank reads all parts of all ranks, and takes those that are its own
+            parts = x.reshape(*x.shape[:split], lax.axis_size(axes), -1, *x.shape[split + 1 :])
+            every = all_gather(parts, axes, joined + (joined >= split))
+            return lax.squeeze(collectives.own_part(every, split, axes), (split,))
         return _all_to_all(x, axes, split, joined, platform)
     return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
