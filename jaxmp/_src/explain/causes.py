@@ -10,8 +10,9 @@ from typing import NamedTuple
 from jaxmp._src.explain import partitioned
 from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, Module
 from jaxmp._src.explain.lies import Edge, Lies, joined
-from jaxmp._src.explain.operations import ALONG, CUMULATIVE, NAMED, hands_on, is_cumulative
+from jaxmp._src.explain.operations import ALONG, CUMULATIVE, NAMED, OTHERWISE, hands_on, is_cumulative
 from jaxmp._src.explain.origins import ASKING, SLICE_OF_SCAN, Dim, Origins, summed, value
+from jaxmp._src.explain.partitioned import Dims
 
 
 class Cause(NamedTuple):
@@ -28,7 +29,10 @@ _WRITTEN = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_
 _WRITTEN |= {"reduce_scatter", "unreduced_reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast"}
 _CONSTRAINTS = {"sharding_constraint", "reshard"}
 _RESULT, _CARRY = "result", "carry"
+# What names the dimensions that a lookup or a scatter indexes.
+_INDEXED = {"lookup": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
 _HIDES = "jaxmp.matmul or fuse moves it while it multiplies"
+_NEEDED_WHERE_SAME = "needed where the value is the same on every device"
 _EXTENTS = "take extents that the axis divides, as of heads, or shard another dimension"
 
 
@@ -73,7 +77,7 @@ class _Search(Lies):
         over, source, name = self.over, self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         # What a user's own backward function reduces is no sum that a gradient adds.
-        is_gradient = _is_backward(source) and name not in ("reduce_max", "reduce_min")
+        is_gradient = _is_backward(source) and name not in ("reduce_max", "reduce_min") and not self._spreads(source)
         is_scalar = not self.collective.shapes[0][1]
         if source.opcode in ("dot", "convolution") or name in ("dot_general", "conv_general_dilated"):
             return self._for_sum_of_products(line, is_gradient)
@@ -85,8 +89,12 @@ class _Search(Lies):
         if cause := self._for_cut(self.collective):
             return cause
         if "scatter" in name or source.opcode == "scatter":
-            text = f"each device over {over} adds its part of a scatter" + (", the gradient of a lookup" * is_gradient)
-            return Cause("gradient" if is_gradient else "scatter", text, "shard the updates as the array", line)
+            updates = next(filter(None, (self.sharded(*place, 2) for place in self.program.wholes(source))), [])
+            text = f"each device adds its part of a scatter of {self.which(updates)}"
+            remedy = f"{self.leave_whole(updates)}, or shard the result over {over} too (reduce-scatter)"
+            if is_gradient:
+                return Cause("gradient", f"{text}: the gradient of a lookup", _NEEDED_WHERE_SAME, line)
+            return Cause("scatter", text, remedy, line)
         reduced = (
             [each for each in self.sharded(*place, 0) if each.dim in place[1].numbers("dimensions")]
             for place in self.program.wholes(source)
@@ -97,11 +105,23 @@ class _Search(Lies):
             text = (
                 f"the gradient of a value that is the same over {over} (a bias, a scale, a loss) is a sum over {where}"
             )
-            return Cause("gradient", text, "needed where the value is the same on every device", line)
+            return Cause("gradient", text, _NEEDED_WHERE_SAME, line)
         kind = name.removeprefix("reduce_") if name.startswith(("reduce", "arg", "cum")) else "sum"
         text = f"a {kind} over {self.which(dims)}, as in a mean, a norm, a softmax or a loss"
         remedy = "needed for a value of the whole batch, such as a loss" if is_scalar else self.leave_whole(dims)
         return Cause("reduction", text, remedy, line)
+
+    def _spreads(self, reduction: Instruction) -> bool:
+        """Whether a reduction's result returns to the shape that it had, as in a norm and its gradient."""
+        for place, at in self.program.wholes(reduction)[: reduction.opcode == "reduce"]:
+            extents, waiting = place.operands(at)[0].shapes[0], [at]
+            while waiting and len(waiting) < 50:
+                users = [user for each in waiting for user in place.users[each.name]]
+                if any(user.opcode == "broadcast" and user.shapes[0] == extents for user in users):
+                    return True
+                size = math.prod(at.shapes[0][1])
+                waiting = [user for user in users if user.shapes and math.prod(user.shapes[0][1]) == size]
+        return False
 
     def _for_sum_of_products(self, line: str, is_gradient: bool) -> Cause:
         products = [each for each in self.program.wholes(self.source) if each[1].opcode in ("dot", "convolution")]
@@ -225,12 +245,21 @@ class _Search(Lies):
         text = f"a result of the program with another sharding over {self.over}{have}"
         uneven = [at for at in lies if at.extents[at.dim] % math.prod(mesh[axis] for axis in self.axes_of(at))]
         if uneven and is_chosen:
-            text = f"a result of the program is whole over {self.over}, which does not divide {self.dims(uneven)}"
-            return Cause("out_shardings", text, _EXTENTS, line)
+            maker = self._maker(uneven[0])
+            text = f"a result of the program is whole over {self.over}, which does not divide the "
+            text += f"{maker.extents[maker.dim]} of {self.dims([maker])}"
+            return Cause("out_shardings", text, _EXTENTS, self.origins.line(*maker[:2]) or line)
         if is_chosen:
             return Cause("out_shardings", f"XLA gives {text}", "name its sharding, as out_shardings", line)
         remedy = "name the sharding that the computation gives in out_shardings"
         return Cause("out_shardings", f"out_shardings want {text}", remedy, line)
+
+    def _maker(self, at: Dim) -> Dim:
+        """The value that first has this extent."""
+        while below := [each for each in self.origins.operands(at) if each.extents[each.dim] == at.extents[at.dim]]:
+            made = [each for each in below if each.instruction.opcode != "parameter"]
+            at = (made or below)[0]
+        return at
 
     def _carry(self, line: str) -> Cause:
         text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
@@ -275,7 +304,10 @@ class _Search(Lies):
         name = "argmax or another reduction of pairs" if name == "reduce" else name
         text = f"{name} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
-        return Cause(kind, text, self.shard_another(dims), line)
+        remedy = OTHERWISE.get(name, "")
+        if found is not None and kind in ("lookup", "scatter") and len(found[1].numbers(_INDEXED[kind])) > 1:
+            remedy = "jax.vmap over it, so that each device indexes in its own shard"
+        return Cause(kind, text, "; or ".join(filter(None, (self.shard_another(dims), remedy))), line)
 
     def _for_cut(self, each: Instruction) -> Cause | None:
         """A slice of one element along a sharded dimension, which XLA moves where a reshape drops that dimension."""
@@ -340,7 +372,8 @@ class _Search(Lies):
                 return self._carry(whole.line(met.instruction))
             if not self.origins.ahead(met, asked[0][1]):
                 return self._result(self.sharded(*found), whole.line(operation))
-        waiting, seen = [operation] * (not self.all(Dim(place, operation, "", 0))), {operation.name}
+        is_met = any(self._lies_so(place, operation, i, dims) for i in range(len(operation.operands)))
+        waiting, seen = [operation] * (not is_met and not self.all(Dim(place, operation, "", 0))), {operation.name}
         while waiting:
             at = waiting.pop(0)
             if at.primitive in ASKING and at is not operation:
@@ -353,6 +386,12 @@ class _Search(Lies):
                     waiting.append(user)
         return None
 
+    def _lies_so(self, place: Computation, user: Instruction, number: int, dims: Dims) -> bool:
+        """Whether an operand is sharded as the result of its user, by where it comes from."""
+        at = value(place, user, number)
+        every = [(at._replace(dim=i), axis) for i, axes in enumerate(dims) for axis in axes]
+        return dims == self.program.dims(*at[:3]) and any(self.origins.ahead(*each) for each in every)
+
     @property
     def _leaves(self) -> str:
         return _RESULT if self.computation.name == self.module.entry else _CARRY
@@ -364,7 +403,8 @@ class _Search(Lies):
         place, user, number = found
         every = self._over_others(self.program.mesh)
         others = (every.lies(every.sharded(place, user, i)) for i in range(len(user.operands)) if i != number)
-        result = self.lies(self.all(Dim(place, user, "", 0)), "the result") or joined([*filter(None, others)])
+        results = (lies.lies(lies.all(Dim(place, user, "", 0)), "the result") for lies in (self, every))
+        result = next(filter(None, results), "") or joined([*filter(None, others)])
         is_turned = place.operands(user)[number].opcode == "transpose"
         return self.has(found) + ", transposed" * is_turned + f", and {result}" * bool(result)
 

@@ -53,6 +53,8 @@ class Lies:
             for below in self.origins.operands(above):
                 if below[:3] == operand[:3]:
                     wants.setdefault(below.dim, set()).update(self.origins.axes(above))
+        if user.opcode == "reduce":  # sums parts where they lie
+            wants |= {i: set(self.axes) for i in user.numbers("dimensions")}
         if user.opcode == "dot":
             for mine, other in zip(*(summed(place, user, i) for i in (number, 1 - number)), strict=True):
                 wants[mine.dim] = {*self.origins.axes(other)}
@@ -83,7 +85,7 @@ class Lies:
         splits = f"XLA splits over {self.over}"
         by_axes = self._by_axes(dims).items()
         texts = [f"{self.dims(alike)}, which {shard(axes) if axes else splits}" for axes, alike in by_axes]
-        return ", and ".join(texts) or f"a dimension, which {shard(self.axes)}"
+        return ", and ".join(texts) or f"a dimension, which {splits}"
 
     def _by_axes(self, dims: Iterable[Dim]) -> dict[tuple[str, ...], list[Dim]]:
         by_axes: dict[tuple[str, ...], list[Dim]] = {}

@@ -22,6 +22,18 @@ ALONG = {
     "scatter": ("scatter", "writes along"),
     "scatter-add": ("scatter", "adds along"),
 }
+# What moves less than they do.
+_ALIGNED = "keep the extents (jnp.roll and a mask), so that no more than the borders of shards move"
+_MASKED = "use a mask, jnp.where(jnp.arange(n) == i, ...), which each device applies to its shard"
+_PADDED = "join along a new dimension, or pad to extents that the axis divides"
+OTHERWISE = {
+    "split": "reshape to (parts, n) and shard n, so that each device cuts its own shard",
+    "slice": _ALIGNED,
+    "pad": _ALIGNED,
+    "concatenate": _PADDED,
+    "dynamic_slice": _MASKED,
+    "dynamic_update_slice": _MASKED,
+}
 # Functions of jax.numpy that other operations make up.
 NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
 # What a window over a whole dimension computes; JAX makes windows of these.

@@ -84,7 +84,8 @@ class Origins:
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
         # A shard_map asks for its manual axes alone.
         users = at.computation.users[each.name] if each.primitive == "shard_map" else []
-        is_own = f"'{axis}'" in "".join(user.sharding.partition("manual=")[2] for user in users)
+        manual = "".join(user.sharding.partition("manual")[2] for user in users)
+        is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
         if each.primitive in ASKING and (is_own or not users):
             return (f"{ASKING[each.primitive]} in {self._module.line(each)}",)
         return ()
