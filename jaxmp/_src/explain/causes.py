@@ -11,7 +11,7 @@ from jaxmp._src.explain import partitioned
 from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, Module
 from jaxmp._src.explain.lies import Edge, Lies, joined
 from jaxmp._src.explain.operations import ALONG, CUMULATIVE, NAMED, OTHERWISE, hands_on, is_cumulative
-from jaxmp._src.explain.origins import ASKING, SLICE_OF_SCAN, Dim, Origins, summed, value
+from jaxmp._src.explain.origins import ASKING, SLICE_OF_SCAN, Dim, Origins, asker, is_call, summed, value
 from jaxmp._src.explain.partitioned import Dims
 
 
@@ -267,13 +267,13 @@ class _Search(Lies):
 
     def _constraint(self, found: Edge | None, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
-        who = "backward, " * _is_backward(asks) + ASKING[asks.primitive]
+        who = "backward, " * _is_backward(asks) + asker(asks)
         wants = self.all(Dim(found[0], asks, "", 0)) if found else []
         axes = [f"{joined(self.axes_of(at))} on dimension {at.dim}" for at in wants]
         text = f"{who} asks for {joined(axes) or f'a value that is whole over {self.over}'}, but "
         text += self.has(found) if found else f"{self._operand()} is sharded"
         remedy = "drop it, or constrain to the sharding that there is"
-        if asks.primitive not in _CONSTRAINTS:
+        if asks.primitive not in _CONSTRAINTS or is_call(asks):
             remedy = "give the array what it asks for, or let it ask for the sharding that there is"
         return Cause("constraint", text, remedy, (self.program.whole or self.module).line(asks))
 
@@ -431,7 +431,7 @@ def _extents(each: Instruction) -> str:
 def _written(collective: Instruction, over: str, line: str) -> Cause:
     name = f"jax.lax.{collective.primitive.removesuffix('_invariant')}"
     if "jaxmp" in collective.op_name:
-        return Cause("jaxmp", f"{name} beside a call of jaxmp, whose row says why", "", line)
+        return Cause("jaxmp", f"{name} beside a call of jaxmp", "", line)
     if _is_backward(collective):
         of_sum = " (or of a sum over it)" * (collective.primitive == "psum")
         text = f"the gradient of a value that is the same over {over}{of_sum}"

@@ -15,12 +15,14 @@ from typing import Any
 import jax
 
 from jaxmp._src.explain import hlo
+from jaxmp._src.explain.calls import axes_of, beside_call, moving_calls
 from jaxmp._src.explain.causes import cause
 from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
 from jaxmp._src.explain.origins import Origins
 from jaxmp._src.explain.partitioned import Program
-from jaxmp._src.explain.table import Explanation
+from jaxmp._src.explain.row import Row
+from jaxmp._src.explain.table import Explanation, short_type
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compiled
 from jaxmp._src.runtime.text import aligned, as_html
@@ -28,11 +30,11 @@ from jaxmp._src.runtime.text import aligned, as_html
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A collective or a product of a compiled program, on one device.
+    """A collective or a product of a compiled program, or what a call of jaxmp moves, on one device.
 
     Attributes:
       kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-        "collective-permute", "collective-broadcast"; "dot" for a product.
+        "collective-permute", "collective-broadcast"; "dot" for a product; "jaxmp all-reduce" and the like for a call.
       line: the line that wants it, "train.py:41", or with its caller "train.py:41 -> norm:12"; else empty.
       axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
       nbytes: bytes that a device receives each time; 0 for a product.
@@ -60,13 +62,19 @@ class Operation:
     behind: tuple[str, ...] = ()
     is_hidden: bool = False
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the program cannot do without it, such as a gradient's sum over the batch."""
+        return self.remedy.startswith("needed")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledExplanation:
     """A compiled program: `str` gives the table, and notebooks show it.
 
     Attributes:
-      rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program.
+      rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program,
+        and for each call of jaxmp that reads what other devices hold.
       calls: the `Explanation` of its jaxmp calls.
       memory: a `Memory`, or None where the platform does not tell.
       hardware: the machine whose memory it has to fit, or None.
@@ -88,21 +96,12 @@ class CompiledExplanation:
 
         A loop without a known number of iterations counts once.
         """
-        return sum(_total(row) for row in self.collectives) + self._bytes_in_calls("host", "cublasmp", *self._apart)
+        return sum(map(_total, self.collectives))
 
     @property
     def bytes_hidden(self) -> int:
         """Bytes that a device receives while it computes: in a call of jaxmp, or where XLA overlaps a collective."""
-        return sum(_total(row) for row in self.collectives if row.is_hidden) + self._bytes_in_calls("host", "cublasmp")
-
-    @property
-    def _apart(self) -> tuple[str, ...]:
-        """Calls that move data beside their products, and not by a collective of XLA: through shared memory."""
-        return () if any(row.cause_kind == "jaxmp" for row in self.collectives) else ("host+xla",)
-
-    def _bytes_in_calls(self, *implementations: str) -> int:
-        rows = (row for row in self.calls.rows if row.extents and row.implementation in implementations)
-        return sum(row.count * row.bytes_moved for row in rows)
+        return sum(_total(row) for row in self.collectives if row.is_hidden)
 
     def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
         """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
@@ -165,8 +164,17 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
     """The rows of a compiled program; `calls` has those of jaxmp's calls."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
+    origins = Origins(program)
+    rows = list(_rows(origins, left, calls.rows))
+    # Calls that move data beside their products, and not by a collective of XLA, do so through shared memory.
+    apart = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
+    for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *apart):
+        extents = ",".join(map(str, row.local_shapes[2]))
+        shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
+        what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, axes_of(row), row.bytes_moved, row.count, shape)
+        rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in apart))
     return CompiledExplanation(
-        tuple(_rows(program, left)), calls, memory_of(compiled, program.compiled), calls.hardware
+        tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware
     )
 
 
@@ -187,9 +195,9 @@ def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
 # Rows ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
+def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> Iterator[Operation]:
     """`left` has, by line, why `fuse` has left a product to XLA."""
-    module, origins = program.compiled, Origins(program)
+    program, module = origins.program, origins.program.compiled
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
         independent = _Independent(module, computation)
@@ -199,6 +207,7 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
                 axes = program.axes(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
                     why = cause(origins, computation, each, i)
+                    why = beside_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
             elif each.is_product:
@@ -278,18 +287,34 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
-    """The rows, with those that are alike in all but their order and the numbers of layers as one."""
-    alike: dict[Operation, list[Operation]] = {}
-    for row in rows:
-        cause, remedy = (re.sub(r"\[\d+\]", "[*]", text) for text in (row.cause, row.remedy))
-        alike.setdefault(dataclasses.replace(row, count=1, behind=(), cause=cause, remedy=remedy), []).append(row)
+    """A row for all of one line, kind and kind of cause, with what they receive and run together; those needed last.
+
+    A cause or a remedy has a line for each that differs in more than the numbers of layers.
+    """
+    alike: dict[Any, list[Operation]] = {}
+    for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
+        key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden)
+        alike.setdefault(key, []).append(row)
     merged = []
-    for key, found in alike.items():
-        counts = [row.count for row in found]
-        one = key if len({row.cause for row in found}) > 1 else found[0]
-        count = None if None in counts else sum(counts)  # type: ignore[arg-type]
-        merged.append(dataclasses.replace(one, count=count, behind=found[0].behind))
+    for found in alike.values():
+        largest = max(found, key=_total)
+        count = None if None in (counts := [row.count for row in found]) else sum(counts)  # type: ignore[arg-type]
+        shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
+        cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))
+        nbytes = sum(map(_total, found))
+        merged.append(
+            dataclasses.replace(largest, count=count, shape=shape, cause=cause, remedy=remedy, nbytes=nbytes)
+        )
     return merged
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """At most three different texts, each on a line."""
+    alike: dict[str, set[str]] = {}
+    for text in texts:
+        alike.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
+    found = [layers if len(each) > 1 else next(iter(each)) for layers, each in alike.items()]
+    return "\n".join(found[:3] + [f"and {len(found) - 3} more like these"] * (len(found) > 3))
 
 
 def _narrow(table: list[list[str]]) -> list[list[str]]:
@@ -310,11 +335,12 @@ def _cells(row: Operation) -> list[str]:
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
     """The lines below a row; `remedies` has those that a row above has told."""
-    if row.cause:
-        yield f"{row.cause}{'; hidden behind other work' * row.is_hidden}"
-    if row.remedy not in remedies | {""}:
-        remedies.add(row.remedy)
-        yield f"remedy: {row.remedy}"
+    for text in row.cause.splitlines():
+        yield f"{text}{'; hidden behind other work' * row.is_hidden}"
+    for text in row.remedy.splitlines():
+        if text not in remedies:
+            remedies.add(text)
+            yield text if row.is_needed else f"remedy: {text}"
     if row.behind and not row.is_hidden:
         lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)
         yield f"could run behind the product{'s' * (len(row.behind) > 1)} of {lines}"
@@ -326,7 +352,7 @@ def _total(row: Operation) -> int:
 
 def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
     """Raise AssertionError with the table of the collectives that are not allowed."""
-    rows = tuple(row for row in explanation.collectives if not _is_allowed(row, allowed))
+    rows = tuple(row for row in explanation.rows if row.kind in COLLECTIVES and not _is_allowed(row, allowed))
     if rows:
         found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
         raise AssertionError(f"assert_no_collectives: the compiled program has collectives\n{found}")

@@ -87,7 +87,7 @@ class Origins:
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
         is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
         if each.primitive in ASKING and (is_own or not users):
-            return (f"{ASKING[each.primitive]} in {self._module.line(each)}",)
+            return (f"{asker(each)} in {self._module.line(each)}",)
         return ()
 
     def behind(self, start: Dim, axis: str) -> tuple[str, ...]:
@@ -184,6 +184,8 @@ class Origins:
                 return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
             hands_on = each.opcode in MOVES and (primitive not in OWN or "(_roll" in each.op_name)
             below = list(self.operands(at)) if is_inner or hands_on or primitive in ASKING else []
+            if is_call(each) and each.opcode == "custom-call" and "ShardToFull" in each.attributes:
+                primitive, below = "jaxmp.matmul", []
             if len(below) != 1:
                 break
             (at,) = below
@@ -191,6 +193,13 @@ class Origins:
             return each.op_name, at.dim
         line = self.line(at.computation, each)
         return f"the result of {primitive or each.opcode}" + f" ({line})" * bool(line), at.dim
+
+    def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
+        """The first dimension of an operand, ahead of what takes a device's part of it."""
+        at = value(place, user, number)
+        while at.instruction.opcode == "custom-call" and at.instruction.primitive == "shard_map":
+            at = value(place, at.instruction, 0)
+        return at
 
     def line(self, place: Computation, each: Instruction) -> str:
         """The user's line; of a slice that a scan takes the loop's, as JAX traces such slices once for many scans."""
@@ -204,6 +213,16 @@ class Origins:
         while end.instruction.opcode in MOVES and (below := next(self.operands(end), None)) is not None:
             end = below
         return self.program.callers[at.computation.name][1].opcode == "while" and end != at
+
+
+def is_call(each: Instruction) -> bool:
+    """Whether an instruction is of a call of jaxmp, or brings its operands to it."""
+    return "jit(jaxmp_call)" in each.op_name
+
+
+def asker(each: Instruction) -> str:
+    """What a user writes for an instruction that asks for a sharding."""
+    return "a call of jaxmp" if is_call(each) else ASKING[each.primitive]
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:

@@ -222,12 +222,12 @@ def _local(row: Row) -> str:
 def _dtypes(row: Row) -> str:
     """The types of a, b and d, and of their sums, where they differ."""
     types, *rest = row.dtypes.split(", ")
-    short, sums = [_short(name) for name in re.split(" x | -> ", types)], _short(row.accumulator)
+    short, sums = [short_type(name) for name in re.split(" x | -> ", types)], short_type(row.accumulator)
     text = short[0] if len(set(short)) == 1 else " -> ".join([" x ".join(dict.fromkeys(short[:2])), short[-1]])
     return ", ".join([text if sums in ("", short[-1]) else f"{text} ({sums})", *rest])
 
 
-def _short(dtype: str) -> str:
+def short_type(dtype: str) -> str:
     """The name of a type as JAX prints it in a jaxpr."""
     return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
 
