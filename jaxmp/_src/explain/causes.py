@@ -180,13 +180,19 @@ class _Search(Lies):
         if reader == _RESULT:
             return self._result(lies, made)
         if reader == _CARRY:
-            while not self.module.line(through) and through.operands and hands_on(through):
-                through, _ = partitioned.behind(self.computation, through, 0)
-            return self._carry(self.module.line(through) or made)
+            root = self.computation.root
+            number = root.operands.index(through.name) if through.name in root.operands else -1
+            text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
+            text += self._in_body(self.computation.name, number)
+            lines = map(self.module.line, _chain(self.computation, through))
+            return self._carry(text, next(filter(None, lines), made))
         assert isinstance(reader, Instruction)
         line, found = self.module.line(reader), self._edge(reader, through)
         if reader.opcode == "while":
+            ways = (_chain(self.computation, each) for each in self.computation.operands(through))
+            number = next((i for i, way in enumerate(ways) if self.collective in way), -1)
             text = f"the loop carries {self._operand()} with another sharding over {self.over} than it has at the start"
+            text += self._in_body(reader.attribute("body").lstrip("%"), number)
             return Cause("carry", text, "give the first carry the sharding that the body gives", line)
         for asks in (found[1] if found else reader, reader):
             if asks.primitive in ASKING:
@@ -261,9 +267,33 @@ class _Search(Lies):
             at = (made or below)[0]
         return at
 
-    def _carry(self, line: str) -> Cause:
-        text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
+    def _carry(self, text: str, line: str) -> Cause:
         return Cause("carry", text, "constrain the carry to one sharding, at the start and in the body", line)
+
+    def _in_body(self, body: str, number: int) -> str:
+        """Who reads a carried value in the loop's body, and who gives its next one."""
+        whole, name = self.program.whole, body.removesuffix("_spmd")
+        if whole is None or number < 0 or name not in whole.computations:
+            return ""
+        place, part = whole.computations[name], str(number)
+        carry = next(each for each in place.instructions.values() if each.opcode == "parameter")
+        reads = [
+            each
+            for each in place.users[carry.name]
+            if (carry.name, part) in zip(each.operands, each.parts, strict=False) and not each.is_root
+        ]
+        while reads and reads[0].primitive not in ASKING and reads[0].opcode in MOVES and not reads[0].is_root:
+            reads = place.users[reads[0].name]
+        gives = place.operands(place.root)[number] if place.root.opcode == "tuple" else place.root
+        while gives.primitive not in ASKING and gives.opcode in MOVES and gives.operands:
+            gives = place.operands(gives)[0]
+        who = [
+            f"{asker(each) if each.primitive in ASKING else each.primitive} ({whole.line(each)}) {does} it"
+            for does, found in (("reads", reads[:1]), ("gives", [gives]))
+            for each in found
+            if whole.line(each)
+        ]
+        return f": {joined(who)}" * bool(who)
 
     def _constraint(self, found: Edge | None, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
@@ -369,7 +399,8 @@ class _Search(Lies):
             if met.instruction.primitive in ASKING:
                 return self._constraint(found, met.instruction)
             if met.instruction.opcode == "while":
-                return self._carry(whole.line(met.instruction))
+                text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
+                return self._carry(text, whole.line(met.instruction))
             if not self.origins.ahead(met, asked[0][1]):
                 return self._result(self.sharded(*found), whole.line(operation))
         is_met = any(self._lies_so(place, operation, i, dims) for i in range(len(operation.operands)))
@@ -414,14 +445,21 @@ class _Search(Lies):
     def _operand(self) -> str:
         """What the collective takes, where no user of whole arrays tells."""
         at, _ = partitioned.behind(self.computation, self.collective, self.operand)
-        while at.operands and hands_on(at):
-            at, _ = partitioned.behind(self.computation, at, 0)
+        *_, at = _chain(self.computation, at)
         if at.opcode == "parameter" and self._leaves == _RESULT and at.is_argument:
             return at.op_name
         if self.source is self.collective:
             return "an operand"
         found = [Dim(*place, "", 0) for place in self.program.wholes(self.source)]
         return self.origins.name(found[0])[0] if found else f"the result of {self.source.primitive}"
+
+
+def _chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
+    """An instruction, and what it hands on."""
+    yield at
+    while at.operands and hands_on(at):
+        at, _ = partitioned.behind(computation, at, 0)
+        yield at
 
 
 def _extents(each: Instruction) -> str:
