@@ -301,9 +301,16 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     assert explanation.calls.calls == 1
     assert explanation.calls.rows[0].pattern == "all_reduce"
     assert explanation.bytes_hidden == explanation.calls.bytes_in_calls > 0
+    (row,) = explanation.collectives
+    assert (row.kind, row.axes, row.line) == ("jaxmp all-reduce", ("model",), explanation.calls.rows[0].line)
+    assert row.cause.startswith("this product sums dimension 1 of x and dimension 0 of w, which model shards, and its")
+    assert "out_sharding" in row.remedy
+    assert explanation.bytes_moved == row.nbytes
+    jaxmp.assert_no_collectives(jaxmp.fuse(lambda x, w: jnp.tanh(x @ w).sum(0)))(x, w)
     by_xla = compiled(functools.partial(jaxmp.matmul, implementation="xla", mesh=mesh, **SHARDED), x, w)
     (row,) = by_xla.collectives
     assert (row.cause_kind, by_xla.bytes_moved, by_xla.bytes_hidden) == ("jaxmp", row.nbytes, 0)  # counted once
+    assert row.cause.startswith("this product sums dimension 1 of a and dimension 0 of b, which model shards")
 
 
 def test_a_program_without_collectives_passes_and_others_fail_with_their_table(array):

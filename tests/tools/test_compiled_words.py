@@ -17,14 +17,18 @@ def rows_of():
     """The rows of a function of arguments as (shape, spec...), on a mesh of data and model."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
-    def of(fn, *args, dtypes=("float32",) * 9):
+    def explained(fn, *args, dtypes=("float32",) * 9):
         types = [
             jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
             for (shape, *spec), dtype in zip(args, dtypes, strict=False)
         ]
         with jax.set_mesh(mesh):
-            return jaxmp.explain(fn, compiled=True, quiet=True)(*types).collectives
+            return jaxmp.explain(fn, compiled=True, quiet=True)(*types)
 
+    def of(*args, **kwargs):
+        return explained(*args, **kwargs).collectives
+
+    of.explained = explained
     return of
 
 
@@ -188,6 +192,26 @@ def scaled(x):
 scaled.defvjp(lambda x: (x, x), lambda x, g: (g / jnp.max(x),))
 
 
+@jax.custom_vjp
+def normed(x):
+    return x
+
+
+def divided(x, g):
+    return (g / jnp.sum(g * x, -1, keepdims=True),)
+
+
+normed.defvjp(lambda x: (x, x), divided)
+
+
+def by_devices(x):
+    return jax.shard_map(jnp.sin, in_specs=P("model"), out_specs=P("model"))(jnp.tanh(x))
+
+
+def cached(cache, new, at):
+    return cache.at[jnp.arange(8), at].set(new)
+
+
 def shared(w, x):
     local = jax.shard_map(lambda w, x: jax.lax.psum(jnp.sin(x @ w), "data"), in_specs=(P(), P("data")), out_specs=P())
     return local(w, x).sum()
@@ -206,6 +230,18 @@ WORDS = [
     ),
     (inner, [((8, 16), "data", "model")], "^a sharding of an inner jax.jit asks for a value that is whole over model"),
     (jax.grad(lambda x: scaled(x).sum()), [((8, 16), "data")], "^a max over dimension 0 of x"),
+    (jax.grad(lambda x: normed(jnp.sin(x)).sum()), [((8, 16), None, "model")], "^a sum over dimension 1 of .*from "),
+    (by_devices, [((8, 16), "data")], "^a spec of shard_map asks for model on dimension 0, but data shards dimension 0"),
+    (
+        lambda x, i: jnp.zeros((4, 16)).at[i.astype(int)].add(x),
+        [((8, 16), "data"), ((8,), "data")],
+        "^each device adds its part of a scatter of dimension 0 of x, which data shards$",
+    ),
+    (
+        jax.jit(lambda c, n: c * 0.9 + n, out_shardings=P("data")),  # both steps of the move have one cause
+        [((16, 16), "data"), ((16, 16), "model")],
+        "^add of values with two shardings .* model shards dimension 0 of n, and data shards dimension 0 of the result",
+    ),
     (jax.grad(shared), [((16, 4),), ((8, 16), "data")], "^the gradient of a value .* same over data is jax.lax.psum$"),
     (
         lambda x, y: jnp.concatenate([x, y]) * 2,
@@ -262,10 +298,16 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(rows_of):
     assert {row.line for row in rows if row.cause.startswith("the gradient of this")} == {line_in(block.__wrapped__, 2)}
 
 
+def longer(x):
+    x = jnp.concatenate([x[:, :1], x], 1)
+    return jnp.tanh(x)
+
+
 def test_a_result_that_no_axis_divides_says_so(rows_of):
-    rows = rows_of(lambda x: jnp.tanh(jnp.concatenate([x[:, :1], x], 1)), ((8, 16), None, "model"))
+    rows = rows_of(longer, ((8, 16), None, "model"))
     (row,) = (row for row in rows if row.cause_kind == "out_shardings")
-    assert re.search(r"^a result of the program is whole over model, which does not divide dimension 1 of ", row.cause)
+    assert row.line == line_in(longer, 1)  # which makes the extent, not tanh, whose result is returned
+    assert re.search(r"^a result of the program is whole over model, which does not divide the 17 of dimension 1 of ", row.cause)
     assert row.remedy.startswith("take extents that the axis divides")
 
 
@@ -328,6 +370,47 @@ def test_the_line_that_asks_is_blamed_not_one_that_xla_moves_the_data_to(fn, bla
     rows = rows_of(jax.jit(fn, out_shardings=P("model")) if is_asked else fn, ((16, 16), None, "model"))
     assert {(row.line, row.cause_kind) for row in rows} == {(line_in(fn, line), kind) for line, kind in blamed}
     assert {row.cause.split()[0] for row in rows if row.cause_kind == "cumulative"} <= {"cummax"}
+
+
+def rows_of_table(text):
+    return [line for line in text.splitlines() if line.startswith("test_") or line.startswith("...")]
+
+
+def kept_otherwise(x, w):
+    def body(carry, _):
+        carry = jax.lax.with_sharding_constraint(carry, P("data", "model"))
+        carry = jnp.tanh(carry @ w)
+        return jax.lax.with_sharding_constraint(carry, P("model", "data")), None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+def test_a_carry_that_is_kept_otherwise_names_who_reads_and_who_gives_it(rows_of):
+    rows = rows_of(kept_otherwise, ((16, 16), "model", "data"), ((16, 16),))
+    reads, gives = (re.escape(line_in(kept_otherwise, n)) for n in (2, 4))
+    words = rf"with_sharding_constraint \({reads}\) reads it and jax.lax.with_sharding_constraint \({gives}\) gives it$"
+    assert any(re.search(words, row.cause) for row in rows if row.cause_kind == "carry"), rows
+
+
+def test_a_remedy_moves_less(rows_of):
+    (row, *_) = rows_of(cached, ((8, 16, 4), "data"), ((8, 4), "data"), ((8,), "data"), dtypes=("float32",) * 2 + ("int32",))
+    assert row.remedy.endswith("; or jax.vmap over it, so that each device indexes in its own shard")
+    (row, *_) = rows_of(lambda x: sum(jnp.split(x, 3, 1)), ((8, 48), None, "model"))
+    assert "reshape to (parts, n)" in row.remedy
+
+
+def rotated(w, x):
+    x = jnp.tanh(rotary(x))
+    return jnp.sum(x @ w)
+
+
+def test_one_row_of_the_table_stands_for_all_of_one_line_and_cause_and_those_needed_come_last(rows_of):
+    explanation = rows_of.explained(jax.grad(rotated), ((16, 4),), ((8, 16), "data", "model"))
+    found = {(row.kind, row.line, row.axes, row.cause_kind, row.is_needed) for row in explanation.collectives}
+    table = rows_of_table(str(explanation).partition("product ")[0])
+    assert len(found) <= len(table) < len(explanation.collectives)
+    assert [row.is_needed for row in explanation.collectives].count(True) == 1
+    assert str(explanation).index("concatenate moves") < str(explanation).index("\n    needed")
 
 
 def two_layers(w, v, x):
