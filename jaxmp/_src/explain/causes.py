@@ -385,8 +385,9 @@ class _Search(Lies):
             return Cause("shared axis", text, remedy, line)
         if cause := self._downstream(found):
             return cause
-        asked = self.begins(self.all(Dim(place, dot, "", 0)))[:1]
-        remedy = f"give {asked[0].rpartition(' of ')[2]} the sharding of this product's operands" if asked else _HIDES
+        every = self._over_others(self.program.mesh)
+        asked = next(filter(None, (lies.begins(lies.all(Dim(place, dot, "", 0)))[:1] for lies in (self, every))), [])
+        remedy = f"give {asked[0].partition(' of ')[2]} the sharding of this product's operands" if asked else _HIDES
         return Cause("product", wants, remedy, line)
 
     def _downstream(self, found: Edge) -> Cause | None:
@@ -409,13 +410,19 @@ class _Search(Lies):
             at = waiting.pop(0)
             if at.primitive in ASKING and at is not operation:
                 return self._constraint(found, at)
-            if at.is_root and place.name == whole.entry:
+            if at.is_root and place.name == whole.entry and (not self._conflict(found) or not whole.chooses_results):
                 return self._result(self.sharded(*found), whole.line(operation))
             for user in place.users[at.name]:
                 if user.name not in seen and (user.opcode == "tuple" or self.program.dims(place, user) == dims):
                     seen.add(user.name)
                     waiting.append(user)
         return None
+
+    def _conflict(self, found: Edge) -> bool:
+        """Whether an operation on elements has operands of two shardings, of which XLA keeps neither."""
+        place, user, number = found
+        kinds = [self.program.dims(*value(place, user, i)[:3]) for i in range(len(user.operands))]
+        return any(kind and kind != kinds[number] for kind in kinds)
 
     def _lies_so(self, place: Computation, user: Instruction, number: int, dims: Dims) -> bool:
         """Whether an operand is sharded as the result of its user, by where it comes from."""

@@ -30,7 +30,7 @@ class Lies:
 
     def axes_of(self, at: Dim) -> tuple[str, ...]:
         """Those of the axes that shard a dimension."""
-        return tuple(axis for axis in self.axes if axis in self.origins.axes(at))
+        return tuple(axis for axis in self.origins.axes(at) if axis in self.axes)
 
     def axes_in(self, dims: Iterable[Dim]) -> set[str]:
         """All axes that shard one of these."""
@@ -70,7 +70,7 @@ class Lies:
             text = f"dimension {index} of {name}"
             ahead = [name for axis in self.axes_of(each) for name in self.origins.ahead(each, axis)]
             axes = () if ahead else self.axes_of(each)
-            behind = [name for axis in axes for name in self.origins.behind(each, axis)]
+            behind = [name for axis in axes for name in self.origins.behind(each, axis, where=True)]
             named = [name for name in dict.fromkeys(ahead or behind) if name != text][:2]
             texts.append(text + f" ({'from' if ahead else 'to meet'} {joined(named)})" * bool(named))
         return joined(dict.fromkeys(texts))

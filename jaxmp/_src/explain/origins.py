@@ -90,10 +90,16 @@ class Origins:
             return (f"{asker(each)} in {self._module.line(each)}",)
         return ()
 
-    def behind(self, start: Dim, axis: str) -> tuple[str, ...]:
-        """What the value meets first on its way to the results: an operand that has it so, a constraint or a result."""
-        met = self.met(start, axis)
-        return (self.ahead(met, axis) or ("out_shardings",)) if met else ()
+    def behind(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
+        """What the value meets first on its way to the results: an operand that has it so, a constraint or a result.
+
+        With the line `where` it meets an operand.
+        """
+        if (met := self.met(start, axis)) is None:
+            return ()
+        line = self.line(*met[:2]) if where else ""
+        names = self.ahead(met, axis) or ("out_shardings",)
+        return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
         """That dimension of what it meets, or of the results."""
