@@ -231,7 +231,11 @@ WORDS = [
     (inner, [((8, 16), "data", "model")], "^a sharding of an inner jax.jit asks for a value that is whole over model"),
     (jax.grad(lambda x: scaled(x).sum()), [((8, 16), "data")], "^a max over dimension 0 of x"),
     (jax.grad(lambda x: normed(jnp.sin(x)).sum()), [((8, 16), None, "model")], "^a sum over dimension 1 of .*from "),
-    (by_devices, [((8, 16), "data")], "^a spec of shard_map asks for model on dimension 0, but data shards dimension 0"),
+    (
+        by_devices,
+        [((8, 16), "data")],
+        "^a spec of shard_map asks for model on dimension 0, but data shards dimension 0",
+    ),
     (
         lambda x, i: jnp.zeros((4, 16)).at[i.astype(int)].add(x),
         [((8, 16), "data"), ((8,), "data")],
@@ -293,7 +297,7 @@ def test_what_a_checkpoint_computes_again_is_no_gradient(rows_of):
     args = [((16, 64), None, "model"), ((64, 16), "model"), ((8, 16),)]
     rows = rows_of(jax.grad(lambda w, v, x: block(w, v, block(w, v, x)).sum(), 2), *args)
     again = [row for row in rows if row.cause.endswith("; jax.checkpoint computes it again for the gradient")]
-    assert {(row.line, row.cause_kind) for row in again} == {(line_in(block.__wrapped__, 2), "contraction")}
+    assert {(row.line, row.cause_kind) for row in again} == {(line_in(block.__wrapped__, 2), "recomputed")}
     assert all("save_only_these_names" in row.remedy for row in again)
     assert {row.line for row in rows if row.cause.startswith("the gradient of this")} == {line_in(block.__wrapped__, 2)}
 
@@ -307,7 +311,7 @@ def test_a_result_that_no_axis_divides_says_so(rows_of):
     rows = rows_of(longer, ((8, 16), None, "model"))
     (row,) = (row for row in rows if row.cause_kind == "out_shardings")
     assert row.line == line_in(longer, 1)  # which makes the extent, not tanh, whose result is returned
-    assert re.search(r"^a result of the program is whole over model, which does not divide the 17 of dimension 1 of ", row.cause)
+    assert re.search(r"^a result .* is whole over model, which does not divide the 17 of dimension 1 of ", row.cause)
     assert row.remedy.startswith("take extents that the axis divides")
 
 
@@ -393,7 +397,8 @@ def test_a_carry_that_is_kept_otherwise_names_who_reads_and_who_gives_it(rows_of
 
 
 def test_a_remedy_moves_less(rows_of):
-    (row, *_) = rows_of(cached, ((8, 16, 4), "data"), ((8, 4), "data"), ((8,), "data"), dtypes=("float32",) * 2 + ("int32",))
+    types = ((8, 16, 4), "data"), ((8, 4), "data"), ((8,), "data")
+    (row, *_) = rows_of(cached, *types, dtypes=("float32", "float32", "int32"))
     assert row.remedy.endswith("; or jax.vmap over it, so that each device indexes in its own shard")
     (row, *_) = rows_of(lambda x: sum(jnp.split(x, 3, 1)), ((8, 48), None, "model"))
     assert "reshape to (parts, n)" in row.remedy

@@ -80,7 +80,7 @@ def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
             "the result can keep one of the two: leave the other whole, or shard it over another axis",
         ),
         "grid": (
-            f"the operands are sharded over {over} along different dimensions{have}; the call gathers what it multiplies",
+            f"the operands are sharded over {over} along different dimensions{have}; the call gathers them",
             "shard what the product sums in both operands; needed for weights that are sharded to save memory (FSDP)",
         ),
     }.get(row.pattern, (row.why, ""))

@@ -48,7 +48,9 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
     why = search.sum() if each.kind in ("all-reduce", "reduce-scatter") else search.move()
     if "rematted_computation" in each.op_name + search.source.op_name:
         text = f"{why.text}; jax.checkpoint computes it again for the gradient"
-        return why._replace(text=text, remedy="let its policy save the result, as save_only_these_names does")
+        return why._replace(
+            kind="recomputed", text=text, remedy="let its policy save the result, as save_only_these_names does"
+        )
     return why
 
 
@@ -335,8 +337,10 @@ class _Search(Lies):
         text = f"{name} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
         remedy = OTHERWISE.get(name, "")
-        if found is not None and kind in ("lookup", "scatter") and len(found[1].numbers(_INDEXED[kind])) > 1:
-            remedy = "jax.vmap over it, so that each device indexes in its own shard"
+        if found is not None and kind in _INDEXED and len(found[1].numbers(_INDEXED[kind])) > 1:
+            is_window = len(value(*found[:2], 1).extents) < 2  # as x.at[1:-1].set
+            indexes = "jax.vmap over it, so that each device indexes in its own shard"
+            remedy = OTHERWISE["slice"] if is_window else indexes
         return Cause(kind, text, "; or ".join(filter(None, (self.shard_another(dims), remedy))), line)
 
     def _for_cut(self, each: Instruction) -> Cause | None:
@@ -385,8 +389,8 @@ class _Search(Lies):
             return Cause("shared axis", text, remedy, line)
         if cause := self._downstream(found):
             return cause
-        every = self._over_others(self.program.mesh)
-        asked = next(filter(None, (lies.begins(lies.all(Dim(place, dot, "", 0)))[:1] for lies in (self, every))), [])
+        result, whole = Dim(place, dot, "", 0), self._over_others(self.program.mesh)
+        asked = (self.begins(self.all(result)) or whole.begins(whole.all(result)))[:1]
         remedy = f"give {asked[0].partition(' of ')[2]} the sharding of this product's operands" if asked else _HIDES
         return Cause("product", wants, remedy, line)
 

@@ -43,7 +43,8 @@ class Operation:
       cause, remedy: why it runs, and what to do where something can be done, in words.
       cause_kind: the cause in one word: "contraction", "shared axis", "product", "constraint", "elementwise",
         "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
-        "gradient", "out_shardings", "written", "jaxmp", "whole" or "unplaced".
+        "gradient", "out_shardings", "written", "jaxmp", "whole",
+        "recomputed" or "unplaced".
       flops: floating-point operations of a product each time.
       behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
       is_hidden: whether XLA has put other work between its start and its end.
@@ -173,9 +174,7 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
         shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
         what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, axes_of(row), row.bytes_moved, row.count, shape)
         rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in apart))
-    return CompiledExplanation(
-        tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware
-    )
+    return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware)
 
 
 def _dumped(folder: str, when: str) -> Module | None:
@@ -302,9 +301,7 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
         shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
         cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))
         nbytes = sum(map(_total, found))
-        merged.append(
-            dataclasses.replace(largest, count=count, shape=shape, cause=cause, remedy=remedy, nbytes=nbytes)
-        )
+        merged.append(dataclasses.replace(largest, count=count, shape=shape, cause=cause, remedy=remedy, nbytes=nbytes))
     return merged
 
 

@@ -103,7 +103,10 @@ class Program:
             found = [place for place in self._partitioned.get(key, ()) if place[1].kind in kinds]
             if found:
                 # The products of a layer's gradient have one name.
-                return next((each for each in found if each[0].operands(each[1])[0].nbytes == size), found[0])
+                def alike(place: Place) -> tuple[bool, bool]:
+                    return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
+
+                return max(found, key=alike)
         return None
 
     @functools.cached_property
