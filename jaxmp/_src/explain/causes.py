@@ -33,6 +33,7 @@ _RESULT, _CARRY = "result", "carry"
 _INDEXED = {"lookup": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
 _HIDES = "jaxmp.matmul or fuse moves it while it multiplies"
 _NEEDED_WHERE_SAME = "needed where the value is the same on every device"
+_APART = "leave the dimensions apart (jnp.einsum takes both), or shard the first of them, in extents that the axis divides"
 _EXTENTS = "take extents that the axis divides, as of heads, or shard another dimension"
 
 
@@ -357,7 +358,8 @@ class _Search(Lies):
             change = " from {} to {}".format(*map(_extents, (found[0].operands(found[1])[0], found[1])))
             where = self.dims(self.sharded(*found)) or where
         text = f"a reshape{change} cannot keep the shards of {where} over {self.over}"
-        return Cause("reshape", text, _EXTENTS, line)
+        is_merge = found is not None and len(found[0].operands(found[1])[0].shapes[0][1]) > len(found[1].shapes[0][1])
+        return Cause("reshape", text, _APART if is_merge else _EXTENTS, line)
 
     def _for_product(self, found: Edge | None, line: str, when: str) -> Cause:
         wants = f"{when}this product wants another sharding over {self.over}: {self._meets(found)}"
