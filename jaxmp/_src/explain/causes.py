@@ -33,7 +33,7 @@ _RESULT, _CARRY = "result", "carry"
 _INDEXED = {"lookup": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
 _HIDES = "jaxmp.matmul or fuse moves it while it multiplies"
 _NEEDED_WHERE_SAME = "needed where the value is the same on every device"
-_APART = "leave the dimensions apart (jnp.einsum takes both), or shard the first of them, in extents that the axis divides"
+_APART = "leave the dimensions apart (jnp.einsum takes both), or shard the first of them, if the axis divides it"
 _EXTENTS = "take extents that the axis divides, as of heads, or shard another dimension"
 
 
