@@ -158,7 +158,7 @@ ORIGINS = [
     (
         momentum,
         [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
-        r"the result \(to meet dimension 0 of m\)",
+        r"the result \(to meet dimension 0 of m in test_compiled.py:\d+\)",
     ),
     (
         slices_of_a_reshape,

@@ -87,6 +87,8 @@ FunctionNames
 1 "step"
 2 "step.<locals>.norm"
 3 "Block.__call__"
+4 "main"
+5 "<module>"
 
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=0 end_column=0}
@@ -94,6 +96,9 @@ FileLocations
 3 {file_name_id=1 function_name_id=2 line=5 end_line=5 column=0 end_column=0}
 4 {file_name_id=2 function_name_id=3 line=7 end_line=7 column=0 end_column=0}
 5 {file_name_id=3 function_name_id=3 line=99 end_line=99 column=0 end_column=0}
+6 {file_name_id=1 function_name_id=5 line=40 end_line=40 column=0 end_column=0}
+7 {file_name_id=1 function_name_id=4 line=30 end_line=30 column=0 end_column=0}
+8 {file_name_id=1 function_name_id=4 line=31 end_line=31 column=0 end_column=0}
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
@@ -105,6 +110,11 @@ StackFrames
 7 {file_location_id=5 parent_frame_id=3}
 8 {file_location_id=4 parent_frame_id=8}
 9 {file_location_id=3 parent_frame_id=5}
+10 {file_location_id=6}
+11 {file_location_id=8 parent_frame_id=11}
+12 {file_location_id=6 parent_frame_id=12}
+13 {file_location_id=7 parent_frame_id=13}
+14 {file_location_id=4 parent_frame_id=14}
 
 
 """
@@ -119,6 +129,7 @@ StackFrames
         6: "train.py:10 -> layers.py:7",  # the frame of the library between them is left out
         8: "train.py:11 -> layers.py:7",
         9: "train.py:11 -> norm:5",  # as JAX repeats frames
+        14: "train.py:31 -> layers.py:7",  # of a function that main has exported at line 30, and calls at line 31
         100: "",
     }.items(),
 )

@@ -283,7 +283,8 @@ class _Search(Lies):
         reads = [
             each
             for each in place.users[carry.name]
-            if (carry.name, part) in zip(each.operands, each.parts, strict=False) and not each.is_root
+            if not each.is_root
+            and ((carry.name, part) in zip(each.operands, each.parts, strict=False) or each.attribute("index") == part)
         ]
         while reads and reads[0].primitive not in ASKING and reads[0].opcode in MOVES and not reads[0].is_root:
             reads = place.users[reads[0].name]

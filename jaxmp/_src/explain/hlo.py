@@ -359,8 +359,15 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """One frame a function: JAX writes those around a loop several times for what is in its body."""
-    frames = {frame[::2]: frame for frame in reversed(stack) if not source_lines.is_of_library(frame.file)}
+    """One frame a function: JAX writes those around a loop several times for what is in its body.
+
+    Where an exported function is called, those of its export stand inside of those of the call, which are kept.
+    """
+    frames: dict[Any, Frame] = {}
+    ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
+    for start, end in reversed([*itertools.pairwise(sorted({0, *ends, len(stack)}))]):
+        inner = {each[::2]: each for each in reversed(stack[start:end]) if not source_lines.is_of_library(each.file)}
+        frames |= {key: each for key, each in inner.items() if key not in frames}
     return (*reversed(frames.values()),) or stack[:1]
 
 
