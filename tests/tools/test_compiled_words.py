@@ -391,6 +391,17 @@ def rows_of_table(text):
     return [line for line in text.splitlines() if line.startswith("test_") or line.startswith("...")]
 
 
+def accumulated(w, xs):
+    grad = jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    return jax.lax.scan(lambda total, x: (total + grad(w, x), None), jnp.zeros_like(w), xs)[0]
+
+
+def test_a_gradient_that_a_loop_adds_up_can_be_summed_once(rows_of):
+    (row,) = rows_of(accumulated, ((16, 4),), ((3, 8, 16), None, "data"))
+    assert (row.count, row.is_needed, row.cause_kind) == (3, False, "gradient")
+    assert "once behind it" in row.remedy
+
+
 def kept_otherwise(x, w):
     def body(carry, _):
         carry = jax.lax.with_sharding_constraint(carry, P("data", "model"))

@@ -47,6 +47,9 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
         module, (place, each), operand = program.parts, found, 0
     search = _Search(origins, program.axes(collective), module, place, each, operand)
     why = search.sum() if each.kind in ("all-reduce", "reduce-scatter") else search.move()
+    if why.kind == "gradient" and search.accumulates():
+        text = f"{why.text}; the loop adds it up, and sums over devices in each iteration"
+        return why._replace(text=text, remedy="run the loop in shard_map, and sum (jax.lax.psum) once behind it")
     if "rematted_computation" in each.op_name + search.source.op_name:
         text = f"{why.text}; jax.checkpoint computes it again for the gradient"
         return why._replace(
@@ -144,6 +147,15 @@ class _Search(Lies):
         remedy = f"{self.leave_whole(has)}, or {remedy}" if lacks else remedy
         remedy = self.shard_another(has) if what == "convolution" else remedy
         return Cause("contraction", f"{text}, so that each device has a partial sum", remedy, line)
+
+    def accumulates(self) -> bool:
+        """Whether a loop adds what the collective gives to a value that it carries."""
+        readers = [
+            reader for reader, _ in self._readers() if isinstance(reader, Instruction) and reader.opcode == "add"
+        ]
+        terms = (term for reader in readers for term in self.computation.operands(reader))
+        carries = (each for term in terms for each in _chain(self.computation, term))
+        return self._leaves == _CARRY and any(each.opcode == "parameter" for each in carries)
 
     # Moves -------------------------------------------------------------------------------------------------------
 
