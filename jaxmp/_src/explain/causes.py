@@ -114,7 +114,7 @@ class _Search(Lies):
             return Cause("gradient", text, _NEEDED_WHERE_SAME, line)
         kind = name.removeprefix("reduce_") if name.startswith(("reduce", "arg", "cum")) else "sum"
         text = f"a {kind} over {self.which(dims)}, as in a mean, a norm, a softmax or a loss"
-        remedy = "needed for a value of the whole batch, such as a loss" if is_scalar else self.leave_whole(dims)
+        remedy = "needed for one value of all, such as a loss or a norm" if is_scalar else self.leave_whole(dims)
         return Cause("reduction", text, remedy, line)
 
     def _spreads(self, reduction: Instruction) -> bool:
