@@ -54,4 +54,5 @@ def multiply(case, is_on):
     assert not spans or ("jaxmp_process_collective" in text) == is_on, text
     # Within a process too: ranks of a call share memory, or keep XLA's order of collectives.
     assert bool(re.search(OF_XLA, text)) != is_on, text
+    assert len(re.findall(r" copy\(%param", text)) < 2, text  # the barrier waits with what moves alone
     products.RAN[("shared" if is_on else "gloo") if spans else "within"] += 1

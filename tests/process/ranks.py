@@ -161,7 +161,9 @@ def during_a_gather(number):
     initialize()
     a, b = step_operands(make_mesh(), 1024 * NPROCESSES, 512)
     rows = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, "x")))  # THE ROWS
-    assert "jaxmp_start_product" in rows.lower(a, b).as_text()
+    lowered = rows.lower(a, b)
+    assert "jaxmp_start_product" in lowered.as_text()
+    assert " copy(%param" not in lowered.compile().as_text()  # the barrier waits with neither operand
     (row,) = jaxmp.explain(rows, quiet=True)(a, b).rows
     assert row.chunks > 1
     assert f" in {row.chunks} chunks" in row.algorithm

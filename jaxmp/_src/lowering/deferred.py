@@ -87,12 +87,12 @@ class Chunks:
     local: MatmulSpec
     is_conjugated: tuple[bool, bool]
 
-    def gathered(self, a: jax.Array, b: jax.Array, gather: Gather) -> jax.Array:
+    def gathered(self, a: jax.Array, b: jax.Array, barrier: Barrier, gather: Gather) -> jax.Array:
         """The product of what is gathered, while it is."""
         which, dimension, _ = _cut(self.spec)
         x, other = (a, b) if which == "a" else (b, a)
         rows = x.shape[dimension] // self.count
-        ticket, first = _no_ticket(), jnp.int32(0)
+        ticket, (first,) = _no_ticket(), barrier([jnp.int32(0)])
         started = []
         for i in range(self.count):
             chunk = lax.dynamic_slice_in_dim(x, first, rows, dimension)

@@ -75,10 +75,12 @@ def matmul(
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
-    if gathers:
-        scales = [name for name in ("scale_a", "scale_b") if name in operands]
-        a, b, *waited = barrier([a, b, *map(operands.__getitem__, scales)])
-        operands = operands | dict(zip(scales, waited, strict=True))
+    if gathers and not chunks:  # what does not move stays out: of an argument of the program XLA would wait with a copy
+        one = None if spec.distributions else spec.contraction.gathered
+        names = [*(one[0] if one else "ab"), *(name for name in ("scale_a", "scale_b") if name in operands)]
+        operands = operands | {"a": a, "b": b}
+        operands |= dict(zip(names, barrier([operands[name] for name in names]), strict=True))
+        a, b = operands["a"], operands["b"]
 
     def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
         if local_product and a.dtype != np.bool_:
@@ -94,7 +96,7 @@ def matmul(
     shards = computed(a, b, operands)
     own = operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
     if chunks:
-        z = chunks.gathered(*shards, all_gather) if gathers else chunks.summed(*shards, barrier, add)
+        z = chunks.gathered(*shards, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
         return apply_epilog(z, own, spec)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
         a, b = _gather_operands(spec, *shards, all_gather)
