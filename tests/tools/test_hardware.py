@@ -173,7 +173,7 @@ def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
 
 
 def test_a_product_between_machines_is_cut_where_that_hides_much():
-    """In one chunk 2 s; in n of them 1 + 1 / n, and a latency for each."""
+    """In one chunk 2 s; in n of them 1 + 1 / n, and a latency for each, which a longer product hides."""
     machine = dataclasses.replace(SIMPLE, rates={"float32": 1e6}, network_bandwidth=1e6, launch=0.0, latency=0.0)
     call = {"flops": 1e6, "kind": "float32", "nbytes": 0, "transfers": [Transfer(10**6, 2)], "ndevices": 1}
 
@@ -183,6 +183,7 @@ def test_a_product_between_machines_is_cut_where_that_hides_much():
 
     assert chunks() == 8
     assert chunks(network_latency=0.05) == 4  # 8: 1.525, 4: 1.45
+    assert chunks(flops=2e6, network_latency=0.1) == 8  # 8: 2.225, 4: 2.35
     assert chunks((3, 5)) == 5
     assert chunks(()) == 1
     assert chunks(flops=1e5) == chunks(network_bandwidth=1e7) == 1  # hides a tenth at most

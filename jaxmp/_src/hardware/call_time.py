@@ -109,11 +109,11 @@ def best_chunks(
 ) -> int:
     """The number, of those that are possible, of chunks into which to cut a product between machines, or 1 for none.
 
-    With C seconds of work and L of transfers, n chunks take
+    With C seconds of work and L of transfers, n latencies among them, n chunks take
 
-        n latency + copies + (C + L) / n + max(C, L) (n - 1) / n
+        copies + (C + L) / n + max(C, L) (n - 1) / n
 
-    and the whole takes latency + C + L. Nothing is cut for less than a tenth of that.
+    and the whole, with one latency, takes C + L. Nothing is cut for less than a tenth of that.
 
     Args:
       flops, nbytes: operations of one device, and bytes that chunks have it copy.
@@ -126,7 +126,7 @@ def best_chunks(
     copies = ndevices * 2 * nbytes / hardware.memory_bandwidth
 
     def seconds(n: int) -> float:
-        return n * latency + copies + _in_chunks(work, link, n)
+        return copies + _in_chunks(work, link + n * latency, n)
 
     best = min(possible, key=seconds, default=1)
     return best if best > 1 and seconds(best) < 0.9 * (latency + work + link) else 1
