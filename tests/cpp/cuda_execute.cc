@@ -175,16 +175,6 @@ TEST(PlansShareWhatARankHas) {
   CHECK(CallsOn(6).find("BufferRegister") == std::string::npos);
 }
 
-TEST(LocalProductsNeedNoPeer) {
-  const InstanceOf<CudaSite> instance = Make(Local(30, 20, 10));
-  std::vector<std::unique_ptr<World>> worlds;
-  for (int i = 0; i < 4; ++i) worlds.push_back(std::make_unique<World>(instance.site->plan->problem(), i));
-  OnEach(4, [&](int i) {
-    CHECK_EQ(RunRank(*instance.site, *worlds[static_cast<size_t>(i)], *machine()[static_cast<size_t>(i)], 0, 0), "");
-  });
-  for (const auto& world : worlds) CHECK(world->IsRight());
-}
-
 // In a mesh of 2 x 2 the second axis spans two groups, which multiply at the same time.
 TEST(GroupsDoNotMix) {
   const InstanceOf<CudaSite> instance = Make(With(
@@ -348,6 +338,8 @@ TEST(OneRankMultipliesLocally) {
     for (const std::string& line : lines) CHECK_EQ(line, "[cublasMpMatmul] Using local Matmul");
   }
   cuda::SetLogging(false);
+  RunRight(*Make(Local(7, 5, 9)).site, FirstGpus(1));
+  CHECK(cuda::TakeLog().empty());
 }
 
 TEST(OneRankGetsNoHints) {

@@ -144,20 +144,6 @@ TEST(AttributesAreRefused) {
                  "attribute devices must be empty or name the 2 devices of mesh_shape; got 1");
 }
 
-TEST(TheLibrarysLogIsKept) {
-  const InstanceOf<CudaSite> instance = Make(ReduceScatter(2, 4, 6, 8));
-  (void)cuda::TakeLog();
-  RunRight(*instance.site, FirstGpus(2));
-  CHECK(cuda::TakeLog().empty());
-  cuda::SetLogging(true);
-  RunRight(*instance.site, FirstGpus(2));
-  const std::vector<std::string> lines = cuda::TakeLog();
-  CHECK_EQ(lines.size(), size_t{2});
-  for (const std::string& line : lines) CHECK_EQ(line, "[cublasMpMatmul] Using Matmul + ReduceScatter");
-  cuda::SetLogging(false);
-  CHECK(cuda::TakeLog().empty());
-}
-
 TEST(TheMachineEnds) { machine().clear(); }
 
 }  // namespace

@@ -140,16 +140,6 @@ TEST(OneRankNeedsNoFuture) {
   }
 }
 
-TEST(RanksMayArriveOnOneThread) {
-  fake_xla::Instance instance = fake_xla::Instantiate(tests::AllGather(2, 4, 4, 4));
-  tests::World world(*MakeProblem(tests::AllGather(2, 4, 4, 4)));
-  const auto first = Begin(*instance.site, world, 0, 0);
-  CHECK(first->is_asynchronous());  // it did not wait for its peer
-  CHECK_EQ(Begin(*instance.site, world, 0, 1)->Wait(), "");
-  CHECK_EQ(first->Wait(), "");
-  CHECK(world.IsRight());
-}
-
 TEST(OverlappingRunsOfOneSiteDoNotMix) {
   const Attributes attributes = tests::ReduceScatter(2, 9, 4, 6);
   fake_xla::Instance instance = fake_xla::Instantiate(attributes);
@@ -186,20 +176,19 @@ TEST(AnErrorOnOneRankReachesAll) {
   fake_xla::Instance instance = fake_xla::Instantiate(attributes);
   tests::World world(*MakeProblem(attributes));
   int32_t positions[] = {0, 1, 2};
-  std::vector<std::unique_ptr<Execution>> executions;
-  for (size_t r : {0, 1, 2}) {
-    Buffer a = F32(world.a[r]);
-    if (r == 1) a.data = nullptr;  // the library refuses it, on this rank alone
-    executions.push_back(std::make_unique<Execution>(*instance.site, 0,
-                                                     std::vector<Buffer>{a, F32(world.b[r]), Position(positions[r])},
-                                                     std::vector<Buffer>{F32(world.d[r])}));
+  for (const size_t failing : {0, 1, 2}) {
+    std::vector<std::unique_ptr<Execution>> executions;
+    for (size_t r : {0, 1, 2}) {
+      Buffer a = F32(world.a[r]);
+      if (r == failing) a.data = nullptr;  // the library refuses it, on this rank alone
+      executions.push_back(std::make_unique<Execution>(*instance.site, 0,
+                                                       std::vector<Buffer>{a, F32(world.b[r]), Position(positions[r])},
+                                                       std::vector<Buffer>{F32(world.d[r])}));
+    }
+    for (const auto& execution : executions) CHECK_CONTAINS(execution->Wait(), "jaxmp: ");
+    for (const std::string& error : RunAll(*instance.site, world, 1)) CHECK_EQ(error, "");  // the site has recovered
+    CHECK(world.IsRight());
   }
-  std::vector<std::string> errors;
-  for (const auto& execution : executions) errors.push_back(execution->Wait());
-  for (const std::string& error : errors) CHECK_CONTAINS(error, "jaxmp: ");
-  tests::World next(*MakeProblem(attributes), 1);
-  for (const std::string& error : RunAll(*instance.site, next, 1)) CHECK_EQ(error, "");  // the site has recovered
-  CHECK(next.IsRight());
 }
 
 TEST(BuffersAreChecked) {
@@ -255,13 +244,6 @@ TEST(EmptyProductsRunNothing) {
   fake_xla::Instance instance = fake_xla::Instantiate(tests::AllGather(2, 0, 4, 4));
   tests::World world(*MakeProblem(tests::AllGather(2, 0, 4, 4)));
   CHECK_EQ(Begin(*instance.site, world, 0, 1)->Wait(), "");  // no peer needed
-}
-
-TEST(WrongAttributesAreRefusedAtInstantiation) {
-  Attributes attributes = tests::AllGather(4, 6, 8, 3);
-  CHECK_CONTAINS(fake_xla::Instantiate(attributes).error, "needs m to be a multiple of 4, got m=6");
-  attributes["pattern"] = std::string("ring");
-  CHECK_CONTAINS(fake_xla::Instantiate(attributes).error, "got ring");
 }
 
 TEST(ASiteThatGoesAwayFreesItsWaitingRanks) {

@@ -43,11 +43,5 @@ TEST(test_agreement) {
   disagree(Pattern::kAllGather, elsewhere, "different communicators");
 }
 
-TEST(test_fail) {
-  Streams streams(1);
-  hostmp::Fail(*streams.start(0, nullptr), 0, 1, InvalidArgument("why"));
-  CHECK_EQ(streams.errors[0], std::string("why"));
-}
-
 }  // namespace
 }  // namespace jaxmp::test

@@ -1,6 +1,5 @@
 // Without these, arrivals of different calls could be mixed, or a rank could wait for ever: many call sites at once,
-// runs that overlap, loops, failing ranks, streams destroyed at once.
-#include <algorithm>
+// runs that overlap, loops. (handler_execute has failing ranks and sites that go away.)
 #include <array>
 #include <atomic>
 
@@ -39,10 +38,6 @@ TEST(test_many_sites) {
   CHECK_EQ(wrong.load(), 0);
 }
 
-int64_t failed(const Streams& streams) {
-  return std::count_if(streams.errors.begin(), streams.errors.end(), [](const auto& error) { return !error.empty(); });
-}
-
 // One rank may run ahead through a loop, and through another run of the same program, before its peer arrives at all.
 TEST(test_a_rank_runs_ahead) {
   const Case c = product(Pattern::kAllGather, 2, 8, 8, 8);
@@ -60,35 +55,7 @@ TEST(test_a_rank_runs_ahead) {
     }
   }
   streams.wait();
-  CHECK_EQ(failed(streams), 0);
-}
-
-TEST(test_failing_rank_frees_its_peers) {
-  World world(product(Pattern::kReduceScatter, 4, 8, 8, 8));
-  for (int failing = 0; failing < 4; ++failing) {
-    Streams streams(4);
-    for (int rank = 0; rank < 4; ++rank) {
-      hostmp::Stream* const stream = streams.start(static_cast<size_t>(rank), &world.rendezvous);
-      if (rank == failing) {
-        hostmp::Fail(*stream, rank, 4, InvalidArgument("no memory"));
-      } else {
-        check_ok(world.matmul(rank, stream));
-      }
-    }
-    streams.wait();
-    CHECK_EQ(failed(streams), 4);
-  }
-}
-
-TEST(test_destroyed_site_frees_who_waits) {
-  World world(product(Pattern::kAllGather, 2, 8, 8, 8));
-  Streams streams(1);
-  {
-    hostmp::Rendezvous site;
-    check_ok(world.matmul(0, streams.start(0, &site)));
-  }
-  streams.wait();
-  CHECK_EQ(failed(streams), 1);
+  for (const std::string& error : streams.errors) CHECK_EQ(error, "");
 }
 
 // A peer's continuation may block for long: the others' completions must not queue up behind it.

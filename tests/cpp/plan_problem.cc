@@ -20,20 +20,6 @@ constexpr I kLargest = I{1} << 40;
 
 std::string Refusal(const Attributes& attributes) { return MakeProblem(attributes).status().message(); }
 
-TEST(DecodesEveryAttribute) {
-  const StatusOr<Problem> problem =
-      MakeProblem(With(tests::AllReduce(4, 6, 8, 10), {{"alpha", std::vector<double>{2, -1}}}));
-  CHECK(problem.ok());
-  CHECK(problem->pattern == Pattern::kAllReduce);
-  CHECK_EQ(problem->m, 6);
-  CHECK_EQ(problem->n, 8);
-  CHECK_EQ(problem->k, 10);
-  CHECK(problem->alpha == std::complex<double>(2, -1));
-  CHECK_EQ(problem->nranks(), 4);
-  CHECK(ToString(*problem).find("pattern=all_reduce m=6 n=8 k=10 trans_a=N") == 0);
-  CHECK_CONTAINS(ToString(*problem), "alpha=2-1i");
-}
-
 TEST(RefusesWhatIsNoProblem) {
   const Attributes product = tests::AllReduce(4, 6, 8, 10), cyclic = tests::Cyclic(2, 3, 6, 8, 10);
   const Attributes square = With(product, {{"mesh_shape", L{2, 2}}, {"axes_row", L{1}}});

@@ -75,7 +75,7 @@ def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("spec.process_grid:numroc", "product/test_plans.py", "product/test_block_cyclic.py")
+@seeded("spec.process_grid:numroc", "product/test_block_cyclic.py")
 def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
     return original(n, nb, iproc, 0, nprocs)
 
@@ -234,7 +234,7 @@ CPP = {
         ("last_piece_of_a_bias_gradient", "hostmp::SumPiece", "cpp:hostmp_products"),
         ("ranks_agree_on_anything", "hostmp::CheckAgreement", "cpp:hostmp_agreement"),
         ("order_of_segments", "hostmp::MakeTiling", "determinism/test_determinism_meshes.py"),
-        ("first_process_of_d", "MakeDistribution", "cpp:plan_layout"),
+        ("first_process_of_d", "MakeDistribution", "cpp:handler_execute"),
         ("fields_are_not_compared", "Prepare(jaxmp::CallSignature)", "cpp:process_barrier"),
         ("ranks_in_another_order", "RunCollective", "cpp:shared_memory"),
     )
