@@ -1,7 +1,7 @@
-"""One of several processes that share a GPU: `python sharing.py SCENARIO RANK RANKS PORT`, started by test_sharing.py.
+"""One of several processes with GPUs: `python sharing.py SCENARIO RANK RANKS PORT DEVICES`, started by test_sharing.py.
 
 products: products, gradients and epilogs as the tests of many processes have them on CPUs, but over cuBLASMp; over the
-fakes, one case of each. death: rank 1 is killed between two products.
+fakes, one case of each. apart: some of them. death: rank 1 is killed between two products.
 """
 
 import os
@@ -20,14 +20,19 @@ import jax
 
 import jaxmp
 
-scenario, (rank, nranks, port) = sys.argv[1], map(int, sys.argv[2:])
-seconds = 120 if scenario == "products" else None  # JAXMP_TIMEOUT
-jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[0], timeout=seconds)
+scenario, (rank, nranks, port, ndevices) = sys.argv[1], map(int, sys.argv[2:])
+seconds = None if scenario == "death" else 120  # JAXMP_TIMEOUT
+own = [*range(rank * ndevices, (rank + 1) * ndevices)] or [0]
+jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=own, timeout=seconds)
+nranks *= len(own)
 
+import cases
 import modes
 import numpy as np
 import products
 from gpu import among
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxmp import Epilog
 from jaxmp._src.runtime import native
@@ -43,6 +48,28 @@ def death():
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         jax.block_until_ready([product(*operands) for _ in range(3)])
+
+
+def apart():
+    """Every pattern with its gradients, and a loop with a collective of XLA's in it."""
+    for case in products.ONE_OF_EACH[:3]:
+        products.placed(among(case, nranks), "explicit", implementation="cublasmp")
+        products.transformed(among(case, nranks), ["grad"])
+    mesh = jax.make_mesh((nranks,), ("y",), axis_types=(AxisType.Explicit,))
+    square = np.random.default_rng(3).integers(-3, 4, (8, 8)).astype(np.float32)
+
+    @jax.jit
+    def loop(x, w):
+        def step(_, x):
+            rows = jaxmp.matmul(x, w, out_sharding=P(None, "y"), implementation="cublasmp")
+            return jax.sharding.reshard(rows, P("y", None)) + x  # an all-to-all
+
+        return jax.lax.fori_loop(0, 2, step, x)
+
+    with jax.set_mesh(mesh):
+        got = loop(cases.put(square, mesh, P("y", None)), cases.put(square, mesh, P(None, "y")))
+    want = square @ square + square
+    products.compare(got, want @ square + want)
 
 
 def everything():
@@ -74,4 +101,4 @@ def everything():
 
 assert jax.device_count() == nranks
 assert native.why_no_cublasmp() == ""
-{"products": everything, "death": death}[scenario]()
+{"products": everything, "apart": apart, "death": death}[scenario]()

@@ -1,6 +1,7 @@
-"""Two and four ranks on one GPU, each a process: the collective code meets the real library.
+"""Two and four ranks on one GPU, each a process: the collective code meets the real library. And GPUs of their own.
 
 NCCL 2.30 lets ranks share a device where NCCL_MULTI_RANK_GPU_ENABLE is set; nobody has to have several GPUs for this.
+Silently wrong without these: a rank of another process that takes another one's place.
 """
 
 import os
@@ -14,12 +15,14 @@ import pytest
 from gpu import SHARING, cublasmp
 from job import free_port
 
+from jaxmp._src.runtime import native
+
 pytestmark = pytest.mark.usefixtures("cublasmp")
 HERE = Path(__file__).resolve().parent
 
 
-def run(folder, scenario, nranks, **knobs):
-    """(statuses, logs) of all ranks."""
+def run(folder, scenario, nranks, *, ndevices=0, **knobs):
+    """(statuses, logs) of all processes, each with as many devices of its own, or with 0 the first for all."""
     port = free_port()
     environment = os.environ | SHARING | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | knobs
     job = folder / "job"  # the memory that processes share over the fakes
@@ -27,7 +30,8 @@ def run(folder, scenario, nranks, **knobs):
     running = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
-            command = [sys.executable, "-u", str(HERE / "sharing.py"), scenario, str(rank), str(nranks), str(port)]
+            command = [sys.executable, "-u", str(HERE / "sharing.py"), scenario]
+            command += map(str, (rank, nranks, port, ndevices))
             env = environment | {"FAKE_CUDA_JOB": str(job)}
             running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env))
     try:
@@ -49,6 +53,15 @@ def test_processes_that_share_a_gpu(nranks, tmp_path):
     ran = {line for log in logs for line in log.splitlines() if line.startswith("RAN")}
     assert len(ran) == 1, text
     print(ran.pop())
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("ndevices", [1, 2])
+def test_processes_with_gpus_of_their_own(ndevices, tmp_path):
+    if "JAXMP_FAKES" not in os.environ and len(native.cuda_devices()) < 2 * ndevices:
+        pytest.skip("needs GPUs for both")
+    statuses, logs = run(tmp_path, "apart", 2, ndevices=ndevices, FAKE_CUDA_DEVICES=str(2 * ndevices))
+    assert statuses == [0, 0], "\n---\n".join(log[-3000:] for log in logs)
 
 
 def test_a_process_that_dies_ends_the_other_with_the_reason(tmp_path):
