@@ -91,12 +91,6 @@ def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards,
         choose(spec.replace(implementation="cublasmp"), operands=operands)
 
 
-def test_host_is_no_choice_on_cuda(cards):
-    cards("9.0")
-    with pytest.raises(NotImplementedError, match="serves the CPU devices of one process, not platform 'cuda'"):
-        choose(SPEC.replace(implementation="host"))
-
-
 FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
 
 
@@ -214,15 +208,6 @@ def test_an_all_reduce_reaches_the_library_in_its_one_form_and_without_c(sharded
     assert 'pattern = "all_reduce"' in line or 'pattern = "reduce_scatter"' in line
     (line,) = texts(functools.partial(f, beta=2.0), a, b, sharded((8, 12)))
     assert 'dtype_c = "none"' in line or 'pattern = "reduce_scatter"' in line
-
-
-def test_a_grid_has_its_epilog_beside_the_call(mesh_of):
-    mesh = mesh_of({"x": 2, "y": 2})
-    x = cases.typed(mesh, (8, 8), "x", "y")
-    with jax.set_mesh(mesh):
-        (line,) = texts(functools.partial(ask, out_sharding=P("x", "y"), epilog=Epilog.GELU), x, x)
-    assert 'pattern = "grid"' in line
-    assert number(line, "epilog") == 0
 
 
 @pytest.mark.parametrize("shapes", [((8, 0), (0, 12)), ((0, 16), (16, 12))], ids=["k", "m"])

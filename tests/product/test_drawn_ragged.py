@@ -33,7 +33,8 @@ TYPES = (
     ("int8", "int8", "int32", "int32"),
     ("int16", "uint8", None, "int16"),
 )
-COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 2 * len(WAYS)
+EXTENTS = {"g": (1, 2, 3, 8), **dict.fromkeys("mkn", (0, 1, 2, 3, 8, 33, 130))}
+COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or 3 * len(WAYS)
 SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
 
@@ -46,7 +47,7 @@ def draw(rng, axes):
         for letter, dim in zip(letters, spec, strict=True)
         if dim
     }
-    m, k, groups, n = (8 * rng.choice((1, 2)) if letter in split else rng.choice((1, 2, 3, 8)) for letter in "mkgn")
+    m, k, groups, n = (8 * rng.choice((1, 2)) if letter in split else rng.choice(EXTENTS[letter]) for letter in "mkgn")
     first = rng.choice((0, 0, 1, 3))
     sizes = [rng.choice((-1, 0, 0, 1, 2, m // 2, m)) for _ in range(groups + first)]
     return (m, k, groups, n), sizes, first, specs

@@ -120,29 +120,6 @@ def test_xla_is_made_of_collectives_and_no_call(case):
     assert bool(collectives_of(text)) == (case.name != "local")
 
 
-def test_a_layer_of_two_products_and_its_gradients():
-    """Tensor parallelism as in a transformer's MLP: AG forward and RS forward, and what their gradients become."""
-    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
-    mesh = case.jax_mesh()
-    up, down = cases.BY_NAME["ag-data"], cases.BY_NAME["rs-data"]
-
-    def loss(x, w1, w2):
-        hidden = jaxmp.linear(x, w1, activation="gelu", out_sharding=up.out)
-        return jnp.sum(jaxmp.linear(hidden, w2, out_sharding=down.out) ** 2)
-
-    with jax.set_mesh(mesh):
-        x = cases.put(np.ones((8, 4), np.float32), mesh, up.a)
-        w1, w2 = (
-            cases.put(np.ones((4, 8), np.float32), mesh, up.b),
-            cases.put(np.ones((8, 4), np.float32), mesh, down.b),
-        )
-        text = compiled_text(jax.grad(loss, (0, 1, 2)), x, w1, w2)
-    # up, down, their two gradients in x, their two gradients in w.
-    assert calls_of(text) == sorted(["all_gather", "reduce_scatter"] * 2 + ["all_reduce"] * 2)
-    assert collectives_of(text) == ["all-gather"] * 2
-    assert not other_products_of(text)
-
-
 # A grid has the sum in its call where b is stored (k, n).
 BIASED = [(name, "NN") for name in ("local", "ag-data", "rs-data", "ar-data", "ag", "ar", "grid")]
 BIASED += [(name, "NT") for name, _ in BIASED[:-1]]
@@ -191,16 +168,6 @@ def test_batched_weights_and_biases_are_one_call():
     text = compiled_text(f, b, bias)
     assert calls_of(text) == ["local"]
     assert "while" not in text
-
-
-def test_remat_computes_again_and_saves_nothing_else():
-    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
-    mode = modes.BY_ID["explicit"]
-    with mode.scope(case):
-        _, (a, b) = programs(mode, case)["forward"]
-        f = mode.product(case, epilog=Epilog.GELU)
-        text = compiled_text(jax.grad(lambda a, b: jnp.sum(jax.checkpoint(f)(a, b))), a, b)
-    assert calls_of(text) == ["all_gather", "reduce_scatter"]
 
 
 @pytest.mark.parametrize(

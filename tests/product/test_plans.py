@@ -1,7 +1,7 @@
-"""The decisions ahead of a call, apart from any device: shardings to patterns, integer maths of blocks, legal forms.
+"""The decisions ahead of a call, apart from any device: shardings to patterns, legal forms.
 
 Each is checked against an oracle of its own: the sharding rule against what it must mean (a brute force over devices),
-numroc and local_to_global against dealing blocks out by hand, legal forms against the capabilities that they may use.
+legal forms against the capabilities that they may use.
 """
 
 import functools
@@ -23,26 +23,10 @@ from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.lowering import backend, forms
 from jaxmp._src.lowering.backend import Capabilities, why_unsupported
 from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
-from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
-
-
-# Layouts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 5])
-@pytest.mark.parametrize("nb", [1, 2, 3, 7])
-def test_blocks_dealt_out_by_hand(nb, nprocs):
-    for n, isrc in itertools.product(range(24), range(nprocs)):
-        hands = [[] for _ in range(nprocs)]
-        for i in range(n):
-            hands[(isrc + i // nb) % nprocs].append(i)
-        for iproc, hand in enumerate(hands):
-            assert process_grid.numroc(n, nb, iproc, isrc, nprocs) == len(hand)
-            assert [process_grid.local_to_global(j, nb, iproc, isrc, nprocs) for j in range(len(hand))] == hand
 
 
 # Shardings to patterns ----------------------------------------------------------------------------------------------
@@ -80,9 +64,6 @@ def check_plan(plan, devices, out):
         # The contraction is whole within the group.
         assert sum(1 / parts for _, parts in {p[1] for p in row_parts}) == 1, (plan, device)
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
-
-
-# Extents --------------------------------------------------------------------------------------------------------------
 
 
 # What the partitioner may propose -------------------------------------------------------------------------------------
@@ -237,22 +218,6 @@ def test_every_form_gives_the_same_result(name, transposition, shape, conjugatio
         d = mode.run(f, *(mode.put(case, x, s) for x, s in zip((a, b, c, bias), specs, strict=True)))
     jax.clear_caches()
     np.testing.assert_array_equal(np.asarray(d), 2 * np.matmul(*case.op(a, b)) - c + bias)
-
-
-def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
-    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
-    case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
-    mode = modes.BY_ID["explicit"]
-    jax.clear_caches()
-    with mode.scope(case):
-        a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
-        (row,) = jaxmp.explain(mode.product(case))(a, b).rows
-        assert row.implementation == "xla"
-        assert "square grids only" in row.why
-        np.testing.assert_array_equal(mode.run(mode.product(case), a, b), np.asarray(a) @ np.asarray(b))
-        with pytest.raises(NotImplementedError, match="square grids only, not 2x4"):
-            mode.run(mode.product(case, implementation="host"), a, b)
-    jax.clear_caches()
 
 
 def test_several_processes_and_other_platforms_communicate_through_xla():

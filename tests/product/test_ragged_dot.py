@@ -6,7 +6,6 @@ rows that reach the result.
 
 import functools
 import itertools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -45,31 +44,6 @@ def test_types_of_sizes(dtype, x64):
     x, w, sizes = integers((300, 2)), integers((3, 2, 2), 1), np.array([100, 50, np.iinfo(dtype).max], dtype)
     ours = jaxmp.ragged_dot(x, w, jnp.array(sizes), jnp.zeros((), dtype))
     assert_same(ours, reference(x, w, np.minimum(sizes.astype(np.uint64), 300)))
-
-
-def drawn(seed):
-    """(x, w, sizes, first group, whether the level is "batch") of a trial."""
-    rng = random.Random(seed)
-    m, k, n = (rng.choice((0, 1, 2, 5, 7, 16, 33, 130)) for _ in range(3))
-    groups, first = rng.choice((1, 2, 3, 8)), rng.choice((0, 0, 0, 1, 2))
-    sizes = [rng.choice((0, 0, 1, 3, m // 2, m)) for _ in range(groups + first)]
-    dtype = rng.choice((jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64))
-    x, w = integers((m, k), seed, dtype), integers((groups, k, n), seed + 1, dtype)
-    return (x, w), sizes, first, rng.choice(("run_to_run", "batch"))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_drawn(seed):
-    operands, sizes, first, level = drawn(seed)
-    # Sums are exact in the accumulator, and here in the type of the result too.
-    x, w = (y if y.dtype.itemsize > 2 else jnp.sign(y) for y in operands)
-    offset = {0: None, 1: 1}.get(first, jnp.array([first]))
-    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), group_offset=offset, determinism=level)
-    theirs = functools.partial(reference, sizes=sizes, first=first)
-    assert_same(ours(x, w), theirs(x, w))
-    assert_same(jax.vjp(ours, x, w)[1](ours(x, w)), jax.vjp(theirs, x, w)[1](theirs(x, w)))
-    if x.dtype == jnp.float32 and 0 not in x.shape + w.shape:
-        assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
 
 
 BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None, 0)) if axes != (None,) * 3]

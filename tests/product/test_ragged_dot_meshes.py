@@ -17,7 +17,7 @@ from ragged import activated, assert_same, derivatives, integers, reference, sha
 
 import jaxmp
 
-LINE, SQUARE = {"p": 2}, {"p": 2, "q": 2}
+SQUARE = {"p": 2, "q": 2}
 
 
 BIAS_SPECS = [
@@ -71,13 +71,6 @@ def check_on_mesh(axes, kind, of_x, of_w, of_d):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
 
 
-@pytest.mark.parametrize("of_d", shardings(2, LINE), ids=str)
-@pytest.mark.parametrize("of_w", shardings(3, LINE), ids=str)
-@pytest.mark.parametrize("of_x", shardings(2, LINE), ids=str)
-def test_every_sharding_of_a_line(of_x, of_w, of_d):
-    check_on_mesh(LINE, AxisType.Explicit, of_x, of_w, of_d)
-
-
 @pytest.mark.small("values")
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("of_d", shardings(2, SQUARE), ids=str)
@@ -97,15 +90,6 @@ def test_a_level_on_a_mesh(specs):
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
-
-
-@pytest.mark.parametrize("out_sharding", [None, P("p")])
-def test_shardings_that_xla_chooses(out_sharding):
-    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, sizes = integers((8, 4)), integers((2, 4, 6), 1), (3, 4)
-    with jax.set_mesh(mesh):
-        ours = jax.jit(functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=out_sharding))
-        assert_same(ours(jax.device_put(x, P("p")), w), reference(x, w, sizes))
 
 
 def test_it_is_local_inside_shard_map():

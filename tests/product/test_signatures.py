@@ -1,8 +1,4 @@
-"""The public functions name the same options, in one order, with one default and one type each.
-
-Silently wrong without these: an option that one function does not pass on, and another default in one place.
-tests/typing has the overloads.
-"""
+"""What the types of the public functions promise beyond tests/typing."""
 
 import importlib
 import inspect
@@ -17,51 +13,6 @@ from jaxmp._src.spec import activations, options, request
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.validation.comm_options import ALGORITHMS
-
-IN_SHARD_MAP = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "block_matmul"]
-PLACEMENT = {"out_sharding", "in_shardings", "mesh"}
-NO_OPTIONS = {"function", "a", "b", "c", "epilog_inputs", "takes_transposed", "b_leads"}
-SPEC_OPTIONS = [name for name in request.Request._fields if name not in NO_OPTIONS | PLACEMENT]
-# What a function leaves out of matmul's options, what it has beside them, and what has another type there.
-DIFFERENCES = {
-    **{name: (PLACEMENT, set(), set()) for name in IN_SHARD_MAP},
-    "linear": ({"beta", "epilog", "epilog_inputs"}, {"activation"}, {"out_sharding"}),
-    **dict.fromkeys(
-        ("mlp", "gated_mlp"),
-        (
-            set(SPEC_OPTIONS) - {"precision", "implementation", "determinism"} | {"epilog_inputs"},
-            {"activation", "axis_name", "hidden_sharding"},
-            {"out_sharding", "in_shardings"},
-        ),
-    ),
-    "einsum": (
-        set(SPEC_OPTIONS) - {"precision", "preferred_element_type", "implementation", "determinism"}
-        | {"epilog_inputs"},
-        {"optimize"},
-        {"out_sharding", "determinism"},
-    ),
-}
-
-
-def options_of(name):
-    """Keyword-only parameters, in order."""
-    parameters = inspect.signature(getattr(jaxmp, name)).parameters
-    return {key: x for key, x in parameters.items() if x.kind == x.KEYWORD_ONLY}
-
-
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_options_are_those_of_matmul(name):
-    missing, own, of_another_type = DIFFERENCES[name]
-    want, have = options_of("matmul"), options_of(name)
-    assert list(want) == [*dict.fromkeys(want)]
-    assert own <= have.keys()
-    assert [key for key in have if key not in own] == [key for key in want if key not in missing]
-    for key in have.keys() - own - of_another_type:
-        assert (have[key].default, have[key].annotation) == (want[key].default, want[key].annotation), key
-
-
-def test_matmul_passes_every_option_on():
-    assert {*SPEC_OPTIONS, *PLACEMENT, "epilog_inputs"} == options_of("matmul").keys()
 
 
 @pytest.mark.parametrize("epilog", [epilog for epilog in Epilog if epilog != Epilog.ALLREDUCE], ids=lambda x: x.name)

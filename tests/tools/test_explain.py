@@ -111,15 +111,6 @@ def test_the_line_is_that_of_the_users_call(rng):
 MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map")]
 
 
-@pytest.mark.parametrize(("mode", "case"), modes.pairs(MODES, [case for case in cases.CASES if not case.gathers]))
-def test_the_pattern_is_the_one_of_the_table(mode, case, rng):
-    (*resharded, row) = rows_of(mode, case.replace(per_shard=(2, 2, 2)), rng)
-    assert row.pattern == case.pattern
-    assert not any(other.bytes_moved for other in resharded)
-    if case.pattern != "local":
-        assert row.groups.startswith(f"{case.ndevices // case.nranks} x {case.nranks} ") or case.nranks == 1
-
-
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_arguments_that_are_no_arrays_stay_what_they_are(implementation):
     x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
