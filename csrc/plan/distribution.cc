@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -12,50 +13,47 @@
 namespace jaxmp {
 namespace {
 
-// How many parts a matrix is cut into, along each of its stored dimensions, to get one rank's part and to get a block.
-struct BlockCounts {
-  int64_t local_rows, local_cols;
-  int64_t block_rows, block_cols;
+// op(A), op(B) or D: the grid of its processes, and how many of them share its rows and its columns.
+struct Cut {
+  GridKind grid;
+  int64_t row_parts, col_parts;
 };
 
-MatrixDistribution MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const BlockCounts& cut) {
-  // An empty matrix still has a block size.
-  const int64_t row_block = std::max<int64_t>(1, rows / cut.block_rows);
-  const int64_t col_block = std::max<int64_t>(1, cols / cut.block_cols);
-  return {grid, rows, cols, row_block, col_block, 0, 0, rows / cut.local_rows, cols / cut.local_cols};
+// Transposed, it is the other stored dimension that is cut: the shards of the ranks are then side by side.
+Cut CutRows(Op op, int64_t parts) { return {op == Op::kN ? GridKind::kColumn : GridKind::kRow, parts, 1}; }
+Cut CutCols(Op op, int64_t parts) { return {op == Op::kN ? GridKind::kRow : GridKind::kColumn, 1, parts}; }
+Cut CutBoth(const Problem& p, Op op) {
+  if (op == Op::kN) return {GridKind::kProcess, p.nprow(), p.npcol()};
+  return {GridKind::kProcess, p.npcol(), p.nprow()};
 }
 
-// A stored operand whose `rows` (of op(X)) are cut into `parts` and whose columns are whole. Transposed, it is the
-// stored columns that are cut: the shards of the ranks are then side by side.
-MatrixDistribution SplitRows(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t col_blocks) {
-  if (op == Op::kN) return MakeMatrix(GridKind::kColumn, rows, cols, {parts, 1, parts, col_blocks});
-  return MakeMatrix(GridKind::kRow, cols, rows, {1, parts, col_blocks, parts});
+// As stored; extents and blocks are those of op(X).
+MatrixDistribution Stored(const Cut& cut, Op op, int64_t rows, int64_t cols, int64_t row_block, int64_t col_block) {
+  const int64_t local_rows = rows / cut.row_parts, local_cols = cols / cut.col_parts;
+  if (op == Op::kN) return {cut.grid, rows, cols, row_block, col_block, 0, 0, local_rows, local_cols};
+  return {cut.grid, cols, rows, col_block, row_block, 0, 0, local_cols, local_rows};
 }
 
-MatrixDistribution SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t row_blocks) {
-  if (op == Op::kN) return MakeMatrix(GridKind::kRow, rows, cols, {1, parts, row_blocks, parts});
-  return MakeMatrix(GridKind::kColumn, cols, rows, {parts, 1, parts, row_blocks});
-}
-
-// Into how many blocks a dimension is cut: as many as processes share it; where it is whole, any number is legal, and
-// the other matrix's number along the same dimension makes the two agree.
-int64_t BlocksOf(int64_t own_parts, int64_t other_parts) { return own_parts == 1 ? other_parts : own_parts; }
-
-// A stored operand on the process grid; `row_blocks` and `col_blocks` cut op(X).
-MatrixDistribution SplitBoth(const Problem& p, Op op, int64_t rows, int64_t cols, int64_t row_blocks,
-                             int64_t col_blocks) {
-  if (op == Op::kN) return MakeMatrix(GridKind::kProcess, rows, cols, {p.nprow(), p.npcol(), row_blocks, col_blocks});
-  return MakeMatrix(GridKind::kProcess, cols, rows, {p.nprow(), p.npcol(), col_blocks, row_blocks});
-}
-
-void PlaceOnGrid(const Problem& p, Distribution* layout) {
-  const int64_t nprow = p.nprow(), npcol = p.npcol();
-  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
-  const int64_t a_m = a_is_n ? nprow : npcol, a_k = a_is_n ? npcol : nprow;
-  const int64_t b_k = b_is_n ? nprow : npcol, b_n = b_is_n ? npcol : nprow;
-  layout->a = SplitBoth(p, p.trans_a, p.m, p.k, BlocksOf(a_m, nprow), BlocksOf(a_k, b_k));
-  layout->b = SplitBoth(p, p.trans_b, p.k, p.n, BlocksOf(b_k, a_k), BlocksOf(b_n, npcol));
-  layout->d = SplitBoth(p, Op::kN, p.m, p.n, BlocksOf(nprow, a_m), BlocksOf(npcol, b_n));
+// cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m, op(B) and D on n. Where a dimension is
+// whole, any block is legal, and that of the other matrix makes the two agree.
+Status PlaceShards(const Problem& p, const Cut& a, const Cut& b, const Cut& d, Distribution* layout) {
+  const std::tuple<const char*, int64_t, int64_t> divided[] = {{"m", p.m, a.row_parts}, {"k", p.k, a.col_parts},
+                                                               {"k", p.k, b.row_parts}, {"n", p.n, b.col_parts},
+                                                               {"m", p.m, d.row_parts}, {"n", p.n, d.col_parts}};
+  for (const auto& [name, extent, parts] : divided) {
+    if (extent % parts == 0) continue;
+    return InvalidArgument("jaxmp: pattern ", NameOf(p.pattern), " needs ", name, " to be a multiple of ", parts,
+                           ", got ", name, "=", extent, "; pad the operands or choose another mesh");
+  }
+  const auto block = [](int64_t extent, int64_t own_parts, int64_t other_parts) {
+    return std::max<int64_t>(1, extent / (own_parts == 1 ? other_parts : own_parts));  // also of an empty matrix
+  };
+  layout->a =
+      Stored(a, p.trans_a, p.m, p.k, block(p.m, a.row_parts, d.row_parts), block(p.k, a.col_parts, b.row_parts));
+  layout->b =
+      Stored(b, p.trans_b, p.k, p.n, block(p.k, b.row_parts, a.col_parts), block(p.n, b.col_parts, d.col_parts));
+  layout->d = Stored(d, Op::kN, p.m, p.n, block(p.m, d.row_parts, a.row_parts), block(p.n, d.col_parts, b.col_parts));
+  return {};
 }
 
 int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -83,59 +81,22 @@ Status PlaceCyclic(const Problem& p, Distribution* layout) {
   return {};
 }
 
-Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
-  if (extent % parts == 0) return {};
-  return InvalidArgument("jaxmp: pattern ", NameOf(problem.pattern), " needs ", name, " to be a multiple of ", parts,
-                         ", got ", name, "=", extent, "; pad the operands or choose another mesh");
-}
-
-Status CheckGrid(const Problem& p) {
-  const int64_t nprow = p.nprow(), npcol = p.npcol();
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, p.trans_a == Op::kN ? nprow : npcol));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_a == Op::kN ? npcol : nprow));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_b == Op::kN ? nprow : npcol));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, p.trans_b == Op::kN ? npcol : nprow));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, nprow));  // D
-  return CheckDivides(p, "n", p.n, npcol);
-}
-
-// The table of cuBLASMp's 1-D algorithms, in terms of op(A) (m×k), op(B) (k×n) and D (m×n). Where a dimension is not
-// split, its block is chosen to satisfy cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m,
-// op(B) and D on n.
+// The table of cuBLASMp's algorithms.
 Status PlaceMatrices(const Problem& p, Distribution* layout) {
   const int64_t P = p.nranks();
   switch (p.pattern) {
     case Pattern::kLocal:
-      layout->a = SplitRows(p.trans_a, p.m, p.k, 1, 1);
-      layout->b = SplitCols(p.trans_b, p.k, p.n, 1, 1);
-      layout->d = SplitRows(Op::kN, p.m, p.n, 1, 1);
-      return {};
     case Pattern::kAllGather:
-      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, P));
-      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
-      layout->a = SplitRows(p.trans_a, p.m, p.k, P, 1);
-      layout->b = SplitCols(p.trans_b, p.k, p.n, P, 1);
-      layout->d = SplitRows(Op::kN, p.m, p.n, P, P);
-      return {};
+      return PlaceShards(p, CutRows(p.trans_a, P), CutCols(p.trans_b, P), CutRows(Op::kN, P), layout);
     case Pattern::kReduceScatter:
-      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
-      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
-      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
-      layout->b = SplitRows(p.trans_b, p.k, p.n, P, P);
-      layout->d = SplitCols(Op::kN, p.m, p.n, P, 1);
-      return {};
+      return PlaceShards(p, CutCols(p.trans_a, P), CutRows(p.trans_b, P), CutCols(Op::kN, P), layout);
     case Pattern::kAllReduce:
-      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
-      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
-      layout->b = SplitRows(p.trans_b, p.k, p.n, P, 1);
-      // Every rank holds all of D: to cuBLASMp, P copies side by side.
-      layout->d = SplitCols(Op::kN, p.m, p.n * P, P, 1);
+      JAXMP_RETURN_IF_ERROR(PlaceShards(p, CutCols(p.trans_a, P), CutRows(p.trans_b, P), CutCols(Op::kN, 1), layout));
+      layout->d.cols *= P;  // every rank holds all of D: to cuBLASMp, P copies side by side
       return {};
     case Pattern::kGrid:
       if (p.is_block_cyclic()) return PlaceCyclic(p, layout);
-      JAXMP_RETURN_IF_ERROR(CheckGrid(p));
-      PlaceOnGrid(p, layout);
-      return {};
+      return PlaceShards(p, CutBoth(p, p.trans_a), CutBoth(p, p.trans_b), CutBoth(p, Op::kN), layout);
   }
   return Internal("jaxmp: unknown pattern");
 }

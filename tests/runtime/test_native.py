@@ -242,14 +242,7 @@ NVFP4 = {"dtype_a": "f4e2m1", "dtype_b": "f4e2m1", "scale_mode_a": "vec16_ue4m3"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trans_a": "X"}, "attribute trans_a must be one of N, T, C; got X"),
-        ({"pattern": "all_gather", "mesh": (4,), "m": 6}, "needs m to be a multiple of 4, got m=6"),
-        ({"epilog": np.int64(4)}, "epilog 4 needs bias, but dtype_bias is none"),
         ({"alpha": np.array([1.0])}, r"attribute alpha must be float64\[2\]"),
-        (
-            {"mesh": (4,), "pattern": "all_gather", "m": 8, "n": 4, "devices": np.array([0, 1, 2])},
-            "must be empty or name",
-        ),
         ({"m": 64, "n": 128, "k": 128, "trans_a": "T", **NVFP4}, r"columns of A \(m\) must be a multiple of 128"),
     ],
 )
