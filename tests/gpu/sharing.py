@@ -27,6 +27,7 @@ jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids
 nranks *= len(own)
 
 import cases
+import jax.numpy as jnp
 import modes
 import numpy as np
 import products
@@ -52,9 +53,17 @@ def death():
 
 def apart():
     """Every pattern with its gradients, and a loop with a collective of XLA's in it."""
-    for case in products.ONE_OF_EACH[:3]:
-        products.placed(among(case, nranks), "explicit", implementation="cublasmp")
-        products.transformed(among(case, nranks), ["grad"])
+    mode, rng = modes.BY_ID["explicit"], np.random.default_rng(0)
+    for case in (among(case, nranks) for case in products.ONE_OF_EACH[:3]):
+        products.placed(case, "explicit", implementation="cublasmp")
+        a, b = case.integers(rng)
+        t = cases.integers(rng, *case.extents[:2])
+        with mode.scope(case):
+            f = mode.product(case, implementation="cublasmp")
+            placed = *products.operands(case, mode, a, b), cases.put(t, case.jax_mesh(), P(*case.out))
+            da, db = jax.jit(jax.grad(lambda a, b, t, f=f: jnp.sum(t * f(a, b)), (0, 1)))(*placed)
+        products.compare(da, t @ b.T)
+        products.compare(db, a.T @ t)
     mesh = jax.make_mesh((nranks,), ("y",), axis_types=(AxisType.Explicit,))
     square = np.random.default_rng(3).integers(-3, 4, (8, 8)).astype(np.float32)
 
