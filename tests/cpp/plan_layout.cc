@@ -1,4 +1,4 @@
-// What has no distribution. (handler_execute runs every one that there is; hostmp refuses blocks that do not match.)
+// What handler_execute, which runs every distribution, does not see. (hostmp refuses blocks that do not match.)
 #include <string>
 
 #include "csrc/plan/distribution.h"
@@ -30,6 +30,12 @@ TEST(EpilogsNeedTheirBuffers) {
   }
   CHECK_EQ(Refusal(tests::With(tests::Cyclic(2, 2, 4, 4, 4), {{"epilog", int64_t{2}}})),
            "jaxmp: block-cyclic layouts take no epilog, got epilog 2");
+}
+
+TEST(ACyclicResultBeginsAtItsOwnProcess) {
+  const Distribution layout = *MakeDistribution(*MakeProblem(tests::Cyclic(2, 3, 10, 19, 13)));
+  CHECK_EQ(layout.d.row_source, 1);
+  CHECK_EQ(layout.d.col_source, 1);
 }
 
 TEST(ExtentsThatDoNotDivideAreNamed) {

@@ -234,7 +234,7 @@ CPP = {
         ("last_piece_of_a_bias_gradient", "hostmp::SumPiece", "cpp:hostmp_products"),
         ("ranks_agree_on_anything", "hostmp::CheckAgreement", "cpp:hostmp_agreement"),
         ("order_of_segments", "hostmp::MakeTiling", "determinism/test_determinism_meshes.py"),
-        ("first_process_of_d", "MakeDistribution", "cpp:handler_execute"),
+        ("first_process_of_d", "MakeDistribution", "cpp:plan_layout"),
         ("fields_are_not_compared", "Prepare(jaxmp::CallSignature)", "cpp:process_barrier"),
         ("ranks_in_another_order", "RunCollective", "cpp:shared_memory"),
     )
