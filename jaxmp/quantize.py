@@ -1,7 +1,8 @@
 """To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, and the library's layouts.
 
 A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
-Blocks run along the last dimension, as in `jax.nn.scaled_matmul`.
+Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. A cotangent of q has the type of q, as JAX has it, and
+few of its numbers: to train, give the derivative yourself (examples/05_fp8_linear.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.spec import low_precision
@@ -52,9 +55,10 @@ _E4M3 = jnp.float8_e4m3fn
 def largest(dtype: DTypeLike) -> float:
     """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1).
 
-    Raises TypeError for any other type.
+    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales alone.
     """
-    if getattr(jnp.dtype(dtype), "name", "").startswith(("float8", "float4")):
+    name = jnp.dtype(dtype).name
+    if name.startswith(("float8", "float4")) and name != "float8_e8m0fnu":
         return float(jnp.finfo(dtype).max)
     raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {jnp.dtype(dtype).name}")
 
@@ -88,7 +92,7 @@ def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None
     [1.0, -2.0, 0.5]
     """
     scale = scale_for(amax(x), dtype) if scale is None else scale
-    return low_precision.encode(_wide(x) / scale, dtype), scale
+    return low_precision.encode(_over(_wide(x), scale), dtype), scale
 
 
 def update_history(history: jax.Array, amax: Array) -> jax.Array:
@@ -107,14 +111,15 @@ def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     if not jnp.ndim(x):
         raise ValueError("quantize.rows: x must have rows, got a scalar")
     scale = scale_for(low_precision.amax(_wide(x), -1), dtype)
-    return low_precision.encode(_wide(x) / scale[..., None], dtype), scale
+    return low_precision.encode(_over(_wide(x), scale[..., None]), dtype), scale
 
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
     _check_blocks("vec128", x, 128)
     scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
-    return low_precision.encode(_wide(x) / low_precision.expand(scale, low_precision.VEC128, x.shape), dtype), scale
+    divisor = low_precision.expand(scale, low_precision.VEC128, x.shape)
+    return low_precision.encode(_over(_wide(x), divisor), dtype), scale
 
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +128,8 @@ def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
     scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
-    return low_precision.encode(_wide(x) / low_precision.expand(scale, low_precision.BLK128, x.shape), dtype), scale
+    divisor = low_precision.expand(scale, low_precision.BLK128, x.shape)
+    return low_precision.encode(_over(_wide(x), divisor), dtype), scale
 
 
 def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
@@ -142,10 +148,11 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
     `jax.nn.scaled_dot_general` quantizes to with the config "nvfp4", but for blocks of zeros, where that has NaN.
     """
     _check_blocks("nvfp4", x, 16)
-    scaled = jnp.asarray(x.astype(jnp.float32) / global_scale)
+    scaled = _wide(x) / global_scale
     scale = low_precision.encode(low_precision.block_amax(scaled, 16) / largest(jnp.float4_e2m1fn), _E4M3)
     wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=-1)
-    return low_precision.encode(jnp.where(wide == 0, 0.0, scaled / wide), jnp.float4_e2m1fn), scale
+    quotient = jnp.where(wide == 0, 0.0, scaled / jnp.where(wide == 0, 1.0, wide))  # nor in the gradient 0 / 0
+    return low_precision.encode(quotient, jnp.float4_e2m1fn), scale
 
 
 def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
@@ -216,9 +223,18 @@ def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
     return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
 
+def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x / scale, whose gradient holds 1 / scale^2; where that is no number a cotangent of 8 bits is 0."""
+    return x / jnp.where(scale < 2.0**-60, lax.stop_gradient(scale), scale)
+
+
 def _wide(x: Array) -> jax.Array:
-    if not hasattr(x, "astype"):
-        raise TypeError(f"quantize: takes an array, got {x!r}")
+    """`x` in float32, of finite numbers finite ones."""
+    if not hasattr(x, "astype") or jnp.iscomplexobj(x):
+        raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
+    if x.dtype == np.float64:
+        most, xp = float(jnp.finfo(jnp.float32).max), jnp if isinstance(x, jax.Array) else np
+        x = xp.where(xp.isinf(x), x, xp.clip(x, -most, most))
     return jnp.asarray(x.astype(jnp.float32))
 
 

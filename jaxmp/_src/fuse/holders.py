@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import ctypes
 import functools
 import gc
 import operator
@@ -60,7 +61,11 @@ def _fill(x: Any, value_of: ValueOf, seen: set[int] | None = None) -> Any:
         items = [_fill(item, value_of, seen) for item in parts]
         if all(map(operator.is_, items, parts)):
             return x
-        return tuple.__new__(type(x), items) if isinstance(x, tuple) else type(x)(*items)
+        if not isinstance(x, tuple):
+            return type(x)(*items)
+        made = tuple.__new__(type(x), items)
+        vars(made).update(vars(x)) if hasattr(x, "__dict__") else None
+        return made
     if seen is not None and isinstance(x, (list, dict)) and id(x) not in seen:
         seen.add(id(x))
         _update(x, lambda item: _fill(item, value_of, seen))
@@ -70,13 +75,20 @@ def _fill(x: Any, value_of: ValueOf, seen: set[int] | None = None) -> Any:
 def _update(holder: Any, value_of: ValueOf) -> None:
     """Puts values in place of what a mutable object refers to."""
     if isinstance(holder, (list, collections.deque)):
+        kind: Any = list if isinstance(holder, list) else collections.deque  # whose own method notices nothing
         for i, x in enumerate(holder):
             if (value := value_of(x)) is not x:
-                holder[i] = value
+                kind.__setitem__(holder, i, value)
     elif isinstance(holder, dict):
         for key, x in holder.items():
             if (value := value_of(x)) is not x:
                 dict.__setitem__(holder, key, value)
+    elif isinstance(holder, types.GeneratorType):
+        variables: Any = holder.gi_frame.f_locals
+        for name, x in list(variables.items()):
+            if (value := value_of(x)) is not x:
+                variables[name] = value
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(holder.gi_frame), ctypes.c_int(0))  # before Python 3.13
     elif isinstance(holder, types.CellType):
         holder.cell_contents = value_of(holder.cell_contents)
     elif isinstance(holder, functools.partial):
@@ -89,6 +101,8 @@ def _update(holder: Any, value_of: ValueOf) -> None:
             if (value := value_of(x)) is not x:
                 type.__setattr__(holder, name, value)
     elif not isinstance(holder, _UNCHANGING):
+        if isinstance(holder, BaseException) and value_of(holder.args) is not holder.args:
+            holder.args = value_of(holder.args)
         if isinstance(holder, functools._lru_cache_wrapper):  # whose entries nobody can change
             holder.cache_clear()
         if hasattr(holder, "__dict__"):

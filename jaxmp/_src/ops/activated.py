@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import Operands
+from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
@@ -62,6 +63,12 @@ def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
     if cotangent.weak_type:
         return jax_compat.convert(x, x.dtype)  # whose cotangent is as weak as its operand
     return lax.mul(x, lax.full_like(x, 1, x.dtype))
+
+
+def of_vector(layer: Callable[..., Any], x: jax.Array, *operands: Any, **options: Any) -> Any:
+    """The layer of a vector, as that of a matrix of one row."""
+    names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
+    return layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})[0]
 
 
 def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:

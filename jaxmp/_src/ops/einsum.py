@@ -25,7 +25,7 @@ from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec.options import Precision, Sharding
-from jaxmp._src.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
+from jaxmp._src.spec.refusal import InvalidOperands, InvalidPath, InvalidType, InvalidValue, NotAvailable, naming
 from jaxmp._src.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.operand_checks import check_array, check_preferred
@@ -89,7 +89,8 @@ def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
     try:
         if optimize is None:
             return "auto"
-        return optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
+        is_strategy = isinstance(optimize, str | bool | opt_einsum.paths.PathOptimizer)
+        return optimize if is_strategy else tuple(map(tuple, optimize))
     except TypeError:
         raise InvalidType(
             "optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product, "
@@ -255,14 +256,17 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
     given = [step for step in optimize if step != tuple("einsum_path")] if isinstance(optimize, tuple) else optimize
     try:
         path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
-        pairs = [(i, j) for i, j in map(sorted, path)]
+        if any(len(step) > 2 for step in path):
+            raise NotAvailable(f"optimize multiplies more than two operands at once, which has no product: {optimize!r}")
+        steps = (sorted(i % left for i in step) for left, step in zip(range(len(terms), 0, -1), path, strict=False))
+        pairs = [(i, j) for i, j in steps]
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InvalidValue(
+        raise InvalidPath(
             f"optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
             f" got {optimize!r}: {error}"
         ) from None
-    if len(pairs) != len(terms) - 1:
-        raise InvalidValue(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
+    if len(pairs) != len(terms) - 1 or any(i == j for i, j in pairs):
+        raise InvalidPath(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
     return pairs
 
 

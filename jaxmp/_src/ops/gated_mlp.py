@@ -36,6 +36,7 @@ from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import LayerOptions, Request
 from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.operand_checks import has_numbers
 from jaxmp._src.validation.public import public
 
 GATE, UP, DOWN = (Label("gated_mlp", "x", f"w_{name}", f"b_{name}") for name in ("gate", "up", "down"))
@@ -87,6 +88,10 @@ def gated_mlp(
     Array([[36.],
            [36.]], dtype=float32)
     """
+    if getattr(x, "ndim", 0) == 1 and axis_name is None:
+        operands = w_gate, w_up, w_down, b_gate, b_up, b_down
+        layer = functools.partial(gated_mlp, activation=activation)
+        return activated.of_vector(layer, x, *operands, hidden_sharding=hidden_sharding, **options)
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     plain = functools.partial(_plain, activations.of_jax(found))
@@ -97,6 +102,9 @@ def gated_mlp(
         dtype = jnp.result_type(*shared)
         x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
+    if has_numbers(x) and has_numbers(b_up) and jnp.result_type(x, b_up) != x.dtype:  # b_gate alone the call knows
+        added = [b for b in (b_gate, b_up) if has_numbers(b)]
+        gate = gate._replace(preferred_element_type=jnp.result_type(x, *added))
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
     if down.level.fixed_order:
@@ -104,14 +112,14 @@ def gated_mlp(
             f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
             "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
         )
-    operands = {
+    named = {
         "x": layers.operands[0]["a"],
         **_pair("gate", layers.operands[0]),
         **_up(layers, UP.request(x, w_up, b_up, **options), axis_name),
     }
     if found != "relu":
         activated.refuse_integers(layers.calls[0].spec)
-    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
+    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, named), act, named)
     with DOWN.naming():
         if not layers.plans:
             return of_result(dense(down._replace(a=h, in_shardings=None), None))

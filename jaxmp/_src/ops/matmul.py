@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jaxmp._src.ops import activated, block_cyclic
@@ -30,7 +32,7 @@ from jaxmp._src.spec.request import (
     WithResults,
 )
 from jaxmp._src.validation.arguments import converted, validated
-from jaxmp._src.validation.operand_checks import check_array, check_flags
+from jaxmp._src.validation.operand_checks import check_array, check_flags, check_preferred, has_numbers
 from jaxmp._src.validation.public import public
 
 
@@ -219,14 +221,11 @@ def linear(
     >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
     Array([1., 1., 1., 1.], dtype=float32)
     """
+    if getattr(x, "ndim", 0) == 1:
+        layer = functools.partial(linear, activation=activation, scaling=scaling)
+        return activated.of_vector(layer, x, w, bias, **options)  # type: ignore[no-any-return]
     inputs = None if bias is None else {"bias": bias}
-    request = Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options)
-    is_vector = getattr(request.a, "ndim", 0) == 1
-    if is_vector:
-        shardings = {name: meshes.of_one_row(getattr(request, name)) for name in ("out_sharding", "in_shardings")}
-        request = request._replace(a=request.a[None], **shardings)
-    result: jax.Array = dense(request, activation)
-    return result[0] if is_vector else result
+    return dense(Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options), activation)  # type: ignore[no-any-return]
 
 
 def dense(request: Request, activation: Activation | None) -> Any:
@@ -237,6 +236,8 @@ def dense(request: Request, activation: Activation | None) -> Any:
     if entry:
         return entry[0](*operands.values())
     found = activations.find(activation)
+    if found == "relu" and _wraps(request):
+        return jax.nn.relu(dense(request, None))
     epilog = epilogs.for_activation(found if isinstance(found, str) else None, request.epilog_inputs is not None)
     request = request._replace(epilog=epilog)
     if not callable(found):
@@ -250,3 +251,11 @@ def dense(request: Request, activation: Activation | None) -> Any:
         weak = jax.eval_shape(found, jax.typeof(d).update(weak_type=True))
         conversion = dataclasses.replace(conversion, is_weak=weak.weak_type)
     return conversion.of_result(d)
+
+
+def _wraps(request: Request) -> bool:
+    """Whether sums wrap around in a type of at most 8 bits, as jnp has it, ahead of an activation."""
+    dtypes = [x.dtype for x in (request.a, request.b) if has_numbers(x)]
+    dtypes += [] if request.preferred_element_type is None else [check_preferred(request.preferred_element_type)]
+    is_narrow = all(x == np.bool_ or (jnp.issubdtype(x, jnp.signedinteger) and x.itemsize == 1) for x in dtypes)
+    return is_narrow and request.implementation is None and any(x != np.bool_ for x in dtypes)

@@ -87,6 +87,9 @@ def mlp(
     Array([[13.],
            [13.]], dtype=float32)
     """
+    if getattr(x, "ndim", 0) == 1 and axis_name is None:
+        layer = functools.partial(mlp, activation=activation)
+        return activated.of_vector(layer, x, w_in, b_in, w_out, b_out, hidden_sharding=hidden_sharding, **options)
     found = activations.find(activation)
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")

@@ -21,7 +21,7 @@ from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import INTEGERS
 from jaxmp._src.spec.options import Activation, Precision
-from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import arguments, operand_checks, result_types
 from jaxmp._src.validation.public import public
@@ -238,20 +238,20 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)
     if x.shape[1] != w.shape[1]:
-        raise InvalidValue(
+        raise InvalidOperands(
             f"{{b}} has k={w.shape[1]} but {{a}} has k={x.shape[1]} (global shapes {tuple(x.shape)}, {tuple(w.shape)})"
         )
     check_integers("group_sizes", group_sizes)
     groups, listed = w.shape[0], group_sizes.shape
     if len(listed) != 1 or (listed[0] != groups if group_offset is None else listed[0] < groups):
         wanted = f"({groups},)" if group_offset is None else f"(n,) with n of at least {groups}"
-        raise InvalidValue(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
+        raise InvalidOperands(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
     operands = {"sizes": jnp.asarray(group_sizes)}
     if group_offset is not None:
         group_offset = np.asarray(group_offset) if type(group_offset) is int else group_offset
         check_integers("group_offset", group_offset)
         if group_offset.shape not in ((), (1,)):
-            raise InvalidValue(f"group_offset must have shape () or (1,), got {group_offset.shape}")
+            raise InvalidOperands(f"group_offset must have shape () or (1,), got {group_offset.shape}")
         operands["offset"] = jnp.asarray(group_offset).reshape(())
     spec, converted = spec_and_operands(request)
     return spec, operands | converted

@@ -19,7 +19,7 @@ from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.ragged import bounds_of, checked
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.spec.options import Precision
-from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.spec.refusal import InvalidOperands, NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import dimension_numbers
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, pick
@@ -167,17 +167,17 @@ def _parsed(given: Any, lhs: Any, rhs: Any, sizes: Any) -> _Numbers:
     try:
         (ragged,), group, dot = given.lhs_ragged_dimensions, given.rhs_group_dimensions, given.dot_dimension_numbers
     except (AttributeError, TypeError, ValueError):
-        raise InvalidValue(
+        raise InvalidOperands(
             "ragged_dot_dimension_numbers must be a jax.lax.RaggedDotDimensionNumbers with one ragged dimension of "
             f"{{a}}, got {given!r}"
         ) from None
     numbers = dimension_numbers.parse(dot, lhs, rhs)
     if ragged not in range(lhs.ndim):
-        raise InvalidValue(f"the ragged dimension of {{a}} must be one of its {lhs.ndim}, got {ragged}")
+        raise InvalidOperands(f"the ragged dimension of {{a}} must be one of its {lhs.ndim}, got {ragged}")
     is_free = ragged in numbers.lhs_free
     if len(group) != is_free or any(i not in numbers.rhs_free for i in group):
         wanted = "one free dimension" if is_free else "no dimension"
-        raise InvalidValue(f"rhs_group_dimensions must have {wanted} of {{b}}, got {tuple(group)}")
+        raise InvalidOperands(f"rhs_group_dimensions must have {wanted} of {{b}}, got {tuple(group)}")
     kind = numbers.lhs_free if is_free else numbers.lhs_batch
     if ragged in numbers.lhs_contract:
         kind = tuple(i % lhs.ndim for i in dot[0][0])
@@ -186,5 +186,5 @@ def _parsed(given: Any, lhs: Any, rhs: Any, sizes: Any) -> _Numbers:
     groups = rhs.shape[group[0]] if is_free else sizes.shape[-1] if sizes.ndim else 0
     allowed = dict.fromkeys(((groups,), (*pick(lhs.shape, lead), groups)))
     if sizes.shape not in allowed:
-        raise InvalidValue(f"group_sizes must have shape {' or '.join(map(str, allowed))}, got {sizes.shape}")
+        raise InvalidOperands(f"group_sizes must have shape {' or '.join(map(str, allowed))}, got {sizes.shape}")
     return _Numbers(numbers, ragged, group[0] if is_free else None, () if sizes.ndim == 1 else outer)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Contraction
@@ -20,6 +19,7 @@ from jaxmp._src.spec.options import AxisName
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable, naming
 from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.operand_checks import has_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +66,20 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         raise InvalidValue(
             f"in_shardings must be a triple, one sharding each for x, {one.b} and {other.b}, got {ins!r}"
         )
-    for argument, operand in (("x", x), (one.b, first.b), (other.b, w_out)):
-        if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
+    arrays = {"x": x, one.b: first.b, other.b: w_out}
+    low = {name: y.dtype for name, y in arrays.items() if has_numbers(y) and low_precision.is_low_precision(y.dtype)}
+    for argument, dtype in low.items():  # int8 beside a wider type has the products of that
+        if low_precision.is_scaled(dtype) or {"x", one.b} <= low.keys():
             raise NotAvailable(
-                f"{argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales "
+                f"{argument} has dtype {dtype}; layers of 8 bits and fewer need scales "
                 "between them: call jaxmp.matmul for each product (examples/05_fp8_linear.py)"
             )
     groups = groups_on_axes(axis_name)
     with one.naming():
         spec, operands, shape = validated_layer(first, groups[0])
         # In the type in which the second layer takes it; what is no array is refused later, by name.
-        h = jax.ShapeDtypeStruct(shape, jnp.promote_types(spec.out_dtype, getattr(w_out, "dtype", spec.out_dtype)))
+        dtype = spec.out_dtype
+        h = jax.ShapeDtypeStruct(shape, jnp.promote_types(dtype, w_out.dtype) if has_numbers(w_out) else dtype)
     with other.naming():
         next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
     both = operands, next_operands

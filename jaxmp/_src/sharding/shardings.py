@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec.extents import axes_text
-from jaxmp._src.spec.refusal import InvalidSharding, InvalidValue, NotAvailable
+from jaxmp._src.spec.refusal import DuplicateAxis, InvalidSharding, InvalidValue, NotAvailable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -27,7 +27,7 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
             if mesh is not None and axis not in mesh:
                 raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {mesh}")
             if axis in used:
-                raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+                raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
             used.add(axis)
     return as_dims(argument, spec, ndim)
 
@@ -52,7 +52,7 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
     used = sum(dims, ())
     if len(set(used)) != len(used):
         axis = next(axis for axis in used if used.count(axis) > 1)
-        raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+        raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:

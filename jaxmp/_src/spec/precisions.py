@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
-from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.spec.refusal import InvalidValue, NoPrecision
 
 # A compute type is named as cuBLAS's without CUBLAS_COMPUTE_, or as XLA's where cuBLAS has none. Those that do not sum
 # in the operands' own type, or float32 for 16-bit operands.
@@ -88,22 +88,36 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
     asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
-        raise NotAvailable(
+        raise NoPrecision(
             f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
             "precision=None"
         )
     narrow = SUMMED_IN.get(find(asked, np.dtype(operand)))
     if narrow not in (None, np.dtype(out).name):
-        raise NotAvailable(
+        raise NoPrecision(
             f"precision={asked} sums in {narrow}, so the result cannot be {np.dtype(out).name}; "
             "drop preferred_element_type, or pass precision=None"
         )
     return asked
 
 
+def _algorithm(name: str) -> lax.DotAlgorithm:
+    """What a preset such as BF16_BF16_F32_X3 stands for."""
+    *types, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
+    dtypes = (np.dtype(_DTYPES[x]) for x in (*types, sums))
+    return lax.DotAlgorithm(*dtypes, num_primitive_operations=int(times[1:]))
+
+
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tuple(_DTYPES))}
+
+
 def _find(precision: Any) -> str:
     if isinstance(precision, lax.DotAlgorithm):
-        raise NotAvailable(f"precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset")
+        types = tuple(np.dtype(x) for x in precision[:3])
+        if (known := lax.DotAlgorithm(*types, *precision[3:])) not in _ALGORITHMS:
+            raise NoPrecision(f"precision={precision} is not implemented; pass one of {', '.join(_ALGORITHMS.values())}")
+        return _ALGORITHMS[known]
     asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     if isinstance(asked, str) and asked in _TABLE:
         return asked
@@ -123,7 +137,8 @@ def _find(precision: Any) -> str:
 
 
 def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
-    """The preset of JAX that `precision` is or names."""
+    """The preset of JAX that `precision` is, names or spells out."""
+    precision = _find(precision) if isinstance(precision, lax.DotAlgorithm) else precision
     name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxmp._src.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
+from jaxmp._src.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
 
 _ROLE = re.compile(r"\{(a|b|bias)\}")
 
@@ -55,6 +55,14 @@ class InvalidSharding(InvalidValue, ShardingTypeError):
     """Shardings of which JAX cannot tell that of the result either."""
 
 
+class DuplicateAxis(InvalidValue, DuplicateSpecError):
+    """One mesh axis for two dimensions."""
+
+
+class InvalidPath(InvalidValue, TypeError, KeyError, IndexError):
+    """An order of products that opt_einsum does not take; it raises any of these."""
+
+
 class InvalidType(Refusal, TypeError):
     """A type, of Python or of numbers, that does not fit."""
 
@@ -71,12 +79,16 @@ class NoKernel(NotAvailable, TypeError):
     """Types that no kernel has, and that JAX does not take either."""
 
 
+class NoPrecision(NotAvailable, ValueError):
+    """A precision that no implementation has for these types, nor JAX on CPUs."""
+
+
 class NotInstalled(Refusal, RuntimeError):
     """A library that was asked for and cannot be opened."""
 
 
 # Tracebacks show the type that users know.
-_OF_JAX = InvalidOperands, InvalidSharding, NoPromotion, NoKernel
+_OF_JAX = InvalidOperands, InvalidSharding, DuplicateAxis, InvalidPath, NoPromotion, NoKernel, NoPrecision
 for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
     _kind.__module__ = _kind.__bases__[1].__module__
     _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__

@@ -34,7 +34,7 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
         preferred = operand_checks.check_preferred(preferred)
         request = request._replace(preferred_element_type=preferred)
     added = added_arrays(request)
-    if not (operand_checks.is_array(a) and operand_checks.is_array(b)) or request.scaling is not None:
+    if not (operand_checks.has_numbers(a) and operand_checks.has_numbers(b)) or request.scaling is not None:
         return NOTHING, request
     if are_rows is None:
         are_rows = bool(request.transpose_b and not request.transpose_a)
@@ -57,7 +57,7 @@ def added_arrays(request: Request) -> dict[str, Any]:
     """The arrays among what is added to a product, by name."""
     inputs = request.epilog_inputs
     added = {"c": request.c, "bias": inputs.get("bias") if isinstance(inputs, Mapping) else None}
-    return {name: x for name, x in added.items() if x is not None and operand_checks.is_array(x)}
+    return {name: x for name, x in added.items() if operand_checks.has_numbers(x)}
 
 
 def types_of(*arrays: Any) -> result_types.Types:

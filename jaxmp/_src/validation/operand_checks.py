@@ -27,7 +27,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
         kind = "a jax.Ref" if isinstance(x, jax.Ref) else type(x).__name__
         raise InvalidOperands(f"{argument} must be an array{what}, got {kind}{of_dtype}{_as_array(argument, x)}")
-    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
+    if not has_numbers(x):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         remedy = "; draw numbers with it, as jax.random.normal does" if is_key else ""
         raise InvalidOperands(f"{argument} must be an array of numbers, got dtype {x.dtype}{remedy}")
@@ -35,7 +35,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
     if (ndim is not None and found != ndim) or (at_least is not None and found < at_least):
         wanted = f"at least {at_least}" if ndim is None else f"{ndim}"
         wanted += " dimension" if 1 in (ndim, at_least) else " dimensions"
-        raise InvalidValue(
+        raise InvalidOperands(
             f"{argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
     check_memory(argument, x)
@@ -95,6 +95,11 @@ def is_array(x: object) -> bool:
         return isinstance(jax.typeof(x), jax.core.ShapedArray)  # a jax.Ref has another type
     except (TypeError, ValueError):
         return False
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether `x` is an array of what can be multiplied: no keys of random numbers, no float0."""
+    return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_)
 
 
 def check_dtype(argument: str, value: Any) -> np.dtype:

@@ -70,8 +70,9 @@ class Conversion:
     def of(self, name: str, x: Any) -> Any:
         """The operand of the call by its name."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
-            is_known = x.dtype.name in RESULT_TYPES or x.dtype == _INT8
-            return x if self.result is None or is_known else convert(x, self.result)
+            is_known = self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8
+            would_cut = is_known or jnp.issubdtype(x.dtype, jnp.inexact) > jnp.issubdtype(self.result, jnp.inexact)
+            return x if would_cut else convert(x, self.result)
         if name not in ("a", "b") or self == NOTHING:
             return x
         # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
@@ -119,9 +120,8 @@ def find(
     steps = _steps(*dtypes, out, precision)
     given = steps[-1] if steps else operand_type(*dtypes)
     is_default = preferred is None and out == given
-    if is_default and given == _INT8 and all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in added):
-        with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
-            out = np.dtype(jnp.result_type(given, *added))
+    if is_default and jnp.issubdtype(given, jnp.integer) and added:
+        out = _with_added(given, added)
     has_low = are_rows and not steps and given.name != FLOAT4  # kernels of float4 need scales
     low = result_dtypes(*dtypes) if has_low else ()
     is_lax_alone = is_lax and not steps and is_mixed(*dtypes)  # may be of types that jnp does not promote
@@ -136,6 +136,16 @@ def find(
     if is_as_asked and not steps and not (a.weak_type or b.weak_type):
         return None
     return Conversion(steps, result, None if result is None else out, is_weak, are_weak)
+
+
+def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
+    """The type of a product of integers with what is added to it: int8 has sums of 32 bits, others refuse wider ones."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
+            out = np.dtype(jnp.result_type(given, *added))
+    except TypePromotionError as error:
+        raise NoPromotion(str(error)) from None
+    return out if given == _INT8 and jnp.issubdtype(out, jnp.integer) else given
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
