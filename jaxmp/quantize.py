@@ -1,8 +1,8 @@
 """To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, and the library's layouts.
 
 A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
-Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. A cotangent of q has the type of q, as JAX has it, and
-few of its numbers: to train, give the derivative yourself (examples/05_fp8_linear.py).
+Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. A cotangent of q has the narrow type of q, as JAX has
+it, so NaN or 0 where that ends: to train, give the derivative yourself (examples/05_fp8_linear.py).
 """
 
 from __future__ import annotations

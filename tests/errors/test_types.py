@@ -106,12 +106,15 @@ def test_errors_are_caught_as_those_of_jax(name, mesh_of):
     ours, theirs = of(jaxmp)[name], of(jnp)[name]
     for operands in WRONG_OPERANDS:
         assert_same_error(lambda: ours(*operands), lambda: theirs(*operands))  # noqa: B023
-    for options in ({"precision": True}, {"precision": 3}, {"preferred_element_type": object()}, {"foo": 1}):
+    unknown = lax.DotAlgorithm(np.float32, np.float16, np.float32)
+    for options in ({"precision": unknown}, {"precision": 3}, {"preferred_element_type": object()}, {"foo": 1}):
         assert_same_error(lambda: ours(A, B, **options), lambda: theirs(A, B, **options))  # noqa: B023
     with jax.set_mesh(mesh_of({"x": 4})):
         x, w = jax.device_put(np.ones((8, 8)), P(None, "x")), jax.device_put(np.ones((8, 8)), P("x", None))
         assert_same_error(lambda: ours(x, w), lambda: theirs(x, w))  # the contraction is sharded
         assert_same_error(lambda: ours(w, x), lambda: theirs(w, x))  # rows and columns over one axis
+        twice = {"out_sharding": P("x", "x")}
+        assert_same_error(lambda: ours(w, w, **twice), lambda: theirs(w, w, **twice))
 
 
 def test_dimension_numbers_are_read_as_by_jax():
@@ -121,6 +124,22 @@ def test_dimension_numbers_are_read_as_by_jax():
     np.testing.assert_array_equal(jaxmp.dot_general(A, B, ((1, 0), ((), ()))), A @ B)
     np.testing.assert_array_equal(jaxmp.dot_general(A, B, None), A @ B)
     np.testing.assert_array_equal(jaxmp.einsum("ij,jk,kl", A, B, B.T, optimize=None), A @ B @ B.T)
+
+
+W, SIZES = np.ones((2, 6, 5), np.float32), np.array([1, 3])
+WRONG_GROUPS = [(A[0], W, SIZES), (A, W[0], SIZES), (A[:, :3], W, SIZES), (A, W, SIZES[:1]), (A, W, SIZES[0])]
+WRONG_GROUPS += [(jax.random.key(0), W, SIZES), (A, jax.random.split(jax.random.key(0), 2), SIZES), (2, W, SIZES)]
+
+
+def test_errors_of_groups_are_caught_as_those_of_jax():
+    for operands in WRONG_GROUPS:
+        assert_same_error(lambda: jaxmp.ragged_dot(*operands), lambda: lax.ragged_dot(*operands))  # noqa: B023
+
+
+def test_keys_of_random_numbers_are_refused_by_name():
+    for layer in (lambda k: jaxmp.linear(A, B, k[0, 0]), lambda k: jaxmp.mlp(A, k, None, B, None, activation="relu")):
+        with pytest.raises(TypeError, match="must be an array of numbers, got dtype key"):
+            layer(jax.random.split(jax.random.key(0), (6, 4)))
 
 
 def assert_same_error(ours, theirs):
@@ -211,6 +230,26 @@ def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
             np.testing.assert_allclose(got, want, rtol=step, err_msg=str(pair))
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard_promotion):
+    """Sums of int8 wrap around ahead of the activation; a bias that the result does not hold is not cut."""
+    x, w = (jnp.asarray(rng.integers(-128, 128, (4, 4)), jnp.int8) for _ in range(2))
+    act = jax.nn.relu if activation else lambda y: y
+    np.testing.assert_array_equal(jaxmp.linear(x, w, activation=activation), act(x @ w))
+    for dtype in ("int8", "bool", "uint8", "int16", "int32"):
+        bias = jnp.asarray([0, 1, 1, 0] if dtype == "bool" else [100, 101, 127, 3], dtype)
+        got, want = jaxmp.linear(x, w, bias, activation=activation), act(x @ w + bias)
+        assert got.dtype == want.dtype
+        if want.dtype == np.int8:
+            np.testing.assert_array_equal(got, want)
+        else:  # of the sums themselves
+            np.testing.assert_array_equal(got, act(x.astype("int32") @ w.astype("int32") + bias).astype(want.dtype))
+    four = x.astype(jnp.int4)
+    assert_same_error(lambda: jaxmp.linear(four, four, x[0], activation=activation), lambda: four @ four + x[0])
+    with pytest.raises(TypeError, match="bias has dtype float8_e4m3fn but the result has dtype int32"):
+        jaxmp.linear(x, w, jnp.ones(4, jnp.float8_e4m3fn), activation=activation)
+
+
 def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 64), (64, 8)))
     want = jnp.asarray(np.asarray(a, np.float64) @ np.asarray(b, np.float64), jnp.bfloat16)
@@ -298,6 +337,11 @@ PRODUCTS = {
     "gated_mlp": lambda m, a, b: (
         jaxmp.gated_mlp(a, a, b, a, b[0]) if m is jaxmp else (jax.nn.silu(a @ a + b[:1]) * (a @ b)) @ a
     ),
+    "one bias of gated_mlp": lambda m, a, b: (
+        jaxmp.gated_mlp(*map(_half, (a, a, a, a)), b_up=b[0])
+        if m is jaxmp
+        else (jax.nn.silu(_half(a) @ _half(a)) * (_half(a) @ _half(a) + b[:1])) @ _half(a)
+    ),
     "fuse": lambda m, a, b: jaxmp.fuse(lambda a, b: (a @ b, a @ a * 2.0))(a, b)[0] if m is jaxmp else a @ b,
 }
 PRODUCTS["float32"] = functools.partial(PRODUCTS["matmul"], preferred_element_type="float32")
@@ -334,9 +378,7 @@ def test_results_and_cotangents_are_as_weak_as_those_of_jax(standard_promotion):
 
         for which, kinds in OPERANDS.items():
             for name in PRODUCTS:
-                is_refused = name in ("mlp", "gated_mlp") and which == "with int8"  # in layers
-                # No bias narrows a strongly typed product.
-                if not is_refused and (name != "bias of bfloat16" or kinds == (True, True)):
+                if name != "bias of bfloat16" or kinds == (True, True):  # no bias narrows a strongly typed product
                     jax.eval_shape(functools.partial(trace, name=name, which=which), *map(operand, kinds))
         return found
 

@@ -65,6 +65,27 @@ class Counted:
     last = None
 
 
+class Marked(tuple):
+    """A tuple with attributes."""
+
+
+class Watched(list):
+    """A list that counts what is put into it."""
+
+    count = 0
+
+    def __setitem__(self, i, x):
+        self.count += 1
+        super().__setitem__(i, x)
+
+
+def waiting(y):
+    """A generator, which keeps y while it waits."""
+    kept = (y, 1)
+    yield y
+    yield y * kept[0]
+
+
 GLOBAL = {}
 CONTEXT = contextvars.ContextVar("kept")
 IN_A_TUPLE = contextvars.ContextVar("kept in a tuple")
@@ -90,6 +111,15 @@ def change(state, y):
     GLOBAL["y"] = state["global"] = [y]
     state["slice"] = lambda kept=[slice(y, (y, 1)), slice(y)]: [(x.start, x.stop) for x in kept]
     state["method"] = y.sum
+    generator = waiting(y)
+    next(generator)
+    state["generator"] = lambda: next(generator)
+    error = ValueError(y)
+    state["error"] = lambda: error.args
+    watched, marked = Watched([y]), Marked((y,))
+    marked.first = y
+    state["watched"] = lambda: (list(watched), watched.count)
+    state["marked"] = lambda marked=marked: (tuple(marked), marked.first)
     CONTEXT.set(y)
     IN_A_TUPLE.set((y, 1))
     state["context"] = lambda: (CONTEXT.get(), IN_A_TUPLE.get())

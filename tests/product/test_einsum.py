@@ -8,6 +8,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_einsum
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,12 +48,24 @@ def test_the_order_of_products_may_be_given(rng):
     want = jnp.einsum(*given)
     for optimize in ("auto", "greedy", "optimal", True, False, [(2, 3), (0, 2), (0, 1)], ((0, 1), (0, 2), (0, 1))):
         check(jaxmp.einsum(*given, optimize=optimize), want)
+    for optimize in (opt_einsum.DynamicProgramming(), [(-1, 0), (0, 1), (1, 0)]):
+        check(jaxmp.einsum(*given, optimize=optimize), jnp.einsum(*given, optimize=optimize))
     path = jnp.einsum_path(*given)[0]
     check(jaxmp.einsum(*given, optimize=path), want)
     with pytest.raises(ValueError, match=r"optimize must be a strategy of opt_einsum, .*got 'typo'"):
         jaxmp.einsum(*given, optimize="typo")
     with pytest.raises(ValueError, match="optimize must "):
         jaxmp.einsum(*given, optimize=[(0, 1)])
+    for wrong in ("typo", 3, [0, 1], [(0, 1, 2), (0, 1)], [(0, 7)], ["typo"], [("a", 1)]):
+        errors = []
+        for module in (jnp, jaxmp):
+            with pytest.raises(Exception) as raised:  # noqa: PT011
+                module.einsum(*given, optimize=wrong)
+            errors.append(raised.value)
+        assert isinstance(errors[1], type(errors[0])), wrong
+    for wrong in ([], [(0, 0), (0, 1), (0, 1)]):  # of which jnp makes something else
+        with pytest.raises(ValueError, match="optimize must have 3 pairs for 4 operands"):
+            jaxmp.einsum(*given, optimize=wrong)
     for wrong in (3, [0, 1]):
         with pytest.raises(TypeError, match=r"einsum: optimize must be a strategy of opt_einsum, .*, got "):
             jaxmp.einsum(*given, optimize=wrong)

@@ -227,12 +227,32 @@ def test_gated_layers_without_a_mesh(rng, standard_promotion):
         got = jaxmp.gated_mlp(rows, *rest, activation=None)
         np.testing.assert_array_equal(got, reference.gated_mlp(rows.astype(jnp.float32), *rest, activation=None))
         assert got.dtype == jnp.float32
+    for activation in ("relu", None):  # of a vector
+        got = jaxmp.gated_mlp(x[0], *rest, activation=activation)
+        np.testing.assert_array_equal(got, reference.gated_mlp(x, *rest, activation=activation)[0])
+    narrow = [y.astype(jnp.int8) for y in rest[:3]]
+    for rows, weights in ((x, narrow), (x[0], narrow), (x.astype(jnp.int8), rest[:3])):
+        got = jaxmp.gated_mlp(rows, *weights, *rest[3:], activation="relu")
+        np.testing.assert_array_equal(got, reference.gated_mlp(rows.astype(jnp.float32), *rest, activation="relu"))
     leaky = lambda slope: lambda z: jnp.where(z > 0, z, slope * z)  # noqa: E731
     gradients = [
         jax.grad(lambda slope, f=f: f(x, *rest, activation=leaky(slope)).sum())(2.0)
         for f in (jaxmp.gated_mlp, reference.gated_mlp)
     ]
     np.testing.assert_array_equal(*gradients)
+
+
+def test_layers_of_a_vector(rng):
+    """On a mesh, with the gradient."""
+    mesh, x = MESH.jax_mesh(), data("mlp", "sequence parallel", rng, "float32", integers)
+    rows, w_in, b_in, w_out, b_out = operands_of(x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(w_in, P(None, "model")), b_in, jax.device_put(w_out, P("model", None)), b_out
+        layer = functools.partial(jaxmp.mlp, activation="relu", out_sharding=P(None), hidden_sharding=P("model"))
+        got = jax.jit(jax.value_and_grad(lambda v: layer(v, *placed).sum()))(jnp.asarray(rows[0]))
+    plain = functools.partial(reference.mlp, activation="relu")
+    want = jax.value_and_grad(lambda v: plain(v[None], w_in, b_in, w_out, b_out).sum())(jnp.asarray(rows[0]))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def _strong(z):

@@ -165,6 +165,26 @@ def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
         np.testing.assert_array_equal(d, np.full((3, 3), want, np.float32))
 
 
+def test_algorithms_are_the_presets_that_they_spell_out():
+    assert {precisions.preset(algorithm).name for algorithm in precisions._ALGORITHMS} == {
+        name
+        for name in lax.DotAlgorithmPreset.__members__
+        if name != "DEFAULT" and not name.startswith(("ANY", "TF32"))
+    }
+    x, ones = jnp.full((3, 4), 1 + 2**-9, jnp.float16), jnp.ones((4, 3), jnp.float16)
+    algorithm = lax.DotAlgorithm(jnp.bfloat16, "bfloat16", np.float32)
+    products = (
+        lambda **options: jaxmp.matmul(x, ones, **options),
+        lambda **options: jaxmp.einsum("ij,jk", x, ones, **options),
+        lambda **options: jaxmp.dot_general(x, ones, (((1,), (0,)), ((), ())), **options),
+        lambda **options: jaxmp.linear(x, ones, **options),
+        lambda **options: jaxmp.ragged_dot(x, ones[None], jnp.array([3]), **options),
+    )
+    for product in products:
+        d = product(precision=algorithm, preferred_element_type="float32")
+        np.testing.assert_array_equal(d, np.full((3, 3), 4, np.float32))
+
+
 # Communication options -------------------------------------------------------------------------------------------
 
 COMM = {

@@ -6,6 +6,7 @@ import functools
 import itertools
 
 import bounds
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,6 +100,29 @@ def test_numbers_of_every_size(name, rng):
             )  # fmt: skip
             allowed = 2.0**-16 * np.abs(wide) @ np.abs(other) + flushed * 2.0**-126
             bounds.judge_special(f"{name} {size} x {w_size} {implementation}", d, want, allowed)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_gradients_and_sixty_four_bits(name, rng):
+    """A gradient has no NaN where a scale squared, or a scale of NVFP4, is 0; finite numbers stay finite."""
+    quantizer, _ = QUANTIZERS[name]
+    shape = rng.uniform(-2, 2, (128, 128))
+    shape[:2, :40] = 0
+
+    def loss(x):
+        return jnp.sum(quantize.dequantize(*quantizer(x)))
+
+    for size in (0, 1e-45, 2.0**-126, 1e-36, 1e-20, 1e-3, 1):
+        x = jnp.asarray(shape * size, jnp.float32)
+        assert np.isfinite(jax.grad(loss)(x)).all(), size
+        for result, alone in zip(jax.vmap(quantizer)(x[None]), quantizer(x), strict=True):
+            np.testing.assert_array_equal(np.asarray(result[0]), np.asarray(alone))
+    with jax.enable_x64(True):
+        for wide in (shape * 1e300, jnp.asarray(shape * 1e300)):
+            q, scale = quantizer(wide)
+            back = np.asarray(quantize.dequantize(q, scale)) * (3e38 / 6 / 448 if name == "nvfp4" else 1)
+            assert np.all(np.abs(back[shape != 0]) > 1e35)
+            assert not back[shape == 0].any()
 
 
 def test_a_scale_of_any_amax():

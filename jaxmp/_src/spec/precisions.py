@@ -116,7 +116,9 @@ def _find(precision: Any) -> str:
     if isinstance(precision, lax.DotAlgorithm):
         types = tuple(np.dtype(x) for x in precision[:3])
         if (known := lax.DotAlgorithm(*types, *precision[3:])) not in _ALGORITHMS:
-            raise NoPrecision(f"precision={precision} is not implemented; pass one of {', '.join(_ALGORITHMS.values())}")
+            raise NoPrecision(
+                f"precision={precision} is not implemented; pass one of {', '.join(_ALGORITHMS.values())}"
+            )
         return _ALGORITHMS[known]
     asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     if isinstance(asked, str) and asked in _TABLE:

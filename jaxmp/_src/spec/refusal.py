@@ -24,6 +24,8 @@ class Refusal(Exception):
     'linear: w has k=3 but x has k=2'
     """
 
+    _more: tuple[Any, ...] = ()  # what JAX's own type takes beside the text
+
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.function = ""
@@ -40,7 +42,7 @@ class Refusal(Exception):
         return f"{self.function}: {text}" if self.function else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).__bases__[1], (str(self),)  # for another process, which may not have jaxmp
+        return type(self).__bases__[1], (str(self), *self._more)  # for another process, which may not have jaxmp
 
 
 class InvalidValue(Refusal, ValueError):
@@ -57,6 +59,9 @@ class InvalidSharding(InvalidValue, ShardingTypeError):
 
 class DuplicateAxis(InvalidValue, DuplicateSpecError):
     """One mesh axis for two dimensions."""
+
+    mesh = pspec = None
+    _more = None, None
 
 
 class InvalidPath(InvalidValue, TypeError, KeyError, IndexError):
