@@ -238,14 +238,16 @@ def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard
     np.testing.assert_array_equal(jaxmp.linear(x, w, activation=activation), act(x @ w))
     for dtype in ("int8", "bool", "uint8", "int16", "int32"):
         bias = jnp.asarray([0, 1, 1, 0] if dtype == "bool" else [100, 101, 127, 3], dtype)
-        got, want = jaxmp.linear(x, w, bias, activation=activation), act(x @ w + bias)
+        got, want = jaxmp.linear(x, w, bias, activation=activation), act(x @ w + bias[None])
         assert got.dtype == want.dtype
         if want.dtype == np.int8:
             np.testing.assert_array_equal(got, want)
         else:  # of the sums themselves
-            np.testing.assert_array_equal(got, act(x.astype("int32") @ w.astype("int32") + bias).astype(want.dtype))
+            np.testing.assert_array_equal(
+                got, act(x.astype("int32") @ w.astype("int32") + bias[None]).astype(want.dtype)
+            )
     four = x.astype(jnp.int4)
-    assert_same_error(lambda: jaxmp.linear(four, four, x[0], activation=activation), lambda: four @ four + x[0])
+    assert_same_error(lambda: jaxmp.linear(four, four, x[0], activation=activation), lambda: four @ four + x)
     with pytest.raises(TypeError, match="bias has dtype float8_e4m3fn but the result has dtype int32"):
         jaxmp.linear(x, w, jnp.ones(4, jnp.float8_e4m3fn), activation=activation)
 

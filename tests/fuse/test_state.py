@@ -17,6 +17,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
@@ -254,6 +256,17 @@ def test_results_that_are_no_pytrees():
     want, got = (f(program)(X) for f in (same, jaxmp.fuse))
     assert_same([want[1][0], want["two"]], [got[1][0], got["two"]])
     assert got[1][1] is got[1]
+
+
+def test_a_number_of_one_device_has_no_mesh(mesh_of):
+    """Whatever the same program was given before: JAX finds compiled primitives by where their operands lie."""
+
+    def gradient(x):
+        return jax.value_and_grad(lambda x: jnp.mean(x**2))(x)
+
+    placed = jax.device_put(X, NamedSharding(mesh_of({"x": 4}, AxisType.Auto), P("x")))
+    for x in (placed, X):
+        assert_same(gradient(x), jaxmp.fuse(gradient)(x))
 
 
 def test_without_jit_fn_runs_as_it_is():

@@ -84,11 +84,12 @@ def _update(holder: Any, value_of: ValueOf) -> None:
             if (value := value_of(x)) is not x:
                 dict.__setitem__(holder, key, value)
     elif isinstance(holder, types.GeneratorType):
-        variables: Any = holder.gi_frame.f_locals
+        frame: Any = holder.gi_frame
+        variables = frame.f_locals
         for name, x in list(variables.items()):
             if (value := value_of(x)) is not x:
                 variables[name] = value
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(holder.gi_frame), ctypes.c_int(0))  # before Python 3.13
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))  # before Python 3.13
     elif isinstance(holder, types.CellType):
         holder.cell_contents = value_of(holder.cell_contents)
     elif isinstance(holder, functools.partial):

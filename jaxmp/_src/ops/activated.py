@@ -65,10 +65,12 @@ def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
     return lax.mul(x, lax.full_like(x, 1, x.dtype))
 
 
-def of_vector(layer: Callable[..., Any], x: jax.Array, *operands: Any, **options: Any) -> Any:
+def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
     """The layer of a vector, as that of a matrix of one row."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
-    return layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})[0]
+    rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
+    row: jax.Array = rows[0]
+    return row
 
 
 def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -102,9 +102,10 @@ def gated_mlp(
         dtype = jnp.result_type(*shared)
         x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
-    if has_numbers(x) and has_numbers(b_up) and jnp.result_type(x, b_up) != x.dtype:  # b_gate alone the call knows
-        added = [b for b in (b_gate, b_up) if has_numbers(b)]
-        gate = gate._replace(preferred_element_type=jnp.result_type(x, *added))
+    typed: list[Any] = [x, b_up]
+    if all(map(has_numbers, typed)) and jnp.result_type(*typed) != typed[0].dtype:  # of b_gate alone the call knows
+        typed += [b_gate] if has_numbers(b_gate) else []
+        gate = gate._replace(preferred_element_type=jnp.result_type(*typed))
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
     if down.level.fixed_order:

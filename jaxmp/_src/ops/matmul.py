@@ -223,9 +223,11 @@ def linear(
     """
     if getattr(x, "ndim", 0) == 1:
         layer = functools.partial(linear, activation=activation, scaling=scaling)
-        return activated.of_vector(layer, x, w, bias, **options)  # type: ignore[no-any-return]
+        return activated.of_vector(layer, x, w, bias, **options)
     inputs = None if bias is None else {"bias": bias}
-    return dense(Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options), activation)  # type: ignore[no-any-return]
+    request = Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options)
+    result: jax.Array = dense(request, activation)
+    return result
 
 
 def dense(request: Request, activation: Activation | None) -> Any:

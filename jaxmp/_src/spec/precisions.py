@@ -103,9 +103,14 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
 
 def _algorithm(name: str) -> lax.DotAlgorithm:
     """What a preset such as BF16_BF16_F32_X3 stands for."""
-    *types, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
-    dtypes = (np.dtype(_DTYPES[x]) for x in (*types, sums))
-    return lax.DotAlgorithm(*dtypes, num_primitive_operations=int(times[1:]))
+    a, b, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
+    return _typed(lax.DotAlgorithm(_DTYPES[a], _DTYPES[b], _DTYPES[sums], num_primitive_operations=int(times[1:])))
+
+
+def _typed(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithm:
+    """An equal one whose types are dtypes, of whatever the user has for them."""
+    a, b, sums, *times = algorithm
+    return lax.DotAlgorithm._make((np.dtype(a), np.dtype(b), np.dtype(sums), *times))
 
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
@@ -114,8 +119,7 @@ _ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tu
 
 def _find(precision: Any) -> str:
     if isinstance(precision, lax.DotAlgorithm):
-        types = tuple(np.dtype(x) for x in precision[:3])
-        if (known := lax.DotAlgorithm(*types, *precision[3:])) not in _ALGORITHMS:
+        if (known := _typed(precision)) not in _ALGORITHMS:
             raise NoPrecision(
                 f"precision={precision} is not implemented; pass one of {', '.join(_ALGORITHMS.values())}"
             )

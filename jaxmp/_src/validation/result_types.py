@@ -70,8 +70,9 @@ class Conversion:
     def of(self, name: str, x: Any) -> Any:
         """The operand of the call by its name."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
-            is_known = self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8
-            would_cut = is_known or jnp.issubdtype(x.dtype, jnp.inexact) > jnp.issubdtype(self.result, jnp.inexact)
+            if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
+                return x
+            would_cut = jnp.issubdtype(x.dtype, jnp.inexact) and not jnp.issubdtype(self.result, jnp.inexact)
             return x if would_cut else convert(x, self.result)
         if name not in ("a", "b") or self == NOTHING:
             return x
