@@ -23,6 +23,7 @@ AxisName = str | tuple[str, ...]
 Precision = (
     str
     | jax.lax.Precision
+    | jax.lax.DotAlgorithm
     | jax.lax.DotAlgorithmPreset
     | tuple[str | jax.lax.Precision | None, str | jax.lax.Precision | None]
     | None

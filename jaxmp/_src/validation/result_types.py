@@ -140,7 +140,7 @@ def find(
 
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
-    """The type of a product of integers and what is added: int8 has sums of 32 bits, to others nothing wider is added."""
+    """The type of a product of integers with what is added: int8 has sums of 32 bits, others take nothing wider."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
             out = np.dtype(jnp.result_type(given, *added))
