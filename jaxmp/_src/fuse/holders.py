@@ -64,7 +64,8 @@ def _fill(x: Any, value_of: ValueOf, seen: set[int] | None = None) -> Any:
         if not isinstance(x, tuple):
             return type(x)(*items)
         made = tuple.__new__(type(x), items)
-        vars(made).update(vars(x)) if hasattr(x, "__dict__") else None
+        if hasattr(x, "__dict__"):
+            vars(made).update(vars(x))
         return made
     if seen is not None and isinstance(x, (list, dict)) and id(x) not in seen:
         seen.add(id(x))

@@ -89,9 +89,9 @@ def gated_mlp(
            [36.]], dtype=float32)
     """
     if getattr(x, "ndim", 0) == 1 and axis_name is None:
-        operands = w_gate, w_up, w_down, b_gate, b_up, b_down
+        weights = w_gate, w_up, w_down, b_gate, b_up, b_down
         layer = functools.partial(gated_mlp, activation=activation)
-        return activated.of_vector(layer, x, *operands, hidden_sharding=hidden_sharding, **options)
+        return activated.of_vector(layer, x, *weights, hidden_sharding=hidden_sharding, **options)
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     plain = functools.partial(_plain, activations.of_jax(found))
@@ -113,14 +113,14 @@ def gated_mlp(
             f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
             "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
         )
-    named = {
+    operands = {
         "x": layers.operands[0]["a"],
         **_pair("gate", layers.operands[0]),
         **_up(layers, UP.request(x, w_up, b_up, **options), axis_name),
     }
     if found != "relu":
         activated.refuse_integers(layers.calls[0].spec)
-    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, named), act, named)
+    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
     with DOWN.naming():
         if not layers.plans:
             return of_result(dense(down._replace(a=h, in_shardings=None), None))

@@ -258,6 +258,11 @@ def dense(request: Request, activation: Activation | None) -> Any:
 def _wraps(request: Request) -> bool:
     """Whether sums wrap around in a type of at most 8 bits, as jnp has it, ahead of an activation."""
     dtypes = [x.dtype for x in (request.a, request.b) if has_numbers(x)]
-    dtypes += [] if request.preferred_element_type is None else [check_preferred(request.preferred_element_type)]
-    is_narrow = all(x == np.bool_ or (jnp.issubdtype(x, jnp.signedinteger) and x.itemsize == 1) for x in dtypes)
-    return is_narrow and request.implementation is None and any(x != np.bool_ for x in dtypes)
+    if request.implementation is not None or not all(map(_is_narrow, dtypes)) or all(x == np.bool_ for x in dtypes):
+        return False
+    preferred = check_preferred(request.preferred_element_type)
+    return preferred is None or _is_narrow(preferred)
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.signedinteger) and dtype.itemsize == 1)
