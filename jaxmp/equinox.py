@@ -14,6 +14,7 @@ from jaxmp._src.ops import routing
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation, Sharding
+from jaxmp._src.spec.refusal import of_layer
 
 try:
     import equinox as _equinox
@@ -77,9 +78,10 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
             if x.shape != ():
                 raise ValueError(f"jaxmp.equinox.Linear: x must have scalar shape, got {x.shape}")
             x = x[None]
-        y: jax.Array = linear(
-            x, self.weight, self.bias, transpose_b=True, activation=self.activation, out_sharding=out_sharding
-        )
+        with of_layer("jaxmp.equinox.Linear", a="x", b="weight"):
+            y: jax.Array = linear(
+                x, self.weight, self.bias, transpose_b=True, activation=self.activation, out_sharding=out_sharding
+            )
         return y[..., 0] if self.out_features == "scalar" else y
 
 
@@ -141,16 +143,17 @@ class MoE(_equinox.Module):  # type: ignore[misc]
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """(y, loss); `key` is ignored, as in Equinox."""
-        return routing.mixture(
-            x,
-            self.router,
-            {"w_gate": self.gate, "w_up": self.up, "w_down": self.down},
-            top_k=self.top_k,
-            scores=self.scores,
-            normalizes=self.normalize,
-            activation=self.activation,
-            determinism=self.determinism,
-        )
+        with of_layer("jaxmp.equinox.MoE", a="x"):
+            return routing.mixture(
+                x,
+                self.router,
+                {"w_gate": self.gate, "w_up": self.up, "w_down": self.down},
+                top_k=self.top_k,
+                scores=self.scores,
+                normalizes=self.normalize,
+                activation=self.activation,
+                determinism=self.determinism,
+            )
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from jaxmp._src.ops.dot_general import dot_general
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation, Sharding
+from jaxmp._src.spec.refusal import of_layer
 
 try:
     from flax import linen, nnx
@@ -67,15 +68,16 @@ class Linear(nnx.Linear):  # type: ignore[misc]
         """act(inputs @ kernel + bias), sharded as `out_sharding` says."""
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        result: jax.Array = linear(
-            inputs,
-            kernel,
-            bias,
-            activation=self.activation,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        with of_layer("jaxmp.flax.Linear", a="inputs", b="kernel"):
+            result: jax.Array = linear(
+                inputs,
+                kernel,
+                bias,
+                activation=self.activation,
+                precision=self.precision,
+                preferred_element_type=self.preferred_element_type,
+                out_sharding=out_sharding,
+            )
         return result
 
 
@@ -148,16 +150,17 @@ class MoE(nnx.Module):  # type: ignore[misc]
         """(y, loss)."""
         kernels = {f"w_{name}": getattr(self, name)[...] for name in ("gate", "up", "down")}
         inputs, *cast = nnx.nn.dtypes.promote_dtype((inputs, *kernels.values()), dtype=self.dtype)
-        return routing.mixture(
-            inputs,
-            self.router[...],
-            dict(zip(kernels, cast, strict=True)),
-            top_k=self.top_k,
-            scores=self.scores,
-            normalizes=self.normalize,
-            activation=self.activation,
-            determinism=self.determinism,
-        )
+        with of_layer("jaxmp.flax.MoE", a="inputs"):
+            return routing.mixture(
+                inputs,
+                self.router[...],
+                dict(zip(kernels, cast, strict=True)),
+                top_k=self.top_k,
+                scores=self.scores,
+                normalizes=self.normalize,
+                activation=self.activation,
+                determinism=self.determinism,
+            )
 
 
 class DotGeneral(linen.Module):  # type: ignore[misc]

@@ -5,6 +5,8 @@ element in another place than the layout says. A message begins with the functio
 """
 
 import functools
+import inspect
+import operator
 import re
 
 import cases
@@ -12,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_block_cyclic import lay, mesh_over
 from test_dot_general import MESH, numbers_of
 
-import jaxmp
+import jaxmp.equinox
+import jaxmp.flax
 from jaxmp import BlockCyclic
 
 # dot_general, einsum, and products of groups of rows
@@ -131,6 +135,55 @@ def check_refused(call, function, exception, message):
 )
 def test_wrong_arguments(function, arguments, options, exception, message, standard_promotion):
     check_refused(lambda: getattr(jaxmp, function)(*arguments, **options), function, exception, message)
+
+
+class Nothing:
+    """What no argument takes."""
+
+
+CALLS = {
+    "matmul": (X, UP[0]),
+    "linear": (X, UP[0]),
+    "dot_general": (X, UP[0], (((1,), (0,)), ((), ()))),
+    "mlp": (X, UP[0], None, UP[0], None),
+    "gated_mlp": (X, UP[0], UP[0], UP[0]),
+    "moe_mlp": (TOKENS, *EXPERTS, SIZES),
+    "ragged_dot": (X, W, S),
+    "ragged_dot_general": (X, W, S, MATRICES),
+    "ragged_all_to_all": (X, X, S, S, S, S),
+}
+NEEDED = {"mlp": {"activation": "relu"}, "ragged_all_to_all": {"axis_name": "x"}}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_wrong_argument_is_named(name):
+    parameters = inspect.signature(getattr(jaxmp, name)).parameters.values()
+    given = dict(zip((each.name for each in parameters), CALLS[name], strict=False)) | NEEDED.get(name, {})
+    for argument in {each.name for each in parameters} - {"axis_index_groups"}:  # ahead of which the axis is looked for
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            getattr(jaxmp, name)(**given | {argument: Nothing()})
+        assert re.match(rf"{name}( \(.*?\))?: .*{argument}", str(raised.value)), (argument, str(raised.value))
+
+
+LAYERS = {
+    "flax.Linear": ({"activation": Nothing()}, {"inputs": X[:, :3]}, {"out_sharding": Nothing()}),
+    "flax.MoE": ({"activation": 1}, {"determinism": 1}, {"scores": 1}, {"top_k": "1"}, {"inputs": X[:, :3]}),
+    "equinox.Linear": ({"activation": Nothing()}, {"x": X[:, :3]}, {"out_sharding": Nothing()}),
+    "equinox.MoE": ({"activation": 1}, {"determinism": 1}, {"scores": 1}, {"top_k": "1"}, {"x": X[:, :3]}, {"x": 1}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_name_themselves(name):
+    layer = operator.attrgetter(name)(jaxmp)
+    of_layer = {"rngs": nnx.Rngs(0)} if "flax" in name else {"key": jax.random.key(0)}
+    of_layer |= {"num_experts": 4, "top_k": 2} if "MoE" in name else {}
+    for wrong in LAYERS[name]:
+        (argument,) = wrong
+        is_of_call = argument in ("inputs", "x", "out_sharding")
+        x = {"inputs" if "flax" in name else "x": X}
+        with pytest.raises((TypeError, ValueError), match=rf"^jaxmp\.{name}: .*{argument}"):
+            layer(4, 4, **(of_layer if is_of_call else of_layer | wrong))(**(x | wrong if is_of_call else x))
 
 
 # Block-cyclic matrices -------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_no_tokens(layer):
 
 
 ERRORS = [
-    (X, {"top_k": 5}, "top_k must be from 1 to the 4 experts, got 5"),
+    (X, {"top_k": 5}, "top_k must be an integer from 1 to the 4 experts, got 5"),
     (X, {"top_k": 1, "scores": "max"}, "scores must be"),
     (X[..., :-1], {"top_k": 1}, r"x must have shape \(\.\.\., \d+\), got"),
 ]
@@ -147,5 +147,5 @@ ERRORS = [
 
 @pytest.mark.parametrize(("x", "options", "message"), ERRORS)
 def test_errors(x, options, message):
-    with pytest.raises(ValueError, match=f"^MoE: {message}"):
+    with pytest.raises(ValueError, match=f"^jaxmp.equinox.MoE: {message}"):
         of_equinox(params_of(), x, **options)

@@ -14,6 +14,7 @@ from jaxmp._src.ops.ragged_dot import check_integers
 from jaxmp._src.primitive import collectives
 from jaxmp._src.spec.options import AxisName
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.public import public
 
 
@@ -66,10 +67,12 @@ def ragged_all_to_all(
         "output_offsets": output_offsets,
         "recv_sizes": recv_sizes,
     }
+    for name, x in (("operand", operand), ("output", output)):
+        operand_checks.check_array(name, x)
     for name, x in sizes.items():
         check_integers(name, x)
     x, into, send = jnp.asarray(operand), jnp.asarray(output), jnp.asarray(send_sizes)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if x.ndim < 1 or x.shape[1:] != into.shape[1:] or x.dtype != into.dtype:
         raise InvalidValue(
             f"operand and output must differ in their first dimension alone, got {x.dtype}{x.shape} and "
@@ -77,7 +80,7 @@ def ragged_all_to_all(
         )
     if unknown := set(axes).difference(jax_tracing.manual_axes()):
         raise InvalidValue(
-            f"axis_name={min(unknown)!r} names no axis here; call it inside a jax.shard_map over that axis"
+            f"axis_name={next(iter(unknown))!r} names no axis here; call it inside a jax.shard_map over that axis"
         )
     ranks = lax.axis_size(axes)
     if any(jnp.shape(each) != send.shape for each in sizes.values()) or send.ndim != 1 or send.size % ranks:

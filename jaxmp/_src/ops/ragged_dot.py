@@ -269,7 +269,8 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     implementation = operand_checks.check_implementation(request.implementation)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
-    spec = GroupedSpec(types.out, determinism=request.determinism, implementation=implementation)
+    determinism, function = request.determinism, request.function
+    spec = GroupedSpec(types.out, determinism=determinism, implementation=implementation, function=function)
     x = x if x.dtype == types.operand else x.astype(types.operand)
     w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # a narrow one is decoded
     return spec, {"a": x, "b": w}

@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.ops.moe_mlp import layers
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation
-from jaxmp._src.spec.refusal import InvalidValue, naming
+from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.validation import operand_checks
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -38,8 +40,8 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
     count = logits.shape[-1]
     if scores not in ("softmax", "sigmoid"):
         raise InvalidValue(f'scores must be "softmax" or "sigmoid", got {scores!r}')
-    if not 1 <= top_k <= count:
-        raise InvalidValue(f"top_k must be from 1 to the {count} experts, got {top_k}")
+    if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= count:
+        raise InvalidValue(f"top_k must be an integer from 1 to the {count} experts, got {top_k}")
     each = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
     gates, experts = lax.top_k(each, top_k)
     gates = gates / gates.sum(-1, keepdims=True) if normalizes else gates
@@ -61,12 +63,12 @@ def mixture(
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
     """Each token of x (..., features) through `top_k` experts, and the loss; the router computes in float32."""
-    with naming("MoE"):
-        if x.shape[-1:] != router.shape[:1]:
-            raise InvalidValue(f"x must have shape (..., {router.shape[0]}), got {x.shape}")
-        tokens = x.reshape(-1, x.shape[-1])
-        product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
-        logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
-        experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-        y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {"determinism": determinism})
+    operand_checks.check_array("{a}", x)
+    if x.shape[-1:] != router.shape[:1]:
+        raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
+    tokens = x.reshape(-1, x.shape[-1])
+    product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
+    logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
+    experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
+    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {"determinism": determinism})
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss

@@ -130,8 +130,9 @@ def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     out = spec.out_dtype if is_whole else accumulator(a.dtype)
     bounds = jnp.array([[0, a.shape[0]]], np.int32)
     if spec.transpose_a:
-        return grouped(GroupedSpec(out, is_contraction=True), a[None], b[None], bounds)[0, 0]
-    return grouped(GroupedSpec(out, is_transposed=spec.transpose_b), a[None], b[None, None], bounds)[0]
+        return grouped(GroupedSpec(out, is_contraction=True, function=spec.function), a[None], b[None], bounds)[0, 0]
+    of_rows = GroupedSpec(out, is_transposed=spec.transpose_b, function=spec.function)
+    return grouped(of_rows, a[None], b[None, None], bounds)[0]
 
 
 def batch_of(operands: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Contraction
@@ -36,9 +37,9 @@ class Label:
         """As "mlp (x @ w_in)"."""
         return f"{self.function} ({self.a} @ {self.b})"
 
-    def naming(self) -> contextlib.AbstractContextManager[None]:
+    def naming(self, **others: str) -> contextlib.AbstractContextManager[None]:
         """A context for what is refused of this product."""
-        return naming(self.name, a=self.a, b=self.b, bias=self.bias)
+        return naming(self.name, a=self.a, b=self.b, bias=self.bias, **others)
 
     def request(self, x: Any, w: Any, bias: Any, activation: str | None = None, **options: Any) -> Request:
         """The product with its bias and a fused activation."""
@@ -62,7 +63,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
-    if ins is not None and (isinstance(ins, str) or len(ins) != 3):
+    if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(
             f"in_shardings must be a triple, one sharding each for x, {one.b} and {other.b}, got {ins!r}"
         )
@@ -83,7 +84,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     with other.naming():
         next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
     both = operands, next_operands
-    with one.naming():
+    with one.naming(out_sharding="hidden_sharding"):
         placement = meshes.place(first._replace(in_shardings=None if ins is None else tuple(ins)[:2]), h.shape)
         if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
             return Layers(both, (sharded_call.make_call(spec, placement, operands),))

@@ -103,8 +103,8 @@ def place(request: Request, out_shape: Shape) -> Placement:
             manual, out_shape, out_sharding, f"the enclosing shard_map is not manual over {free_axes(manual)}"
         )
     if manual is not None:
-        for argument in ("out_sharding", "in_shardings", "mesh"):
-            if getattr(request, argument) is not None:
+        for argument in ("{out_sharding}", "in_shardings", "mesh"):
+            if getattr(request, argument.strip("{}")) is not None:
                 raise InvalidValue(
                     f"{argument} was given inside shard_map, where operands are shards; drop it, or use "
                     "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
@@ -152,11 +152,11 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
     """The placement of a product that XLA partitions."""
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
-    _check_mesh("out_sharding", out_sharding, mesh)
+    _check_mesh("{out_sharding}", out_sharding, mesh)
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     named: set[AxisType] = set()
     if not is_partial(out_sharding):  # which JAX checks
-        spec = _spec("out_sharding", out_sharding)
+        spec = _spec("{out_sharding}", out_sharding)
         dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         named = {kinds[axis] for dim in dims for axis in dim}
@@ -217,8 +217,8 @@ def _sharded(
     out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
-    _check_mesh("out_sharding", out_sharding, mesh)
-    asked = None if out_sharding is None else _spec("out_sharding", out_sharding)
+    _check_mesh("{out_sharding}", out_sharding, mesh)
+    asked = None if out_sharding is None else _spec("{out_sharding}", out_sharding)
     out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
     return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out))
 
@@ -315,13 +315,13 @@ def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) 
     """Under the partitioner the wish for a result becomes a constraint on it."""
     if out_sharding is None:
         return None
-    spec = _spec("out_sharding", out_sharding)
-    _check_mesh("out_sharding", out_sharding, mesh)
+    spec = _spec("{out_sharding}", out_sharding)
+    _check_mesh("{out_sharding}", out_sharding, mesh)
     if isinstance(out_sharding, NamedSharding):
         mesh = out_sharding.mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise InvalidValue(f"out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)")
+        raise InvalidValue(f"{{out_sharding}} {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh")
     dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
     shardings.check_dims("the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

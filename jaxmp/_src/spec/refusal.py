@@ -1,5 +1,6 @@
 # ruff: noqa: N818
-"""What jaxmp refuses, told in the words of the call: operands of a product are {a}, {b} and {bias}.
+"""What jaxmp refuses, told in the words of the call: operands of a product are {a}, {b} and {bias}, and the sharding of
+its result {out_sharding}.
 
 Whoever knows the user's function and its arguments adds them: `validation/public` around each public function, and the
 rules of a primitive, which run later than the call, from its spec.
@@ -14,7 +15,7 @@ from typing import Any
 
 from jaxmp._src.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
 
-_ROLE = re.compile(r"\{(a|b|bias)\}")
+_ROLE = re.compile(r"\{(a|b|bias|out_sharding)\}")
 
 
 class Refusal(Exception):
@@ -106,4 +107,14 @@ def naming(function: str, **names: str) -> Iterator[None]:
         yield
     except Refusal as refusal:
         refusal.of(function, names)
+        raise
+
+
+@contextlib.contextmanager
+def of_layer(function: str, **names: str) -> Iterator[None]:
+    """A layer, by its own name and the names of its arguments, whatever function it calls."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.function, refusal.names = function, {**refusal.names, **names}
         raise
