@@ -321,7 +321,9 @@ def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) 
         mesh = out_sharding.mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise InvalidValue(f"{{out_sharding}} {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh")
+        raise InvalidValue(
+            f"{{out_sharding}} {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
+        )
     dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
     shardings.check_dims("the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)
