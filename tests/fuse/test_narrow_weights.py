@@ -49,9 +49,27 @@ FORMS = {
         "mk,khd->mhd", x, decode(q.reshape(K, 4, -1), s.reshape(4, -1), x.dtype)
     ).reshape(M, N),
 }
-# Scales that no call takes, for a block of k.
+
+
+def of_blocks(q, s, dtype, width=None):
+    """A scale for each of 4 blocks of k, and each column or a few together."""
+    s, width = jnp.stack([s, 2 * s, s / 2, s]), width or len(s)
+    return decode(q.reshape(4, K // 4, width, -1), s.reshape(4, 1, width, -1)[..., :1], dtype).reshape(q.shape)
+
+
 BLOCKS = {
-    "a block": lambda x, q, s: x @ decode(q.reshape(4, -1, N), jnp.stack([s] * 4)[:, None], x.dtype).reshape(K, N)
+    "a block": lambda x, q, s: x @ of_blocks(q, s, x.dtype),
+    "a block, in float32": lambda x, q, s: x @ of_blocks(q, s, "float32").astype(x.dtype),
+    "a block of k and columns": lambda x, q, s: x @ of_blocks(q, s, x.dtype, 6),
+    "a block of k alone": lambda x, q, s: x @ of_blocks(q, s, x.dtype, 1),
+    "a block, repeated": lambda x, q, s: (
+        x @ (q.astype(x.dtype) * jnp.repeat(jnp.stack([s, s / 2]).astype(x.dtype), K // 2, axis=0))
+    ),
+    "a block and a column": lambda x, q, s: x @ (of_blocks(q, s, x.dtype) * s.astype(x.dtype)),
+    "a block, on the left": lambda x, q, s: lax.dot_general(of_blocks(q, s, x.dtype), x, (((0,), (1,)), ((), ()))).T,
+    "a block, heads": lambda x, q, s: jnp.einsum("mk,khd->mhd", x, of_blocks(q, s, x.dtype).reshape(K, 4, -1)).reshape(
+        -1, N
+    ),
 }
 
 
@@ -84,10 +102,50 @@ def test_weights_stay_narrow(narrow, wide):
     assert not re.findall(r" dot\(", text)
 
 
-def test_scales_of_blocks_are_the_models():
-    forms = list(BLOCKS.values())
+@pytest.mark.parametrize("narrow", ["int8", "uint8", "int4", "float8_e4m3fn"])
+def test_scales_of_blocks(narrow):
+    """Few rows by narrow blocks; many by weights that the program decodes, and so where sums have one order."""
     x, q, s = operands("int8")
-    check_same(jax.jit(lambda *args: [jaxmp.fuse(f)(*args) for f in forms])(x, q, s), exact(forms, x, q, s))
+    q = jnp.abs(q).astype(narrow) if narrow == "uint8" else q.astype(narrow)
+    for rows, options in ((1, {}), (M, {}), (1, {"determinism": "batch"})):
+
+        def run(x, q, s, options=options):
+            return [jaxmp.fuse(f, **options)(x, q, s) for f in BLOCKS.values()]
+
+        each, is_narrow = jax.jit(run), rows == 1 and not options
+        check_same(each(x[:rows], q, s), exact(BLOCKS.values(), x[:rows], q, s))
+        text = each.lower(x[:rows], q, s).as_text()
+        assert ("jaxmp_grouped" in text, "jaxmp_matmul" in text) == (is_narrow, not is_narrow)
+
+
+def test_blocks_inside_of_other_programs():
+    """Differentiated, mapped, in a loop, on a mesh, and on shards."""
+    x, q, s = operands("int8", "float32")
+    x, form, ct = x[:1], BLOCKS["a block"], jnp.resize(s, (1, N))
+
+    def programs(f):
+        def loss(x, s):
+            return jnp.sum(f(x, q, s) * ct)
+
+        return [
+            lambda x, q, s: jax.grad(loss, (0, 1))(x, s),
+            lambda x, q, s: jax.grad(jax.checkpoint(loss), (0, 1))(x, s),
+            lambda x, q, s: jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), q, s),
+            lambda x, q, s: lax.scan(lambda x, _: (f(x, q, s)[:, :K], None), x, None, length=2)[0],
+        ]
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = [(P(), P(None, "x"), P("x")), (P(None, "x"), P("x"), P()), (P(), P(), P())]
+    on_mesh = [jax.jit(jaxmp.fuse(form), in_shardings=[NamedSharding(mesh, p) for p in each]) for each in specs]
+    on_shards = jax.shard_map(jaxmp.fuse(form), mesh=mesh, in_specs=specs[0], out_specs=P(None, "x"))
+    pairs = [
+        *zip(programs(jaxmp.fuse(form)), programs(form), strict=True),
+        *((run, form) for run in (*on_mesh, on_shards)),
+    ]
+    for ours, theirs in pairs:
+        run = jax.jit(ours)
+        assert "jaxmp_grouped" in run.lower(x, q, s).compile().as_text()
+        check_same(jax.tree.leaves(run(x, q, s)), jax.tree.leaves(theirs(x, q, s)))
 
 
 def test_gradients():

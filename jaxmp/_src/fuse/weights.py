@@ -3,8 +3,11 @@
     x @ (q.astype(x.dtype) * s)   becomes   (x @ q) * s
 
 A wide type has every narrow number, so the sums are those of the decoded weights. A scale of whole columns, or of the
-tensor, multiplies the sums, in float32, rather than each weight, and one along the contraction the other operand. A
-scale for each block of k does neither: its weights stay decoded.
+tensor, multiplies the sums, in float32, rather than each weight, and one along the contraction the other operand.
+
+A scale for each block of k multiplies the sums over its block: the blocks are groups of rows, each with the weights of
+its own, and the terms that they give are added. With many rows these would be more bytes than the decoded weights, and
+the program stays as it is.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from jax import lax
 from jaxmp._src.fuse.graph import Graph, read, spliced
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.fuse.products import SUMS
-from jaxmp._src.jax_internals import jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec import low_precision
 
 Dims = tuple[int, ...]
 # What moves numbers, as well narrow as wide.
 _MOVES = ("transpose", "reshape", "pvary")
 _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim", "squeeze"))
+# A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
+Part = tuple[int, ...]
 # What a call does to its result, and does not do behind a factor.
 _BEHIND = ("reduce_scatter", "reshard", *SUMS)
 
@@ -65,19 +70,68 @@ class Scale:
         return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+class Parts:
+    """How the dimensions of an operand are cut where it is reshaped, by their extents."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.sizes: dict[Part, int] = {(i,): extent for i, extent in enumerate(shape)}
+        self._cut: dict[Part, tuple[Part, Part]] = {}
+
+    def of(self, dims: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
+        """The same parts of each dimension, as they are cut by now, and none of extent 1."""
+        return tuple(tuple(itertools.chain(*map(self._pieces, dim))) for dim in dims)
+
+    def _pieces(self, part: Part) -> tuple[Part, ...]:
+        if part in self._cut:
+            return sum(map(self._pieces, self._cut[part]), ())
+        return (part,) if self.sizes[part] > 1 else ()
+
+    def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
+        """Of which parts the dimensions are in another shape, if each is of whole ones, which may have to be cut."""
+        left, found = [*itertools.chain(*self.of(dims))], []
+        if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
+            return None
+        for extent in shape:
+            dim: tuple[Part, ...] = ()
+            while extent > 1 and left:
+                part = left.pop(0)
+                size = self.sizes[part]
+                if size > extent and size % extent == 0:
+                    first, rest = self._cut[part] = (*part, 0), (*part, 1)
+                    self.sizes |= {first: extent, rest: size // extent}
+                    left.insert(0, rest)
+                    part, size = first, extent
+                if extent % size:
+                    return None
+                dim, extent = (*dim, part), extent // size
+            found.append(dim)
+        return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What an operand of a product is made of: a narrow value, equations that move it, and scales."""
+    """What an operand of a product is made of: a narrow value, equations that move it, and scales: each a value, and
+    the parts of the operand along which its dimensions vary."""
 
     value: Any
     moves: tuple[Any, ...]  # from the last one back
-    scales: tuple[Scale, ...]
+    scales: tuple[tuple[Any, tuple[tuple[Part, ...], ...]], ...]
+    parts: Parts
+    ndim: int
+
+    def plain(self) -> list[Scale] | None:
+        """The scales, if each varies along whole dimensions."""
+        whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
+        found = [(value, self.parts.of(dims)) for value, dims in self.scales]
+        if any(dim not in whole for _, dims in found for dim in dims):
+            return None
+        return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
 
 
-def with_narrow_weights(graph: Graph) -> Graph:
-    """The same, where a product reads weights that are stored narrow as they are."""
+def with_narrow_weights(graph: Graph, *, adds: bool) -> Graph:
+    """The same, where a product reads weights that are stored narrow as they are; XLA may add what blocks of k give."""
     opened = _each_in_place(graph, _of_decoder)
-    narrow = _each_in_place(opened, functools.partial(_of_narrow, opened))
+    narrow = _each_in_place(opened, functools.partial(_of_narrow, opened, adds))
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
 
 
@@ -117,7 +171,7 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
     return spliced(eqn, program, eqn.invars)
 
 
-def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
+def _of_narrow(graph: Graph, adds: bool, eqn: Any) -> Sequence[Any] | None:
     """The equations of a `dot_general` that reads narrow weights, or None where none are found."""
     if eqn.primitive.name != "dot_general":
         return None
@@ -134,11 +188,13 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     if not found:
         return None
     side, weights = max(found, key=lambda each: math.prod(each[1].value.aval.shape))
-    other = eqn.invars[1 - side]
+    other, plain = eqn.invars[1 - side], weights.plain()
+    if plain is None:
+        return _of_blocks(eqn, side, weights) if adds else None
     free = [[i for i in range(v.aval.ndim) if i not in dims] for v, dims in zip(eqn.invars, contract, strict=True)]
     first = len(free[0]) if side else 0  # dimension of the result
     of_result, of_other = [], []
-    for scale in weights.scales:
+    for scale in plain:
         if set(scale.varying) <= set(free[side]):
             of_result.append(scale.along({d: first + i for i, d in enumerate(free[side])}))
         elif set(scale.varying) <= set(contract[side]):
@@ -157,8 +213,7 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
         nonlocal is_same
         given = dict(zip(operands, arrays, strict=True))
         x, q = given[other], given[weights.value]
-        for move in reversed(weights.moves):
-            (q,) = jax_tracing.evaluate(move, [q])
+        q = _moved(weights, q)
         for scale in of_other:
             x = scale.times(x, read(given, scale.value))
         d = lax.dot_general(
@@ -171,6 +226,67 @@ def _of_narrow(graph: Graph, eqn: Any) -> Sequence[Any] | None:
         for scale in of_result:
             d = scale.times(d, read(given, scale.value))
         d = d.astype(out.dtype)
+        is_same = jax_tracing.is_type_of(out, d)
+        return [d]
+
+    equations = spliced(eqn, multiply, operands)
+    return equations if is_same else None
+
+
+def _moved(weights: Weights, q: jax.Array) -> jax.Array:
+    """The narrow value, moved as the program moves it."""
+    for move in reversed(weights.moves):
+        (q,) = jax_tracing.evaluate(move, [q])
+    return q
+
+
+def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
+    """The equations of a `dot_general` whose scales vary along blocks of k, if they lie one behind the other."""
+    contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
+    rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
+    shape, parts = eqn.invars[side].aval.shape, weights.parts
+    count = len(contract[side])
+    of_k, of_n = (sum(parts.of([(i,)] for i in dims), ()) for dims in (range(count), range(count, len(shape))))
+    scales = [(value, parts.of(dims)) for value, dims in weights.scales]
+    varying = {part for _, dims in scales for dim in dims for part in dim}
+    blocks = tuple(part for part in of_k if part in varying)
+    m, k, n = math.prod(other.aval.shape[i] for i in rows), math.prod(shape[:count]), math.prod(shape[count:])
+    groups = math.prod(parts.sizes[part] for part in blocks)
+    # Up to so many rows the terms are no more bytes than the weights, and take less time than decoding these.
+    is_worth = 4 * m * groups <= k and blocks == of_k[: len(blocks)] and tuple(contract[side]) == tuple(range(count))
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    if not is_worth or jax_compat.default_platform() != "cpu" or any(map(is_explicit, avals)):
+        return None
+    if any(move.primitive.name == "transpose" for move in weights.moves):
+        return None
+    lie = (*blocks, *of_n)
+
+    def factor(value: Any, dims: Sequence[Sequence[Part]]) -> jax.Array:
+        own = tuple(itertools.chain(*dims))
+        each = jnp.reshape(jnp.asarray(value, jnp.float32), [parts.sizes[part] for part in own])
+        order = sorted(range(len(own)), key=lambda i: lie.index(own[i]))
+        each, at = lax.transpose(each, order), sorted(map(lie.index, own))
+        return lax.broadcast_in_dim(each, [parts.sizes[part] for part in lie], at).reshape(groups, 1, n)
+
+    operands = [other, weights.value, *(value for value, _ in scales if not jax_tracing.is_literal(value))]
+    is_same = True
+
+    def multiply(*arrays: Any) -> list[Any]:
+        nonlocal is_same
+        given = dict(zip(operands, arrays, strict=True))
+        x = lax.transpose(given[other], (*rows, *contract[1 - side])).reshape(m, groups, k // groups)
+        x, q = x.swapaxes(0, 1).reshape(m * groups, -1), _moved(weights, given[weights.value])
+        d = lax.ragged_dot(
+            x,
+            q.reshape(groups, k // groups, n),
+            jnp.full(groups, m, jnp.int32),
+            precision=eqn.params["precision"],
+            preferred_element_type=jnp.float32,
+        ).reshape(groups, m, n)
+        for value, dims in scales:
+            d = d * factor(read(given, value), dims)
+        d = d.sum(0).astype(out.dtype)
+        d = (d if side else d.T).reshape(out.shape)
         is_same = jax_tracing.is_type_of(out, d)
         return [d]
 
@@ -191,49 +307,65 @@ def _is_moved_behind(graph: Graph, v: Any) -> bool:
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
     """What decoding made an operand of, or None."""
     moves: tuple[Any, ...] = ()
-    scales: tuple[Scale, ...] = ()
-    order: Dims | None = tuple(range(v.aval.ndim))  # of the operand's dimensions, those of v; None: others
+    scales: tuple[Any, ...] = ()
+    parts, ndim = Parts(v.aval.shape), v.aval.ndim
+    dims: Any = tuple(((i,),) for i in range(ndim))  # of v
     while (eqn := graph.made_by(v)) is not None:
         name = eqn.primitive.name
         if name == "convert_element_type":
             v = eqn.invars[0]
             if v.aval.dtype.name in low_precision.NARROW:
-                return Weights(v, moves, scales)
+                return Weights(v, moves, scales, parts, ndim)
             if v.aval.dtype.name not in low_precision.WIDE:
                 return None
-        elif name == "mul" and order is not None:
-            found = _factors(graph, eqn)
+        elif name == "mul" and dims is not None:
+            found = _factors(graph, eqn, parts, parts.of(dims))
             if found is None:
                 return None
-            v, scales = found[0], (*scales, found[1].along(order))
+            v, scales = found[0], (*scales, found[1])
         elif name in _MOVES:
             permutation = eqn.params.get("permutation")
-            if order is not None and permutation is not None:
-                order = tuple(order[permutation.index(d)] for d in range(len(order)))
-            order = None if name == "reshape" else order
+            if dims is not None and permutation is not None:
+                dims = tuple(dims[permutation.index(i)] for i in range(len(dims)))
             v, moves = eqn.invars[0], (*moves, eqn)
+            dims = parts.reshaped(dims, v.aval.shape) if dims is not None and name == "reshape" else dims
         else:
             return None
     return None
 
 
-def _factors(graph: Graph, eqn: Any) -> tuple[Any, Scale] | None:
-    """(the factor that has all numbers of a product of two arrays, what the other one repeats)."""
+def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
+    """(the factor that has all numbers of a product of two arrays, what the other one repeats, and along what)."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue
-        scale = _repeated(graph, other)
-        if len(scale.varying) < sum(extent > 1 for extent in v.aval.shape):
-            return v, scale
+        value, along = _repeated(graph, other, parts, dims)
+        if sum(map(len, parts.of(along))) < sum(map(len, parts.of(dims))):
+            return v, (value, along)
     return None
 
 
-def _repeated(graph: Graph, v: Any) -> Scale:
-    """What an array repeats."""
-    scale = Scale(v, tuple(i if extent > 1 else None for i, extent in enumerate(v.aval.shape)))
-    while (eqn := graph.made_by(scale.value)) is not None and eqn.primitive.name == "broadcast_in_dim":
-        x, dims = eqn.invars[0], eqn.params["broadcast_dimensions"]
-        if jax_tracing.is_literal(x) or len(eqn.invars) > 1:
+def _repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
+    """What an array repeats, whose dimensions have these parts where they are not 1, and along which parts."""
+
+    def varying(v: Any, dims: Any) -> Any:
+        return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))
+
+    found = v, varying(v, dims) if v.aval.shape else ()
+    while (eqn := graph.made_by(found[0])) is not None:
+        x, own = eqn.invars[0] if eqn.invars else None, None
+        if len(eqn.invars) != 1 or jax_tracing.is_literal(x):
             break
-        scale = Scale(x, tuple(scale.dims[d] if n > 1 else None for d, n in zip(dims, x.aval.shape, strict=True)))
-    return scale
+        if eqn.primitive.name == "broadcast_in_dim":
+            own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
+        elif eqn.primitive.name == "reshape" and _is_made_by(graph, x, "broadcast_in_dim"):
+            own = parts.reshaped(found[1], x.aval.shape)
+        if own is None:
+            break
+        found = x, varying(x, own)
+    return found
+
+
+def _is_made_by(graph: Graph, v: Any, name: str) -> bool:
+    eqn = graph.made_by(v)
+    return eqn is not None and eqn.primitive.name == name
