@@ -74,7 +74,7 @@ WRONG = [
     ("ragged_dot", (X.astype(int), W.astype(int), S), {"implementation": "host"}, NotImplementedError, "XLA multiplies integers other than int8"),
     ("ragged_dot", (X, W, S), {"scaling": 2.0}, TypeError, "scaling must be a jaxmp.Scaling with scales a and b alone, got 2.0"),
     ("ragged_dot", (X, W, S), {"scaling": jaxmp.Scaling(a=X)}, ValueError, "scaling.a must be float32 of shape () or (6,), got float32 (6, 4)"),
-    ("ragged_dot", (X, W, S), {"scaling": jaxmp.Scaling(), "activation": "relu"}, NotImplementedError, "with scaling there is no bias"),
+    ("ragged_dot", (X, W, S), {"scaling": jaxmp.Scaling(), "bias": W[:, 0], "determinism": "batch"}, NotImplementedError, "takes no bias beside scales"),
     ("ragged_dot", (X, W, S), {"precision": "16F"}, NotImplementedError, "precision=16F takes operands of float16, got float32"),
     ("ragged_dot", (X, W, S), {"determinism": "none"}, ValueError, "determinism must be one of"),
     ("ragged_dot", (X, W, S), {"implementation": "cublasmp"}, NotImplementedError, "has no product of groups"),

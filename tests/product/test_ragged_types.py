@@ -127,8 +127,45 @@ def test_scales(pair):
         for options in ({}, {"preferred_element_type": "bfloat16"}):
             got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=of_x, b=of_w), **options)
             np.testing.assert_array_equal(got, want.astype(got.dtype))
+    bias = columns - 4
+    whole = reference(wide[0] * rows[:, None], wide[1] * columns[:, None], sizes) + reference(
+        jnp.ones((4, 1)), bias[:, None], sizes
+    )
+    got = jaxmp.ragged_dot(x, w, sizes, bias=bias, activation="relu", scaling=jaxmp.Scaling(a=rows, b=columns))
+    np.testing.assert_array_equal(got, jax.nn.relu(whole))
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         x, w = (jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, w))
         got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=rows, b=columns))
     np.testing.assert_array_equal(got, reference(wide[0] * rows[:, None], wide[1] * columns[:, None], sizes))
+
+
+@pytest.mark.parametrize("pair", [("int8", "int8"), ("float32", "int4"), ("bfloat16", "uint8")], ids=str)
+def test_scales_of_blocks(pair):
+    """For 4 blocks of k, and each column: on one device, with rows and groups on one axis, and differentiated."""
+    x, w, sizes = numbers(1, (4, 12), pair[0]), numbers(2, (2, 12, 5), pair[1]), jnp.array([1, 2])
+    scale, bias = jnp.exp2(numbers(3, (2, 4, 5), "float32")), numbers(4, (2, 5), "float32")
+
+    def ours(x, scale, w=w):
+        options = {"bias": bias, "activation": jnp.abs, "scaling": jaxmp.Scaling(b=scale)}
+        return jaxmp.ragged_dot(x, w, sizes, preferred_element_type="float32", **options)
+
+    def theirs(x, scale):
+        whole = w.astype("float32") * jnp.repeat(scale, 3, axis=1)
+        added = reference(jnp.ones((4, 1)), bias[:, None], sizes)
+        return jnp.abs(reference(x.astype("float32"), whole, sizes) + added)
+
+    np.testing.assert_array_equal(jax.jit(ours)(x, scale), theirs(x, scale))
+    of_floats = (0, 1) if x.dtype != "int8" else 1
+    gradients = [jax.jit(jax.grad(lambda *y, f=f: (f(*y) ** 2).sum(), of_floats))(x, scale) for f in (ours, theirs)]
+    for mine, their in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_array_equal(mine, their)
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    want = theirs(x, scale)
+    with jax.set_mesh(mesh):
+        got = ours(*(jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, scale, w)))
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*scales of blocks, for XLA would add them"):
+        jaxmp.ragged_dot(x, w, sizes, determinism="batch", scaling=jaxmp.Scaling(b=scale))
+    with pytest.raises(ValueError, match=r"scaling.b must be float32 of shape .*\(2, 1, 5\), got float32 \(2, 5, 5\)"):
+        jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(b=jnp.ones((2, 5, 5))))

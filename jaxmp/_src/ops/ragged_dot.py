@@ -64,8 +64,9 @@ def ragged_dot(
         once. With `determinism="batch"` None or "relu"; of integers None.
       precision: as in `matmul`.
       preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
-      scaling: float32 scales of narrow operands. XLA multiplies the result by them. `Scaling.a` is (), or (m,) for the
-        rows of x; `Scaling.b` is (), (groups,), or (groups, n) for the columns of each matrix.
+      scaling: float32 scales of narrow operands. XLA multiplies the sums by them, and adds the bias. `Scaling.a` is (),
+        or (m,) for the rows of x; `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
+        (groups, blocks, n) for those of each block of k, whose sums, blocks times m times n of them, XLA adds.
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
@@ -92,37 +93,49 @@ def ragged_dot(
     request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
     if scaling is None:
         return product(request, group_sizes, group_offset, bias, activation)
-    if bias is not None or activation is not None:
-        raise NotAvailable("with scaling there is no bias and no activation; apply both to the result")
-    return _scaled(request, scaling, group_sizes, group_offset)
+    return _scaled(request, scaling, (group_sizes, group_offset), bias, activation)
 
 
-def _scaled(request: Request, scaling: Scaling, group_sizes: Any, group_offset: Any) -> jax.Array:
-    """The sums times the scales of their row and, by a product of k = 1, of the columns of their group."""
+def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
+    """The sums times the scales of their row and of the columns of their group; `groups`: their sizes, and offset."""
     of_x, of_w = _scales(request, scaling)
     out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
+    spec = GroupedSpec(out, determinism=request.determinism, function=request.function)
+    f, beside = activation_of(spec, activation), bias_of(spec, bias, request.b)
+    if spec.level.fixed_order and (beside or of_w.ndim == 3):
+        raise spec.level.refusal("takes no bias beside scales and no scales of blocks, for XLA would add them")
     is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
     request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
-    d = product(request, group_sizes, group_offset)
-    scale = of_x if of_x.ndim == 0 else of_x[:, None]
-    if of_w.ndim == 0:
-        scale = scale * of_w
+
+    def multiply(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        d = product(request._replace(a=x, b=w), *groups).astype(np.float32)
+        return d * (scale if scale.ndim == 0 else _of_rows(request, groups, scale, d))
+
+    if of_w.ndim == 3:
+        blocks = of_w.shape[1]
+        x, w = (jnp.asarray(y).reshape(y.shape[0], blocks, -1, *y.shape[2:]) for y in (request.a, request.b))
+        d = jax.vmap(multiply, 1)(x, w, of_w).sum(0)
     else:
-        matrices = jnp.broadcast_to(
-            of_w[:, None] if of_w.ndim == 2 else of_w[:, None, None], (len(of_w), 1, d.shape[1])
-        )
-        kind = jax.typeof(d).sharding
-        is_explicit = AxisType.Explicit in kind.mesh.axis_types
-        request = request._replace(
-            a=jnp.ones((d.shape[0], 1), np.float32),
-            b=matrices,
-            preferred_element_type=None,
-            precision=None,
-            in_shardings=None,
-            out_sharding=kind.spec if is_explicit else None,
-        )
-        scale = scale * product(request, group_sizes, group_offset)
-    return (d.astype(np.float32) * scale).astype(out)
+        d = multiply(request.a, request.b, of_w)
+    d = d * (of_x if of_x.ndim == 0 else of_x[:, None])
+    for each in beside.values():
+        d = d + _of_rows(request, groups, each.astype(np.float32), d)
+    return (d if f is None else f(d)).astype(out)
+
+
+def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:
+    """Those of each row's group, of (groups,) or (groups, n) values, as the result d lies: by a product of k = 1."""
+    matrices = jnp.broadcast_to(values.reshape(len(values), 1, -1), (len(values), 1, d.shape[1]))
+    kind = jax.typeof(d).sharding
+    request = request._replace(
+        a=jnp.ones((d.shape[0], 1), np.float32),
+        b=matrices,
+        preferred_element_type=None,
+        precision=None,
+        in_shardings=None,
+        out_sharding=kind.spec if AxisType.Explicit in kind.mesh.axis_types else None,
+    )
+    return product(request, *groups)
 
 
 def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
@@ -132,14 +145,16 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
     x, w, found = request.a, request.b, []
     operand_checks.check_array("{a}", x, 2)
     operand_checks.check_array("{b}", w, 3)
-    wanted = {"a": ((), x.shape[:1]), "b": ((), w.shape[:1], (w.shape[0], w.shape[2]))}
+    (g, k, n), of_b = w.shape, getattr(scaling.b, "shape", ())
+    blocks = of_b[1] if len(of_b) == 3 and k % max(1, of_b[1]) == 0 else 1
+    wanted = {"a": ((), x.shape[:1]), "b": ((), (g,), (g, n), (g, blocks, n))}
     for name, shapes in wanted.items():
         scale = getattr(scaling, name)
         scale = jnp.float32(1) if scale is None else jnp.asarray(scale)
         if scale.shape not in shapes or scale.dtype != np.float32:
             raise InvalidValue(
                 f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype} "
-                f"{scale.shape}; apply scales of blocks before the call (jaxmp.quantize.dequantize)"
+                f"{scale.shape}"
             )
         found.append(scale)
     return found[0], found[1]
