@@ -4,6 +4,7 @@ Without these a scale could multiply other columns than its own, a gradient coul
 in memory after all. Small integers and powers of two keep sums exact, so results are compared bit by bit.
 """
 
+import functools
 import re
 
 import jax
@@ -190,6 +191,44 @@ def test_loops_and_functions_called_twice():
     run = jax.jit(jaxmp.fuse(programs))
     check_same(run(square), [d.astype(x.dtype) for d in programs(square.astype("float32"))])
     assert not re.findall(r"convert .*tensor<16x16xi8>", run.lower(square).as_text())
+
+
+def of_groups(decode):
+    """A product of groups of rows, by what decodes matrices (4, K, N) with scales (4, 2, N)."""
+    return lambda x, q, s: lax.ragged_dot(x, decode(q, s, x.dtype), jnp.array([1, 0, 1, 0]))
+
+
+GROUPS = {
+    "no scale": of_groups(lambda q, s, dtype: q.astype(dtype)),
+    "a column": of_groups(lambda q, s, dtype: decode(q, s[:, :1], dtype)),
+    "a matrix": of_groups(lambda q, s, dtype: decode(q, s[:, :1, :1], dtype)),
+    "the tensor": of_groups(lambda q, s, dtype: decode(q, s[0, 0, 0], dtype)),
+    "a block": of_groups(lambda q, s, dtype: decode(q.reshape(4, 2, K // 2, N), s[:, :, None], dtype).reshape(4, K, N)),
+    "stored (n, k)": of_groups(lambda q, s, dtype: decode(q.swapaxes(1, 2), s[:, 0, :, None], dtype).swapaxes(1, 2)),
+}
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_matrices_of_groups_stay_narrow(form):
+    """Forward, differentiated, and with rows and groups on one axis; in one order of sums all but blocks."""
+    x, q, s = operands("int8", "float32")
+    x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([jnp.stack([s, 2 * s]) * 2.0**i for i in range(4)])
+    q = q.swapaxes(1, 2).reshape(q.shape) if "stored" in form else q
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    theirs = GROUPS[form]
+
+    def both(f, x, q, s):
+        return f(x, q, s), *jax.grad(lambda x, s: (f(x, q, s) ** 2).sum(), (0, 1))(x, s)
+
+    wanted = both(theirs, x, q, s)
+    for options in ({}, {} if "block" in form else {"determinism": "batch"}):
+        run = jax.jit(functools.partial(both, jaxmp.fuse(theirs, **options)))
+        check_same(run(x, q, s), wanted)
+        text = jax.jit(jaxmp.fuse(theirs, **options)).lower(x, q, s).as_text()
+        assert "jaxmp_grouped" in text
+        assert not re.search(r"convert .*xi8>\) -> tensor<.*xf32>", text)
+    placed = [jax.device_put(y, NamedSharding(mesh, P("x"))) for y in (x, q, s)]
+    check_same([jax.jit(jaxmp.fuse(theirs))(*placed)], wanted[:1])
 
 
 # Shardings of x, q, s and the result, on two devices.

@@ -108,7 +108,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
-        graph = with_narrow_weights(without_batches_of_one(graph), adds=not self.options.level.fixed_order)
+        graph = with_narrow_weights(without_batches_of_one(graph), self.options)
         groups, left = self._groups(graph, graph)
         steps = schedule(graph, groups, graph.results)
         self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))

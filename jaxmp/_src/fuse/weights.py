@@ -13,7 +13,6 @@ the program stays as it is.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.fuse import emit, ragged
+from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, read, spliced
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.refusal import Refusal
 
 Dims = tuple[int, ...]
 # What moves numbers, as well narrow as wide.
@@ -35,6 +39,8 @@ _MOVES = ("transpose", "reshape", "pvary")
 _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim", "squeeze"))
 # A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
 Part = tuple[int, ...]
+# The numbers of `lax.ragged_dot`.
+MATRICES = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 # What a call does to its result, and does not do behind a factor.
 _BEHIND = ("reduce_scatter", "reshard", *SUMS)
 
@@ -107,6 +113,14 @@ class Parts:
             found.append(dim)
         return tuple(found)
 
+    def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
+        """A scale as a number for each of these parts, in float32."""
+        own = tuple(itertools.chain(*dims))
+        x = jnp.reshape(jnp.asarray(x, jnp.float32), [self.sizes[part] for part in own])
+        at = [over.index(part) for part in own]
+        x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
+        return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -128,10 +142,16 @@ class Weights:
         return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
 
 
-def with_narrow_weights(graph: Graph, *, adds: bool) -> Graph:
-    """The same, where a product reads weights that are stored narrow as they are; XLA may add what blocks of k give."""
+def with_narrow_weights(graph: Graph, options: Options) -> Graph:
+    """The same, where a product reads weights that are stored narrow as they are."""
     opened = _each_in_place(graph, _of_decoder)
-    narrow = _each_in_place(opened, functools.partial(_of_narrow, opened, adds))
+    rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
+
+    def rule(eqn: Any) -> Sequence[Any] | None:
+        name = eqn.primitive.name
+        return rules[name](opened, options, eqn) if name in rules else None
+
+    narrow = _each_in_place(opened, rule)
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
 
 
@@ -171,10 +191,8 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
     return spliced(eqn, program, eqn.invars)
 
 
-def _of_narrow(graph: Graph, adds: bool, eqn: Any) -> Sequence[Any] | None:
+def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
     """The equations of a `dot_general` that reads narrow weights, or None where none are found."""
-    if eqn.primitive.name != "dot_general":
-        return None
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # Of a weakly typed operand a call of two types has a weakly typed cotangent, and JAX's product not.
@@ -190,7 +208,7 @@ def _of_narrow(graph: Graph, adds: bool, eqn: Any) -> Sequence[Any] | None:
     side, weights = max(found, key=lambda each: math.prod(each[1].value.aval.shape))
     other, plain = eqn.invars[1 - side], weights.plain()
     if plain is None:
-        return _of_blocks(eqn, side, weights) if adds else None
+        return None if options.level.fixed_order else _of_blocks(eqn, side, weights)  # whose sums XLA adds
     free = [[i for i in range(v.aval.ndim) if i not in dims] for v, dims in zip(eqn.invars, contract, strict=True)]
     first = len(free[0]) if side else 0  # dimension of the result
     of_result, of_other = [], []
@@ -233,7 +251,7 @@ def _of_narrow(graph: Graph, adds: bool, eqn: Any) -> Sequence[Any] | None:
     return equations if is_same else None
 
 
-def _moved(weights: Weights, q: jax.Array) -> jax.Array:
+def _moved(weights: Weights, q: Any) -> Any:
     """The narrow value, moved as the program moves it."""
     for move in reversed(weights.moves):
         (q,) = jax_tracing.evaluate(move, [q])
@@ -246,7 +264,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
     rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
     shape, parts = eqn.invars[side].aval.shape, weights.parts
     count = len(contract[side])
-    of_k, of_n = (sum(parts.of([(i,)] for i in dims), ()) for dims in (range(count), range(count, len(shape))))
+    of_k, of_n = (sum(parts.of([[(i,)] for i in dims]), ()) for dims in (range(count), range(count, len(shape))))
     scales = [(value, parts.of(dims)) for value, dims in weights.scales]
     varying = {part for _, dims in scales for dim in dims for part in dim}
     blocks = tuple(part for part in of_k if part in varying)
@@ -259,15 +277,6 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
         return None
     if any(move.primitive.name == "transpose" for move in weights.moves):
         return None
-    lie = (*blocks, *of_n)
-
-    def factor(value: Any, dims: Sequence[Sequence[Part]]) -> jax.Array:
-        own = tuple(itertools.chain(*dims))
-        each = jnp.reshape(jnp.asarray(value, jnp.float32), [parts.sizes[part] for part in own])
-        order = sorted(range(len(own)), key=lambda i: lie.index(own[i]))
-        each, at = lax.transpose(each, order), sorted(map(lie.index, own))
-        return lax.broadcast_in_dim(each, [parts.sizes[part] for part in lie], at).reshape(groups, 1, n)
-
     operands = [other, weights.value, *(value for value, _ in scales if not jax_tracing.is_literal(value))]
     is_same = True
 
@@ -284,13 +293,59 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
             preferred_element_type=jnp.float32,
         ).reshape(groups, m, n)
         for value, dims in scales:
-            d = d * factor(read(given, value), dims)
+            d = d * parts.spread(read(given, value), dims, (*blocks, *of_n)).reshape(groups, 1, n)
         d = d.sum(0).astype(out.dtype)
         d = (d if side else d.T).reshape(out.shape)
         is_same = jax_tracing.is_type_of(out, d)
         return [d]
 
     equations = spliced(eqn, multiply, operands)
+    return equations if is_same else None
+
+
+def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
+    """The equations of a `lax.ragged_dot` that reads narrow matrices, likewise."""
+    (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
+    is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
+    dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
+    weights = None if is_left or not dtypes <= set(low_precision.WIDE) else _weights_of(graph, w)
+    if weights is None or ragged.is_of_xla(eqn, options):
+        return None
+    parts = weights.parts
+    of_g, of_k, of_n = parts.of([[(i,)] for i in range(3)])
+    scales = [(value, parts.of(dims)) for value, dims in weights.scales]
+    varying = {part for _, dims in scales for dim in dims for part in dim}
+    blocks = tuple(part for part in of_k if part in varying)
+    (m, k), (g, _, n) = x.aval.shape, w.aval.shape
+    count = math.prod(parts.sizes[part] for part in blocks)
+    if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):
+        return None
+    operands = [x, weights.value, sizes, *(value for value, _ in scales if not jax_tracing.is_literal(value))]
+    is_same = True
+
+    def multiply(*arrays: Any) -> list[Any]:
+        nonlocal is_same
+        given = dict(zip(operands, arrays, strict=True))
+        factors = [parts.spread(read(given, value), dims, (*of_g, *blocks, *of_n)) for value, dims in scales]
+        shape = (g, count, n) if blocks else (g, n)
+        d = ragged_dot(
+            given[x],
+            _moved(weights, given[weights.value]),
+            given[sizes],
+            scaling=Scaling(b=math.prod(factors[1:], start=factors[0]).reshape(shape)) if factors else None,
+            precision=eqn.params["precision"],
+            preferred_element_type=out.dtype,
+            out_sharding=emit.out_sharding(out),
+            implementation=options.implementation,
+            **options.level.option,
+        )
+        is_same = jax_tracing.is_type_of(out, d)
+        return [d]
+
+    try:
+        equations = spliced(eqn, multiply, operands)
+    except Refusal:  # where shardings do not go together
+        return None
     return equations if is_same else None
 
 
@@ -353,9 +408,9 @@ def _repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
 
     found = v, varying(v, dims) if v.aval.shape else ()
     while (eqn := graph.made_by(found[0])) is not None:
-        x, own = eqn.invars[0] if eqn.invars else None, None
-        if len(eqn.invars) != 1 or jax_tracing.is_literal(x):
+        if len(eqn.invars) != 1 or jax_tracing.is_literal(eqn.invars[0]):
             break
+        x, own = eqn.invars[0], None
         if eqn.primitive.name == "broadcast_in_dim":
             own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
         elif eqn.primitive.name == "reshape" and _is_made_by(graph, x, "broadcast_in_dim"):

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes, ragged, shardings
 from jaxmp._src.spec import activations, precisions
 from jaxmp._src.spec.activations import Function
@@ -145,7 +146,8 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
     x, w, found = request.a, request.b, []
     operand_checks.check_array("{a}", x, 2)
     operand_checks.check_array("{b}", w, 3)
-    (g, k, n), of_b = w.shape, getattr(scaling.b, "shape", ())
+    g, k, n = w.shape
+    of_b: Shape = getattr(scaling.b, "shape", ())
     blocks = of_b[1] if len(of_b) == 3 and k % max(1, of_b[1]) == 0 else 1
     wanted = {"a": ((), x.shape[:1]), "b": ((), (g,), (g, n), (g, blocks, n))}
     for name, shapes in wanted.items():
