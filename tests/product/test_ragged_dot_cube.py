@@ -158,6 +158,8 @@ def test_values_and_cotangents(request, kind):
     theirs = functools.partial(reference, sizes=SIZES)
     want = theirs(*operands[:2]), *jax.vjp(theirs, *operands[:2])[1](operands[2])
     mesh, cases = mesh_of(kind), chosen(count_of(request))
+    if kind == AxisType.Auto and not COUNT:
+        cases = cases[::5]  # which have the same plans
 
     def run(placed, cases):
         found = []
