@@ -316,6 +316,7 @@ def _farewell(job: _Job) -> str:
         if failure := native.barrier_failure():
             return str(failure)
         native.leave_barrier("")
+        jax_compat.close_gloo()
         watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not)
     except (DistributedError, jax.errors.JaxRuntimeError) as error:
         return str(cause(error) or f"the processes did not all leave ({error})")

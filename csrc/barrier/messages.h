@@ -8,8 +8,9 @@
 namespace jaxmp::barrier {
 
 enum class Kind : uint8_t {
-  kArrival,  // the sender has come to `key` for the count-th time
-  kFailure,  // the sender has given up its count-th call of `key`; text says why
+  kArrival,    // the sender has come to `key` for the count-th time
+  kFailure,    // the sender has given up its count-th call of `key`; text says why
+  kInterrupt,  // the same, by its user, whose job may go on
   kPing,
   kPong,     // text: the call to which the sender came last
   kGoodbye,  // the sender leaves; text says why

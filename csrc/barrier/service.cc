@@ -96,7 +96,10 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   const Arrival& arrival = waiting.arrival;
   const auto waited = now - waiting.since;
   if (auto outcome = Outcome(arrival)) return outcome;
-  if (is_interrupted) return Fail(arrival, "interrupted by the user");
+  // A collective of XLA's may be waiting already, which nothing but its peers ends.
+  if (is_interrupted && arrival.signature->has_tokens) {
+    return Fail(arrival, "rank " + std::to_string(options.process) + " was interrupted by the user", Kind::kInterrupt);
+  }
   const bool is_late = Seconds(waited) > options.timeout;
   for (auto& [process, peer] : peers) peer.Ping(now);
   for (int process : arrival.members().processes) {
@@ -139,13 +142,13 @@ std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
 }
 
 // This process gives up, and tells the others.
-Status Service::Fail(const Arrival& arrival, const std::string& why) {
+Status Service::Fail(const Arrival& arrival, const std::string& why, Kind kind) {
   const std::string text = arrival.signature->call + ": " + why;
   const Status status = FailedPrecondition("jaxmp.DistributedError: ", text);
-  if (failure.empty()) failure = text;
+  if (failure.empty() && kind == Kind::kFailure) failure = text;
   arrivals.Fail(arrival, status);
   Message message;
-  message.kind = Kind::kFailure;
+  message.kind = kind;
   message.key = arrival.members().key;
   message.count = arrival.count;
   message.text = text;
@@ -241,6 +244,9 @@ void Service::Handle(int process, const Message& message) {
     case Kind::kFailure:
       arrivals.HearFailure(message);
       if (failure.empty()) failure = message.text;
+      return;
+    case Kind::kInterrupt:
+      arrivals.HearFailure(message);
       return;
     case Kind::kPing: {
       Message pong;

@@ -96,7 +96,7 @@ struct Service {
 
  private:
   std::optional<Status> OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now);
-  Status Fail(const Arrival& arrival, const std::string& why);
+  Status Fail(const Arrival& arrival, const std::string& why, Kind kind = Kind::kFailure);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
   std::vector<Resumed> Settle();
   void DrainInterrupts();

@@ -8,6 +8,8 @@ import functools
 import gc
 import os
 import pathlib
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -277,10 +279,27 @@ def let_gloo_listen_at(host: str) -> None:
         client, transport = distributed_client(), _config.cpu_collectives_implementation.value
         collectives = None
         if client is not None and transport == "gloo":
+            before = os.listdir(_DESCRIPTORS)
             collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+            _of_gloo.extend(set(os.listdir(_DESCRIPTORS)).difference(before))
         return _xla_bridge.make_cpu_client(collectives)
 
     _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+_DESCRIPTORS = "/proc/self/fdinfo"
+_of_gloo: list[str] = []  # one of them polls all sockets of gloo's
+
+
+def close_gloo() -> None:
+    """End gloo's connections as the end of this process would: a process that waits there for this one gets an error."""
+    for descriptor in _of_gloo:
+        with contextlib.suppress(OSError):
+            polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(_DESCRIPTORS, descriptor).read_text(), re.M)
+            for connection in map(int, polled):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as end:
+                    end.getpeername()  # none of what listens, nor of a pipe
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:
@@ -300,6 +319,8 @@ def forget_distributed() -> None:
     atexit.unregister(_api.clean_up)
     state = _distributed.global_state
     kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]
+    # Of threads that are in the parent: pools of a backend and of MLIR, which would join them.
+    kept += [dict(vars(module)) for module in sys.modules.values()]
     state.preemption_sync_manager = state.client = state.service = None
     kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
     gc.freeze()

@@ -63,21 +63,25 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
             "(pip install 'jaxmp[mpi]') or srun, or pass coordinator_address, num_processes and process_id"
         )
     name, size = found
+    method = {"mpi": "mpi4py", "slurm": "slurm"}[name]
     if name == "mpi":
         try:
             mpi = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
-            raise ImportError(
-                f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
-                "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
-            ) from error
-        if mpi.COMM_WORLD.Get_size() != size:
-            raise RuntimeError(
-                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
-                "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
-            )
+            if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # of Open MPI before 5, by which JAX knows rank 0's address
+                raise ImportError(
+                    f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
+                    "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
+                ) from error
+            method = "ompi"
+        else:
+            if mpi.COMM_WORLD.Get_size() != size:
+                raise RuntimeError(
+                    f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
+                    "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
+                )
     try:
-        processes = jax_compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
+        processes = jax_compat.detect_processes(method, local_device_ids, timeout)
         check_arguments(*processes[:3])
     except (KeyError, ValueError) as error:
         why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
