@@ -253,7 +253,8 @@ def _why_transport_failed(native: Any) -> str:
             gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
             break
         time.sleep(_POLL)
-    return ", ".join(gone) or "the transport gave up, though every process answers"
+    # Of whom the others' ends speak, not of these.
+    return ", ".join([who for who in gone if who.count("rank ") == 1] or gone[:1]) or "the transport gave up, though every process answers"
 
 
 def _check_moment() -> None:
@@ -363,6 +364,9 @@ def _at_exit() -> None:
             reason = _job.failure or native.barrier_failure() or _farewell(_job)
         except KeyboardInterrupt:
             reason = "it was interrupted"
+        # It waits for those that wait for it.
+        if told := re.match(rf"(rank \d+) has ended: (.*?): .*\brank {_job.process} has ended\b", reason):
+            reason = f"it ended while {told[1]} waited for it: {told[2]}"
     elif found := cause(error):
         reason, said = str(found), str(error)
     else:

@@ -196,6 +196,17 @@ def leave_early():
     sys.exit(0)
 
 
+def wait_in_a_sum(before):
+    """Two good steps, of which the first collective is XLA's own, and the victim's `before` between them and the next."""
+    initialize()
+    a, b = operands(make_mesh())
+    total = jax.jit(jnp.sum)
+    for i in range(3):
+        if i == 2 and IS_VICTIM:
+            before()
+        check(product(a / total(a) * 48**2, b), 48)
+
+
 def be_slow():
     time.sleep(1.6 * float(os.environ["JAXMP_TIMEOUT"]) / 2)
 
@@ -419,6 +430,23 @@ def wait_for_a_signal():
     check(product(a, b), 48)
 
 
+def catch_an_interrupt():
+    """Rank 0 gets a signal in a call for which it waits, and goes on; rank 1 comes to that call later."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    print("READY")
+    if PROCESS == 0:
+        fault()
+    else:
+        time.sleep(3)
+    try:
+        check(product(a, b), 48)
+    except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
+        print("CAUGHT", type(error).__name__, error)
+    check(product(a, b), 48)
+
+
 def many_groups_and_loops():
     """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, none of which may be mixed up."""
     initialize()
@@ -470,6 +498,9 @@ def fork_a_child_that_raises():
         os.kill(os.getpid(), signal.SIGINT)
     check(product(a, b), 48)
     if IS_VICTIM:
+        print("CHILD", os.waitstatus_to_exitcode(os.wait()[1]))
+        if os.fork() == 0:
+            sys.exit(3)
         print("CHILD", os.waitstatus_to_exitcode(os.wait()[1]))
 
 
@@ -536,6 +567,7 @@ SCENARIOS = {
     "stopped-behind": stopped_behind_another,
     "raised": lambda: around_a_call(before=raise_error),
     "left": lambda: around_a_call(before=leave_early),
+    "left-a-sum": lambda: wait_in_a_sum(leave_early),
     "slow": lambda: around_a_call(before=be_slow),
     "shape": lambda: disagree(call_with, {"k": 96}),
     "dtype": lambda: disagree(call_with, {"dtype": "bfloat16"}),
@@ -557,6 +589,7 @@ SCENARIOS = {
     "early-end": end_ahead_of_the_result,
     "late-end": end_late,
     "signal": wait_for_a_signal,
+    "signal-and-caught": catch_an_interrupt,
     "groups": many_groups_and_loops,
     "raised-and-went-on": raise_without_an_end,
     "limited": share_under_a_limit,

@@ -85,6 +85,8 @@ FAULTS = {
     "joining": Fault("initialize: rank 0 has ended, and JAX's coordination service with it"),
     "raised": Fault(f"{CALL}: rank 2 has ended: it raised ValueError: bad luck"),
     "left": Fault(f"{CALL}: rank 2 has ended"),
+    # The others wait in a collective of the program's own, for a rank that waits for them to end.
+    "left-a-sum": Fault(f"{CALL}: rank 2 has ended", env={"all": {"JAXMP_TIMEOUT": "30"}}),
     "limited": Fault(
         r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)",
         60.0,
@@ -168,7 +170,7 @@ def test_a_rank_that_never_starts_is_an_error(tmp_path, scenario):
 # Scenarios that end well, and what the last rank writes.
 NO_FAULTS = {
     "raised-and-went-on": ["NameError", "ValueError: printed"],
-    "forked": ["KeyboardInterrupt", "CHILD "],
+    "forked": ["KeyboardInterrupt", "CHILD ", "CHILD 3"],
     "slow": [],
     "early-end": [],  # what a rank has dispatched runs before it ends
     "alpha": [],  # without agreement equal meaning is not asked for
@@ -216,3 +218,16 @@ def test_an_interrupt_reaches_a_rank_that_waits_in_a_call(tmp_path):
     ranks = job.wait(15)
     assert all(rank.status not in (0, None) for rank in ranks), job.all_logs()
     assert all("KeyboardInterrupt" in rank.log for rank in ranks), job.all_logs()
+
+
+def test_an_interrupt_that_a_rank_catches_fails_one_call_and_no_job(tmp_path):
+    job = Job(tmp_path, "signal-and-caught", 2, env={"all": {"JAXMP_TIMEOUT": "30"}})
+    for i in range(2):
+        job.wait_for(i, "READY")
+    job.wait_for(0, "FAULT")
+    job.signal(0, SIGINT)
+    ranks = job.wait(30)
+    assert "CAUGHT KeyboardInterrupt" in ranks[0].log, job.all_logs()
+    message = rf"CAUGHT JaxRuntimeError .*DistributedError: {CALL}: rank 0 was interrupted by the user$"
+    assert re.search(message, ranks[1].log, flags=re.M), job.all_logs()
+    assert [rank.status for rank in ranks] == [0, 0], job.all_logs()

@@ -319,7 +319,7 @@ def forget_distributed() -> None:
     atexit.unregister(_api.clean_up)
     state = _distributed.global_state
     kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]
-    # Of threads that are in the parent: pools of a backend and of MLIR, which would join them.
+    # As the thread pools of backends and of MLIR, which would join threads that are in the parent.
     kept += [dict(vars(module)) for module in sys.modules.values()]
     state.preemption_sync_manager = state.client = state.service = None
     kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
