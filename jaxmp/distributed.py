@@ -97,7 +97,7 @@ def initialize(
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
         the launcher's variables are incomplete, or rank 0 cannot listen at the coordinator's address, or the machine
         has no network.
-      ImportError: mpi4py is missing under mpiexec.
+      ImportError: mpi4py is missing under mpiexec, unless that is of Open MPI before version 5.
       ValueError: arguments that do not go together, or a host that cannot be resolved.
       DistributedError: processes are missing, or run other versions of jaxmp or JAX.
 
@@ -189,7 +189,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: wait for the others to leave it too, then end JAX's part.
+    """Leave the job, also its collectives: wait for the others to leave it too, then end JAX's part.
 
     At the end of a program this happens by itself. JAX cannot be initialized again while a backend exists; after
     `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
@@ -253,8 +253,8 @@ def _why_transport_failed(native: Any) -> str:
             gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
             break
         time.sleep(_POLL)
-    # Of whom the others' ends speak, not of these.
-    return ", ".join([who for who in gone if who.count("rank ") == 1] or gone[:1]) or "the transport gave up, though every process answers"
+    roots = [who for who in gone if who.count("rank ") == 1]  # of whom the ends of the others speak
+    return ", ".join(roots or gone[:1]) or "the transport gave up, though every process answers"
 
 
 def _check_moment() -> None:

@@ -187,14 +187,17 @@ TEST(WhatAPeerGivesUpIsGivenUpHere) {
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
 }
 
-TEST(AnInterruptEndsTheWaiting) {
+TEST(AnInterruptEndsTheWaitingAndNoJob) {
   const auto [read_end, write_end] = SocketPair(SOCK_STREAM | SOCK_NONBLOCK);
   {
     Peer peer(read_end);
-    auto outcome = Come(Make("jit_f", 0, "k=4"));
+    CallSignature call = *Make("jit_f", 0, "k=4");
+    call.has_tokens = true;
+    auto outcome = Come(std::make_shared<const CallSignature>(call));
     const char number = 2;
     CHECK_EQ(write(write_end, &number, 1), 1);
-    CHECK_CONTAINS(outcome.get(), "interrupted by the user");
+    CHECK_CONTAINS(outcome.get(), "rank 0 was interrupted by the user");
+    CHECK_EQ(BarrierFailure(), "");
   }
   close(read_end);
   close(write_end);

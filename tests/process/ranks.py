@@ -197,7 +197,7 @@ def leave_early():
 
 
 def wait_in_a_sum(before):
-    """Two good steps, of which the first collective is XLA's own, and the victim's `before` between them and the next."""
+    """Two good steps, each with a collective of XLA's own first, and the victim's `before` ahead of the next."""
     initialize()
     a, b = operands(make_mesh())
     total = jax.jit(jnp.sum)

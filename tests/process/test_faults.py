@@ -123,6 +123,7 @@ def test_live_ranks_name_the_fault(tmp_path, scenario):
     seconds = [ranks[i].seconds for i in live]
     assert max(seconds) - min(seconds) < (fault.spread or fault.within), f"seen at {seconds}\n{job.all_logs()}"
     assert scenario != "raised" or (ranks[2].status == 1 and "ValueError: bad luck" in ranks[2].log), job.all_logs()
+    assert scenario != "left-a-sum" or "rank 2: it ended while rank " in ranks[2].log, job.all_logs()
     if fault.within == LATE and fault.stopped:
         assert min(seconds) > TIMEOUT - 0.5
 

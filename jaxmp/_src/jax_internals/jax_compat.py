@@ -292,7 +292,7 @@ _of_gloo: list[str] = []  # one of them polls all sockets of gloo's
 
 
 def close_gloo() -> None:
-    """End gloo's connections as the end of this process would: a process that waits there for this one gets an error."""
+    """End gloo's connections as the end of this process would: a process that waits there for it gets an error."""
     for descriptor in _of_gloo:
         with contextlib.suppress(OSError):
             polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(_DESCRIPTORS, descriptor).read_text(), re.M)
