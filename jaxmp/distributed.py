@@ -253,7 +253,7 @@ def _why_transport_failed(native: Any) -> str:
             gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
             break
         time.sleep(_POLL)
-    roots = [who for who in gone if who.count("rank ") == 1]  # of whom the ends of the others speak
+    roots = [who for who in gone if ": rank " not in who]  # of whom the ends of the others speak
     return ", ".join(roots or gone[:1]) or "the transport gave up, though every process answers"
 
 
