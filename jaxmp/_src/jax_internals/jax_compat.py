@@ -279,23 +279,31 @@ def let_gloo_listen_at(host: str) -> None:
         client, transport = distributed_client(), _config.cpu_collectives_implementation.value
         collectives = None
         if client is not None and transport == "gloo":
-            before = os.listdir(_DESCRIPTORS)
+            before = _epolls()
             collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
-            _of_gloo.extend(set(os.listdir(_DESCRIPTORS)).difference(before))
+            _of_gloo.update(_epolls() - before)
         return _xla_bridge.make_cpu_client(collectives)
 
     _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-_DESCRIPTORS = "/proc/self/fdinfo"
-_of_gloo: list[str] = []  # one of them polls all sockets of gloo's
+_of_gloo: set[str] = set()  # the descriptor by which gloo polls all its sockets, as long as the process lives
+
+
+def _epolls() -> set[str]:
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
+                found.add(descriptor)
+    return found
 
 
 def close_gloo() -> None:
     """End gloo's connections as the end of this process would: a process that waits there for it gets an error."""
     for descriptor in _of_gloo:
         with contextlib.suppress(OSError):
-            polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(_DESCRIPTORS, descriptor).read_text(), re.M)
+            polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_text(), re.M)
             for connection in map(int, polled):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as end:
                     end.getpeername()  # none of what listens, nor of a pipe
