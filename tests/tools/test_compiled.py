@@ -206,12 +206,12 @@ def test_specs_of_exported_functions_and_shard_maps_are_causes(array, mesh):
         jax.ShapeDtypeStruct((8, 16), "float32")
     )
     causes = [row.cause for row in compiled(lambda w: exported.call(w), array((8, 16), *cols.spec)).collectives]
-    asks = "a sharding of the exported function asks for model on dimension 0, but model shards dimension 1 of w"
+    asks = "in_shardings of the exported function ask for model on dimension 0, but model shards dimension 1 of w"
     assert causes == [asks]
     whole = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     (row,) = compiled(lambda x: whole(x * 2), array((8, 16), "data")).collectives
     assert row.cause.startswith(
-        "a spec of shard_map asks for a value that is whole over data, but data shards dimension 0"
+        "in_specs of shard_map ask for a value that is whole over data, but data shards dimension 0"
     )
 
 

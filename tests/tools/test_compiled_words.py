@@ -239,13 +239,13 @@ WORDS = [
         [((8, 16), "data"), ((16, 16),)],
         r"the loop.s carry \(.*?\) \(from jax.lax.with_sharding_constraint in ",
     ),
-    (inner, [((8, 16), "data", "model")], "^a sharding of an inner jax.jit asks for a value that is whole over model"),
+    (inner, [((8, 16), "data", "model")], "^in_shardings of an inner jax.jit ask for a value that is whole over model"),
     (jax.grad(lambda x: scaled(x).sum()), [((8, 16), "data")], "^a max over dimension 0 of x"),
     (jax.grad(lambda x: normed(jnp.sin(x)).sum()), [((8, 16), None, "model")], "^a sum over dimension 1 of .*from "),
     (
         by_devices,
         [((8, 16), "data")],
-        "^a spec of shard_map asks for model on dimension 0, but data shards dimension 0",
+        "^in_specs of shard_map ask for model on dimension 0, but data shards dimension 0",
     ),
     (
         lambda x, i: jnp.zeros((4, 16)).at[i.astype(int)].add(x),

@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from jaxmp._src.explain.causes import Cause
 from jaxmp._src.explain.lies import Lies
 from jaxmp._src.explain.origins import Origins, is_call
 from jaxmp._src.explain.partitioned import Place
 from jaxmp._src.explain.row import Row
+from jaxmp._src.explain.search import Cause
 
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
 _PATTERNS += "multiplies"

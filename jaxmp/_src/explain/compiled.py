@@ -296,7 +296,7 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
         alike.setdefault(key, []).append(row)
     merged = []
     for found in alike.values():
-        largest = max(found, key=_total)
+        largest, *_ = found = sorted(found, key=_total, reverse=True)
         count = None if None in (counts := [row.count for row in found]) else sum(counts)  # type: ignore[arg-type]
         shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
         cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Instruction
-from jaxmp._src.explain.origins import ASKING
+from collections.abc import Collection
+
+from jaxmp._src.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction
+from jaxmp._src.explain.origins import ASKING, value
 
 # Operations with a dimension along which they need neighbours, or all of it: (kind, what they do there).
 ALONG = {
@@ -22,6 +24,7 @@ ALONG = {
     "scatter": ("scatter", "writes along"),
     "scatter-add": ("scatter", "adds along"),
 }
+_OF_MATRICES = {"cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"}
 # What moves less than they do.
 _ALIGNED = "keep the extents (jnp.roll and a mask), so that no more than the borders of shards move"
 _MASKED = "use a mask, jnp.where(jnp.arange(n) == i, ...), which each device applies to its shard"
@@ -33,6 +36,7 @@ OTHERWISE = {
     "concatenate": _PADDED,
     "dynamic_slice": _MASKED,
     "dynamic_update_slice": _MASKED,
+    "top_k": "take the top_k of each shard in jax.shard_map, and of what the shards give the top_k again",
 }
 # Functions of jax.numpy that other operations make up.
 NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
@@ -49,10 +53,40 @@ _OWN = {
 }
 
 
+def worked_along(place: Computation, each: Instruction) -> Collection[int] | None:
+    """The dimensions of the first operand that an operation needs whole, or neighbours along; None where none tells."""
+    extents = value(place, each, 0).extents
+    rank = len(extents)
+    if each.primitive in _OF_MATRICES:
+        return rank - 2, rank - 1
+    if each.opcode in ("concatenate", "reverse", "sort", "reduce"):
+        return each.numbers("dimensions")
+    if each.opcode in ("slice", "dynamic-slice", "dynamic-update-slice"):
+        part = value(place, each, 1).extents if "update" in each.opcode else each.shapes[0][1]
+        return [i for i in range(rank) if extents[i] != part[i]]
+    if each.opcode == "pad":
+        return [i for i, pads in enumerate(each.attribute("padding").split("x")) if set(pads) - set("0_")]
+    if each.opcode == "fft":
+        return range(rank - len(each.numbers("fft_length")), rank)
+    if each.opcode == "reduce-window":
+        return [i for i, size in enumerate(_window(each)) if size != "1"]
+    if each.opcode == "convolution":
+        return [i for i, label in enumerate(each.attribute("dim_labels").partition("_")[0]) if label.isdigit()]
+    if each.opcode == "gather":
+        sizes = each.numbers("slice_sizes")
+        return [i for i in range(rank) if i in each.numbers("start_index_map") or sizes[i] != extents[i]]
+    if each.opcode == "scatter":
+        return each.numbers("scatter_dims_to_operand_dims")
+    return [rank - 1] if each.primitive == "top_k" else None
+
+
+def _window(each: Instruction) -> list[str]:
+    return each.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
+
+
 def is_cumulative(window: Instruction) -> bool:
     """Whether a window, "size=1x64 pad=0_0x63_0", reaches over whole dimensions of a result that keeps them."""
-    sizes = window.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
-    return all(size in ("1", str(extent)) for size, extent in zip(sizes, window.shapes[0][1], strict=False))
+    return all(size in ("1", str(extent)) for size, extent in zip(_window(window), window.shapes[0][1], strict=False))
 
 
 def hands_on(user: Instruction) -> bool:

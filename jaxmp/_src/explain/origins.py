@@ -7,6 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxmp._src.explain import hlo
 from jaxmp._src.explain.hlo import MOVES, Computation, Instruction
 from jaxmp._src.explain.partitioned import Program
@@ -15,9 +18,9 @@ from jaxmp._src.explain.partitioned import Program
 ASKING = {
     "sharding_constraint": "jax.lax.with_sharding_constraint",
     "reshard": "jax.sharding.reshard",
-    "shard_map": "a spec of shard_map",
-    "call_exported": "a sharding of the exported function",
-    "jit": "a sharding of an inner jax.jit",
+    "shard_map": "{}_specs of shard_map",
+    "call_exported": "{}_shardings of the exported function",
+    "jit": "{}_shardings of an inner jax.jit",
 }
 # A program's own changes of shape, which have names of their own.
 OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
@@ -87,7 +90,7 @@ class Origins:
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
         is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
         if each.primitive in ASKING and (is_own or not users):
-            return (f"{asker(each)} in {self._module.line(each)}",)
+            return (f"{asker(at.computation, each)} in {self._module.line(each)}",)
         return ()
 
     def behind(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
@@ -183,11 +186,17 @@ class Origins:
 
     def name(self, at: Dim) -> tuple[str, int]:
         """("x", or "the result of mul (train.py:41)"; the dimension there): a value, behind what hands it on."""
+        top = at
         while True:
             each, primitive = at.instruction, at.instruction.primitive
+            top = top if each.op_name == top.instruction.op_name else at  # one operation of JAX's is several of XLA's
             is_inner = each.opcode == "parameter" and at.computation.name in self.program.callers
             if is_inner and self._changes(at):
                 return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
+            # JAX turns the gradient of a product's second operand.
+            if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
+                primitive, below = at.computation.operands(each)[0].primitive, []
+                break
             hands_on = each.opcode in MOVES and (primitive not in OWN or "(_roll" in each.op_name)
             below = list(self.operands(at)) if is_inner or hands_on or primitive in ASKING else []
             if is_call(each) and each.opcode == "custom-call" and "ShardToFull" in each.attributes:
@@ -198,7 +207,18 @@ class Origins:
         if each.is_argument and each.opcode == "parameter":
             return each.op_name, at.dim
         line = self.line(at.computation, each)
-        return f"the result of {primitive or each.opcode}" + f" ({line})" * bool(line), at.dim
+        what = "gradient" if is_backward(each) else "result"
+        return f"the {what} of {self._function(top, primitive)}" + f" ({line})" * bool(line), top.dim
+
+    def _function(self, at: Dim, primitive: str) -> str:
+        """What computes a value: the function of jax.numpy or jax.nn that the primitive ends, or belongs to."""
+        place, each = at[:2]
+        scope = each.op_name.rpartition("/")[0]
+        name = scope.rpartition("jit(")[2].rstrip(")").lstrip("_")
+        if not ("/" in scope and scope.endswith(f"{name})")) or not (hasattr(jnp, name) or hasattr(jax.nn, name)):
+            return primitive or each.opcode
+        is_inside = any(user.op_name.rpartition("/")[0] == scope for user in place.users[each.name])
+        return f"{primitive} in {name}" if is_inside else name
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
         """The first dimension of an operand, ahead of what takes a device's part of it."""
@@ -221,14 +241,22 @@ class Origins:
         return self.program.callers[at.computation.name][1].opcode == "while" and end != at
 
 
+def is_backward(each: Instruction) -> bool:
+    """Whether an instruction is of a gradient, and not of a forward pass that jax.checkpoint runs again."""
+    return "transpose(" in each.op_name and "rematted_computation" not in each.op_name
+
+
 def is_call(each: Instruction) -> bool:
     """Whether an instruction is of a call of jaxmp, or brings its operands to it."""
     return "jit(jaxmp_call)" in each.op_name
 
 
-def asker(each: Instruction) -> str:
+def asker(place: Computation, each: Instruction) -> str:
     """What a user writes for an instruction that asks for a sharding."""
-    return "a call of jaxmp" if is_call(each) else ASKING[each.primitive]
+    # What leaves a function comes from operations of its own, or out of a shard_map's manual part.
+    is_out = any(operand.op_name.startswith(f"{each.op_name}/") for operand in place.operands(each))
+    is_out |= any("ShardToFull" in near.attributes for near in (each, *place.users[each.name]))
+    return "a call of jaxmp" if is_call(each) else ASKING[each.primitive].format("out" if is_out else "in")
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:
