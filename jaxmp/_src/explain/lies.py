@@ -94,7 +94,14 @@ class Lies:
         return by_axes
 
     def has(self, found: Edge) -> str:
-        return self.lies(self.sharded(*found)) or f"XLA splits {self.origins.name(value(*found))[0]} over {self.over}"
+        """How an operand lies, or what it is computed of where only that is sharded."""
+        if lies := self.lies(self.sharded(*found)):
+            return lies
+        at = value(*found)
+        below = (dim for i in range(len(at.extents)) for dim in self.origins.operands(at._replace(dim=i)))
+        if dims := [dim for dim in below if self.axes_of(dim)][:1]:
+            return f"{self.lies(dims)}, of which {self.origins.name(at)[0]} is made"
+        return f"XLA splits {self.origins.name(at)[0]} over {self.over}"
 
     def begins(self, dims: Iterable[Dim]) -> list[str]:
         """Where the shardings of dimensions begin."""

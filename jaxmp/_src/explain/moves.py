@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from jaxmp._src.explain.hlo import MOVES, Computation, Instruction
-from jaxmp._src.explain.lies import Edge, joined
+from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, called_by
+from jaxmp._src.explain.lies import Edge, joined, shard
 from jaxmp._src.explain.operations import ALONG, NAMED
 from jaxmp._src.explain.origins import ASKING, Dim, asker, is_backward, is_call, summed, value
-from jaxmp._src.explain.partitioned import Dims
+from jaxmp._src.explain.partitioned import Dims, Place
 from jaxmp._src.explain.search import CARRY, RESULT, Cause, Search, chain
 
 # Kinds of operations that XLA computes whole where a dimension that they do not need whole is sharded.
@@ -60,9 +60,10 @@ class Moves(Search):
             text = f"the loop carries {self._operand()} with another sharding over {self.over} than it has at the start"
             text += self._in_body(reader.attribute("body").lstrip("%"), number)
             return Cause("carry", text, "give the first carry the sharding that the body gives", line)
-        for asks in (found[1] if found else reader, reader):
+        wholes = self.program.wholes(reader)[:1] or [(self.computation, reader)]
+        for place, asks in [*([found[:2]] if found else []), *wholes]:
             if asks.primitive in ASKING:
-                return self._constraint(found, asks)
+                return self._constraint(found, place, asks)
         if reader.opcode == "dot" or reader.primitive == "dot_general":
             return self._for_product(found, line, "backward, " * is_backward(reader))
         if cause := self._for_cut(reader):
@@ -82,7 +83,8 @@ class Moves(Search):
             return self._along(self.source.primitive, edge, made)
         if found and (cause := self._downstream(found)):
             return cause
-        text = f"{name or reader.opcode} of values with two shardings over {self.over}: {self._meets(found)}"
+        name = "backward, " * is_backward(reader) + (name or reader.opcode)
+        text = f"{name} of values with two shardings over {self.over}: {self._meets(found)}"
         return Cause("elementwise", text, "give both one sharding, where they are made", line)
 
     def _of_result(self, through: Instruction) -> tuple[list[Dim], Dim | None, bool]:
@@ -158,11 +160,11 @@ class Moves(Search):
         ]
         return f": {joined(who)}" * bool(who)
 
-    def _constraint(self, found: Edge | None, asks: Instruction) -> Cause:
+    def _constraint(self, found: Edge | None, place: Computation, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
-        who = "backward, " * is_backward(asks) + asker(found[0] if found else self.computation, asks)
+        who = "backward, " * is_backward(asks) + asker(place, asks)
         verb = "asks" if asks.primitive in _CONSTRAINTS or is_call(asks) else "ask"
-        wants = self.all(Dim(found[0], asks, "", 0)) if found else []
+        wants = self.all(Dim(place, asks, "", 0)) if found else []
         axes = [f"{joined(self.axes_of(at))} on dimension {at.dim}" for at in wants]
         text = f"{who} {verb} for {joined(axes) or f'a value that is whole over {self.over}'}, but "
         text += self.has(found) if found else f"{self._operand()} is sharded"
@@ -191,14 +193,19 @@ class Moves(Search):
         kept = [each for each in lost.sharded(place, dot, 1 - side) if each not in other]
         if kept:
             text = f"{when}this product sums {lost.dims(filter(lost.axes_of, mine))} and keeps {lost.dims(kept)}"
-            remedy = "shard what the product sums in both operands; of weights that have to be gathered (FSDP), let "
-            remedy += "jaxmp.matmul or fuse gather while they multiply"
+            is_weight = not self.origins.name(value(*found))[0].startswith("the ")
+            of_weights = (
+                "; of weights that have to be gathered (FSDP), let jaxmp.matmul or fuse gather while they multiply"
+            )
+            remedy = "shard what the product sums in both operands"
+            remedy += of_weights if is_weight else ", or let jaxmp.matmul or fuse move it while they multiply"
             return Cause("shared axis", f"{text}: both lie over {lost.over}", remedy, line)
         if mine_k != other_k:
-            differ = self._over_others(mine_k ^ other_k)
-            text = f"{when}this product sums {differ.dims(mine)} over {joined(mine_k)} and {differ.dims(other)} over "
+            differ, sides = self._over_others(mine_k ^ other_k), ((mine, mine_k), (other, other_k))
+            lie = (f"{differ.dims(each)}, which " + (f"{shard(k)}" if k else "is whole") for each, k in sides)
+            text = f"{when}this product sums {', with '.join(lie)}"
             remedy = f"shard {differ.dims(other)} so too, or {differ.leave_whole(mine)}" if not other_k else ""
-            return Cause("contraction", text + joined(other_k), remedy or "give both the same axes there", line)
+            return Cause("contraction", text, remedy or "give both the same axes there", line)
         if not self.sharded(*found) and self.axes != (every := (*self.program.mesh,)):  # a further step of a move
             return dataclasses.replace(self, axes=every)._for_product(found, line, when)
         beside = [each for each in self.sharded(place, dot, 1 - side) if each not in other]
@@ -223,25 +230,33 @@ class Moves(Search):
         asked = [(at, axis) for at in self.all(Dim(place, operation, "", 0)) for axis in self.axes_of(at)]
         if asked and not any(self.origins.ahead(*each) for each in asked) and (met := self.origins.met(*asked[0])):
             if met.instruction.primitive in ASKING:
-                return self._constraint(found, met.instruction)
+                return self._constraint(found, *met[:2])
             if met.instruction.opcode == "while":
                 text = f"the loop's carry changes its sharding over {self.over}, in each iteration"
                 return self._carry(text, whole.line(met.instruction))
             if not self.origins.ahead(met, asked[0][1]):
                 return self._result(self.sharded(*found), met, whole.line(operation))
         is_met = any(self._lies_so(place, operation, i, dims) for i in range(len(operation.operands)))
-        waiting, seen = [operation] * (not is_met and not self.all(Dim(place, operation, "", 0))), {operation.name}
+        waiting = [(place, operation)] * (not is_met and not self.all(Dim(place, operation, "", 0)))
+        seen = {operation.name}
         while waiting:
-            at = waiting.pop(0)
+            place, at = waiting.pop(0)
             if at.primitive in ASKING and at is not operation:
-                return self._constraint(found, at)
+                return self._constraint(found, place, at)
             if at.is_root and place.name == whole.entry and (not self._conflict(found) or not whole.chooses_results):
                 return self._result(self.sharded(*found), Dim(place, operation, "", 0), whole.line(operation))
             for user in place.users[at.name]:
                 if user.name not in seen and (user.opcode == "tuple" or self.program.dims(place, user) == dims):
                     seen.add(user.name)
-                    waiting.append(user)
+                    waiting += [*self._in_branches(place, at, user), (place, user)]
         return None
+
+    def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
+        """A value in the branches of a conditional."""
+        for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
+            inner = self.program.whole.computations[name]  # type: ignore[union-attr]
+            if place.operands(user)[1 + i] is at:
+                yield from ((inner, each) for each in inner.instructions.values() if each.opcode == "parameter")
 
     def _conflict(self, found: Edge) -> bool:
         """Whether an operation on elements has operands of two shardings, of which XLA keeps neither."""

@@ -25,6 +25,10 @@ ASKING = {
 # A program's own changes of shape, which have names of their own.
 OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
 SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
+# Scopes of JAX's own.
+_OF_JAX = re.compile(
+    "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
+)
 # Operations with dimensions that do not lie as those of their operands in the same order.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
 
@@ -207,18 +211,10 @@ class Origins:
         if each.is_argument and each.opcode == "parameter":
             return each.op_name, at.dim
         line = self.line(at.computation, each)
-        what = "gradient" if is_backward(each) else "result"
-        return f"the {what} of {self._function(top, primitive)}" + f" ({line})" * bool(line), top.dim
-
-    def _function(self, at: Dim, primitive: str) -> str:
-        """What computes a value: the function of jax.numpy or jax.nn that the primitive ends, or belongs to."""
-        place, each = at[:2]
-        scope = each.op_name.rpartition("/")[0]
-        name = scope.rpartition("jit(")[2].rstrip(")").lstrip("_")
-        if not ("/" in scope and scope.endswith(f"{name})")) or not (hasattr(jnp, name) or hasattr(jax.nn, name)):
-            return primitive or each.opcode
-        is_inside = any(user.op_name.rpartition("/")[0] == scope for user in place.users[each.name])
-        return f"{primitive} in {name}" if is_inside else name
+        where = ", ".join(["backward"] * is_backward(each) + [line] * bool(line))
+        return f"the result of {function(top.computation, top.instruction, primitive)}" + f" ({where})" * bool(
+            where
+        ), top.dim
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
         """The first dimension of an operand, ahead of what takes a device's part of it."""
@@ -257,6 +253,22 @@ def asker(place: Computation, each: Instruction) -> str:
     is_out = any(operand.op_name.startswith(f"{each.op_name}/") for operand in place.operands(each))
     is_out |= any("ShardToFull" in near.attributes for near in (each, *place.users[each.name]))
     return "a call of jaxmp" if is_call(each) else ASKING[each.primitive].format("out" if is_out else "in")
+
+
+def function(place: Computation, each: Instruction, primitive: str) -> str:
+    """What computes a value: a function of jax.numpy or jax.nn that a primitive ends, or that, or a layer, it is in.
+
+    A layer is a module of Flax linen's or a scope that the user has named.
+    """
+    outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")
+    inner = scope.rpartition("(")[2].rstrip(")").lstrip("_")
+    if "jit(" in scope:
+        if not outer or not (hasattr(jnp, inner) or hasattr(jax.nn, inner)):
+            return primitive or each.opcode
+        is_inside = any(user.op_name.rpartition("/")[0] == f"{outer}/{scope}" for user in place.users[each.name])
+        return f"{primitive} in {inner}" if is_inside else inner
+    is_named = re.fullmatch(r"[A-Za-z]\w*", inner) and not _OF_JAX.fullmatch(inner)
+    return f"{primitive or each.opcode} in {inner}" if is_named else primitive or each.opcode
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:

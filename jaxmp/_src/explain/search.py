@@ -10,7 +10,7 @@ from jaxmp._src.explain import partitioned
 from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, Module
 from jaxmp._src.explain.lies import Edge, Lies
 from jaxmp._src.explain.operations import ALONG, CUMULATIVE, OTHERWISE, hands_on, is_cumulative, worked_along
-from jaxmp._src.explain.origins import SLICE_OF_SCAN, Dim, value
+from jaxmp._src.explain.origins import SLICE_OF_SCAN, Dim, function, value
 
 RESULT, CARRY = "result", "carry"
 # What names the dimensions that a lookup or a scatter indexes.
@@ -107,7 +107,8 @@ class Search(Lies):
         if found is not None and kind == "window" and is_cumulative(found[1]):
             kind, does, name = "cumulative", "runs along", CUMULATIVE.get(name, "a cumulative operation")
         name = "argmax or another reduction of pairs" if name == "reduce" else name
-        text = f"{name} {does} {where}"
+        shown = function(*found[:2], name) if found is not None and found[1].primitive == name else name
+        text = f"{shown} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
         remedy = OTHERWISE.get(name, "")
         if found is not None and kind in _INDEXED and len(found[1].numbers(_INDEXED[kind])) > 1:

@@ -49,8 +49,11 @@ class Sums(Search):
             )
             return Cause("gradient", text, _NEEDED_WHERE_SAME, line)
         kind = name.removeprefix("reduce_") if name.startswith(("reduce", "arg", "cum")) else "sum"
+        kind = f"logical {kind}" if kind in ("or", "and") else kind
         text = f"a {kind} over {self.which(dims)}, as in a mean, a norm, a softmax or a loss"
         remedy = "needed for one value of all, such as a loss or a norm" if is_scalar else self.leave_whole(dims)
+        if not is_scalar and any(each.dim == 0 for each in dims):
+            remedy += "; or let each device take that of its own part (jax.shard_map), as a batch norm may"
         return Cause("reduction", text, remedy, line)
 
     def _spreads(self, reduction: Instruction) -> bool:
