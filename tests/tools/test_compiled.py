@@ -153,7 +153,7 @@ ORIGINS = [
     (
         lambda x, w: x @ w,
         [((8, 16), None, "model"), ((16, 32),)],
-        "sums dimension 1 of x over model and dimension 0 of w over no axis",
+        "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole",
     ),
     (
         momentum,

@@ -36,8 +36,8 @@ def whole(x):
     return jax.lax.with_sharding_constraint(x, P())
 
 
-def once(x):
-    return jax.lax.with_sharding_constraint(x, P("data"))
+def once(x, *spec):
+    return jax.lax.with_sharding_constraint(x, P(*spec or ["data"]))
 
 
 def called_twice(x, y):
@@ -223,6 +223,10 @@ def cached(cache, new, at):
     return cache.at[jnp.arange(8), at].set(new)
 
 
+def led(x, first):
+    return jnp.concatenate([jnp.broadcast_to(first, (8, 1, 16)), x], 1) * 2
+
+
 def shared(w, x):
     local = jax.shard_map(lambda w, x: jax.lax.psum(jnp.sin(x @ w), "data"), in_specs=(P(), P("data")), out_specs=P())
     return local(w, x).sum()
@@ -277,7 +281,7 @@ WORDS = [
     (
         lambda x, y: jax.lax.with_sharding_constraint(jax.vmap(jnp.outer)(x, y), P()).sum(0),
         [((64, 8), ("data", "model")), ((64, 64), ("data", "model"))],
-        "asks for a value that is whole .*, but XLA splits the result of mul .* over data and model$",
+        "asks for a value that is whole .*, but data and model shard .*, of which the result of mul .* is made$",
     ),
     (
         convolved,
@@ -288,6 +292,35 @@ WORDS = [
         jax.grad(lambda w, x: jnp.sin(convolved(x, w)).sum()),
         [((8, 8, 3, 3),), ((4, 8, 16, 16), "data")],
         "^the gradient of this convolution sums dimension 0 of x and dimension 0 of ",
+    ),
+    (
+        convolved,
+        [((4, 8, 16, 16), "data", "model"), ((8, 8, 3, 3), "model")],
+        "^this convolution sums dimension 1 of x and keeps dimension 0 of w: both lie over model$",
+    ),
+    (
+        jax.jit(jnp.tanh, out_shardings=P()),
+        [((8, 16), None, "model")],
+        r"^out_shardings want a result of the program whole \(replicated\), but model shards dimension 1 of .* x\)$",
+    ),
+    (lambda x: jnp.sort(x, 0)[4] * 2, [((8, 16), "data")], "^(sort runs along|slice cuts) dimension 0 of "),
+    (
+        led,
+        [((8, 4, 16), "data", "model"), ((16,),)],
+        "^(concatenate moves data along dimension 1 of|a result .* 5 of) ",
+    ),
+    (
+        jax.jit(
+            lambda w, m, x: once(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None, "model") + m,
+            out_shardings=P("model"),
+        ),
+        [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16),)],
+        r"^(mul|add) of .* dimension 1 of the result of (dot_general|mul) \(.* model shards dimension 0 of ",
+    ),
+    (
+        lambda x: jax.lax.with_sharding_constraint(by_devices(x), P()),
+        [((8, 16), "model")],
+        "asks for a value that is whole over model, but .*from out_specs of shard_map in ",
     ),
 ]
 
@@ -368,6 +401,16 @@ def given_otherwise(x):
     return jax.lax.fori_loop(0, 3, body, x)
 
 
+def written_otherwise(x):
+    x = jax.lax.dynamic_update_slice(x, jnp.ones((1, 16)), (3, 0))
+    return jax.lax.with_sharding_constraint(x, P("model")) * 2
+
+
+def whole_in_a_branch(x):
+    y = jnp.sin(x)
+    return jax.lax.cond(x[0, 0] > 0, lambda y: jnp.tanh(jax.lax.with_sharding_constraint(y, P())), jnp.exp, y)
+
+
 # (function, line and kind of the cause of each of its rows)
 BLAMED = [
     (along_a_dimension, {(2, "slice"), (3, "cumulative"), (4, "window"), (5, "reshape")}),
@@ -375,6 +418,7 @@ BLAMED = [
     (asked_ahead_by_a_result, {(1, "out_shardings")}),
     (turned_carry, {(3, "carry")}),
     (turned_ahead, {(4, "carry")}),
+    (written_otherwise, {(2, "constraint")}),
     (given_otherwise, {(4, "constraint"), (4, "carry")}),
 ]
 
@@ -385,6 +429,11 @@ def test_the_line_that_asks_is_blamed_not_one_that_xla_moves_the_data_to(fn, bla
     rows = rows_of(jax.jit(fn, out_shardings=P("model")) if is_asked else fn, ((16, 16), None, "model"))
     assert {(row.line, row.cause_kind) for row in rows} == {(line_in(fn, line), kind) for line, kind in blamed}
     assert {row.cause.split()[0] for row in rows if row.cause_kind == "cumulative"} <= {"cummax"}
+
+
+def test_a_branch_that_asks_is_named(rows_of):
+    rows = rows_of(whole_in_a_branch, ((16, 16), None, "model"))
+    assert (line_in(whole_in_a_branch, 2), "constraint") in {(row.line, row.cause_kind) for row in rows}, rows
 
 
 def rows_of_table(text):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxmp._src.explain.hlo import Computation, Instruction
-from jaxmp._src.explain.origins import Dim, Origins, summed, value
+from jaxmp._src.explain.hlo import MOVES, Computation, Instruction
+from jaxmp._src.explain.origins import Dim, Origins, is_backward, summed, value
 from jaxmp._src.explain.partitioned import Program
 
 # A user of a value, in its computation, and which operand the value is.
@@ -96,7 +96,11 @@ class Lies:
     def has(self, found: Edge) -> str:
         """How an operand lies, or what it is computed of where only that is sharded."""
         if lies := self.lies(self.sharded(*found)):
-            return lies
+            each, is_turned = found[0].operands(found[1])[found[2]], False
+            while each.opcode in MOVES and each.operands and not is_turned:
+                is_turned = each.opcode == "transpose" and not is_backward(each)
+                each = found[0].operands(each)[0]
+            return lies + ", transposed" * is_turned
         at = value(*found)
         below = (dim for i in range(len(at.extents)) for dim in self.origins.operands(at._replace(dim=i)))
         if dims := [dim for dim in below if self.axes_of(dim)][:1]:
@@ -117,8 +121,9 @@ class Lies:
 
     def shard_another(self, dims: Sequence[Dim]) -> str:
         """The remedy that shards another dimension of the array."""
-        another = f"; shard another dimension over {joined(self.axes_in(dims) & {*self.axes})}"
-        return self.leave_whole(dims) + another * any(len(each.extents) > 1 for each in dims)
+        axes = self.axes_in(dims) & {*self.axes}
+        is_other = axes and any(len(each.extents) > 1 for each in dims)
+        return self.leave_whole(dims) + (f"; shard another dimension over {joined(axes)}" if is_other else "")
 
 
 def shard(axes: Collection[str]) -> str:

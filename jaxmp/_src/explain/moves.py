@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from jaxmp._src.explain.hlo import MOVES, Computation, Instruction, called_by
 from jaxmp._src.explain.lies import Edge, joined, shard
 from jaxmp._src.explain.operations import ALONG, NAMED
-from jaxmp._src.explain.origins import ASKING, Dim, asker, is_backward, is_call, summed, value
+from jaxmp._src.explain.origins import ASKING, Dim, asker, function, is_backward, is_call, summed, value
 from jaxmp._src.explain.partitioned import Dims, Place
 from jaxmp._src.explain.search import CARRY, RESULT, Cause, Search, chain
 
@@ -42,7 +42,7 @@ class Moves(Search):
             leaves = reader in (RESULT, CARRY) and not is_asked
             edge = self._edge(self.source if is_own else self.collective) if is_own or leaves else None
             if (leaves and not edge) or (edge and self._worked(edge)):
-                return self._along(self.collective.primitive, edge, made)
+                return self._along(_named(self.collective), edge, made)
         if reader == RESULT:
             return self._result(lies, wants, made)
         if reader == CARRY:
@@ -70,8 +70,10 @@ class Moves(Search):
             return cause
         if reader.primitive in ("reshape", "tile"):
             return self._for_reshape(found, line)
-        name = next((name for scope, name in NAMED.items() if f"({scope})" in reader.op_name), reader.primitive)
+        name = _named(reader)
         if name in ALONG:
+            if found and found[1].opcode == "convolution" and not self._worked(found):
+                return self._for_product(found, line, "backward, " * is_backward(reader))
             if found is None or self._is_along(found):
                 return self._along(name, found, line)
             if name == "top_k" or ((cause := self._downstream(found)) is None and ALONG[name][0] in _UNSPLIT):
@@ -83,7 +85,8 @@ class Moves(Search):
             return self._along(self.source.primitive, edge, made)
         if found and (cause := self._downstream(found)):
             return cause
-        name = "backward, " * is_backward(reader) + (name or reader.opcode)
+        name = function(*found[:2], name) if found and found[1].primitive == name else name or reader.opcode
+        name = "backward, " * is_backward(reader) + name
         text = f"{name} of values with two shardings over {self.over}: {self._meets(found)}"
         return Cause("elementwise", text, "give both one sharding, where they are made", line)
 
@@ -183,8 +186,9 @@ class Moves(Search):
         return Cause("reshape", text, _APART if is_merge else _EXTENTS, line)
 
     def _for_product(self, found: Edge | None, line: str, when: str) -> Cause:
-        wants = f"{when}this product wants another sharding over {self.over}: {self._meets(found)}"
-        if found is None or found[1].opcode != "dot":
+        what = f"{when}this {'convolution' if found and found[1].opcode == 'convolution' else 'product'}"
+        wants = f"{what} wants another sharding over {self.over}: {self._meets(found)}"
+        if found is None or found[1].opcode not in ("dot", "convolution"):
             return Cause("product", wants, _HIDES, line)
         place, dot, side = found
         mine, other = summed(place, dot, side), summed(place, dot, 1 - side)
@@ -192,18 +196,18 @@ class Moves(Search):
         lost = self._over_others(mine_k - other_k)
         kept = [each for each in lost.sharded(place, dot, 1 - side) if each not in other]
         if kept:
-            text = f"{when}this product sums {lost.dims(filter(lost.axes_of, mine))} and keeps {lost.dims(kept)}"
-            is_weight = not self.origins.name(value(*found))[0].startswith("the ")
-            of_weights = (
-                "; of weights that have to be gathered (FSDP), let jaxmp.matmul or fuse gather while they multiply"
-            )
-            remedy = "shard what the product sums in both operands"
-            remedy += of_weights if is_weight else ", or let jaxmp.matmul or fuse move it while they multiply"
+            text = f"{what} sums {lost.dims(filter(lost.axes_of, mine))} and keeps {lost.dims(kept)}"
+            remedy = "shard what it sums in both operands"
+            if dot.opcode == "dot" and self.origins.name(value(*found))[0].startswith("the "):
+                remedy += ", or let jaxmp.matmul or fuse move it while they multiply"
+            elif dot.opcode == "dot":
+                remedy += "; of weights that have to be gathered (FSDP), let jaxmp.matmul or fuse gather while they "
+                remedy += "multiply"
             return Cause("shared axis", f"{text}: both lie over {lost.over}", remedy, line)
         if mine_k != other_k:
             differ, sides = self._over_others(mine_k ^ other_k), ((mine, mine_k), (other, other_k))
             lie = (f"{differ.dims(each)}, which " + (f"{shard(k)}" if k else "is whole") for each, k in sides)
-            text = f"{when}this product sums {', with '.join(lie)}"
+            text = f"{what} sums {', with '.join(lie)}"
             remedy = f"shard {differ.dims(other)} so too, or {differ.leave_whole(mine)}" if not other_k else ""
             return Cause("contraction", text, remedy or "give both the same axes there", line)
         if not self.sharded(*found) and self.axes != (every := (*self.program.mesh,)):  # a further step of a move
@@ -238,18 +242,21 @@ class Moves(Search):
                 return self._result(self.sharded(*found), met, whole.line(operation))
         is_met = any(self._lies_so(place, operation, i, dims) for i in range(len(operation.operands)))
         waiting = [(place, operation)] * (not is_met and not self.all(Dim(place, operation, "", 0)))
-        seen = {operation.name}
+        seen, is_chosen = {operation.name}, False
+        result = self._result(self.sharded(*found), Dim(place, operation, "", 0), whole.line(operation))
         while waiting:
             place, at = waiting.pop(0)
             if at.primitive in ASKING and at is not operation:
                 return self._constraint(found, place, at)
-            if at.is_root and place.name == whole.entry and (not self._conflict(found) or not whole.chooses_results):
-                return self._result(self.sharded(*found), Dim(place, operation, "", 0), whole.line(operation))
+            if at.is_root and place.name == whole.entry:
+                if not whole.chooses_results:
+                    return result
+                is_chosen = not self._conflict(found)  # unless something else asks
             for user in place.users[at.name]:
                 if user.name not in seen and (user.opcode == "tuple" or self.program.dims(place, user) == dims):
                     seen.add(user.name)
                     waiting += [*self._in_branches(place, at, user), (place, user)]
-        return None
+        return result if is_chosen else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
         """A value in the branches of a conditional."""
@@ -279,11 +286,11 @@ class Moves(Search):
         others = (every.lies(every.sharded(place, user, i)) for i in range(len(user.operands)) if i != number)
         results = (lies.lies(lies.all(Dim(place, user, "", 0)), "the result") for lies in (self, every))
         result = next(filter(None, results), "") or joined([*filter(None, others)])
-        at, is_turned = place.operands(user)[number], False
-        while at.opcode in MOVES and at.operands and not is_turned:
-            is_turned = at.opcode == "transpose" and not is_backward(at)
-            at = place.operands(at)[0]
-        return self.has(found) + ", transposed" * is_turned + f", and {result}" * bool(result)
+        return self.has(found) + f", and {result}" * bool(result)
+
+
+def _named(each: Instruction) -> str:
+    return next((name for scope, name in NAMED.items() if f"({scope})" in each.op_name), each.primitive)
 
 
 def _extents(each: Instruction) -> str:

@@ -97,15 +97,17 @@ class Program:
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
         """The collective behind the partitioner that one of the compiled program was, as far as names tell."""
         size = computation.operands(collective)[operand].nbytes
+
+        # The products of a layer's gradient have one name.
+        def alike(place: Place) -> tuple[bool, bool]:
+            return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
+
         for key in keys(computation, collective, operand):
             # Later passes make a reduce-scatter of an all-reduce.
             kinds = {"all-reduce", "reduce-scatter"} if "reduce" in collective.kind else {collective.kind}
             found = [place for place in self._partitioned.get(key, ()) if place[1].kind in kinds]
+            found = [place for place in found if all(alike(place))] if key.startswith("in ") else found
             if found:
-                # The products of a layer's gradient have one name.
-                def alike(place: Place) -> tuple[bool, bool]:
-                    return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
-
                 return max(found, key=alike)
         return None
 
@@ -132,12 +134,17 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
-    """What tells a collective from others, in every version of a program, the surest first."""
+    """What tells a collective from others, in every version of a program, the surest first.
+
+    The last is where the operation lies that makes its operand, which XLA may have put in the place of another.
+    """
     is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # others XLA has combined
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)
     names = [origin(collective), f"of {origin(made)}" if made.op_name else ""]
-    return [key for key in (f"channel {channel}" if channel else "", *names[:: 1 if is_single else -1]) if key]
+    scope, _, frame = origin(made).rpartition(":")
+    names = [*names[:: 1 if is_single else -1], f"in {scope.rpartition('/')[0]}:{frame}" if frame else ""]
+    return [key for key in (f"channel {channel}" if channel else "", *names) if key]
 
 
 def source(computation: Computation, collective: Instruction, operand: int) -> Instruction:

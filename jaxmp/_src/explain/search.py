@@ -93,9 +93,11 @@ class Search(Lies):
         dims = self._worked(found)[:1] if found is not None else []
         if found is not None and not dims:
             every = self._over_others(self.program.mesh)
-            lies = (every.lies(every.sharded(*found[:2], i)) for i in range(len(found[1].operands)))
+            # Of a lookup or a scatter the indices, which JAX has made of the user's, stand last.
+            numbers = sorted(range(len(found[1].operands)), key=lambda i: i == 1)
+            lies = (every.lies(every.sharded(*found[:2], i)) for i in numbers)
             have = ", and ".join([*dict.fromkeys(filter(None, lies))][:3])
-            text = f"XLA moves data of {name} over {self.over}" + f": {have}" * bool(have)
+            text = f"XLA does not split {name} over {self.over}" + f", but {have}" * bool(have)
             remedy = every.shard_another(dims) if (dims := every.sharded(*found[:2], 0)[:1]) else ""
             return Cause(kind, text, remedy, line)
         what = self.origins.name(value(*found))[0] if found is not None else self._operand()
@@ -106,8 +108,8 @@ class Search(Lies):
             return Cause("scan", text, f"leave the dimension that the scan runs over whole in {what}", line)
         if found is not None and kind == "window" and is_cumulative(found[1]):
             kind, does, name = "cumulative", "runs along", CUMULATIVE.get(name, "a cumulative operation")
-        name = "argmax or another reduction of pairs" if name == "reduce" else name
-        shown = function(*found[:2], name) if found is not None and found[1].primitive == name else name
+        primitive, name = name, "argmax or another reduction of pairs" if name == "reduce" else name
+        shown = function(*found[:2], name) if found is not None and found[1].primitive == primitive else name
         text = f"{shown} {does} {where}"
         text += f"; {self.has(found)}" if found is not None and "update" in name and found[2] else ""
         remedy = OTHERWISE.get(name, "")
