@@ -406,6 +406,11 @@ def written_otherwise(x):
     return jax.lax.with_sharding_constraint(x, P("model")) * 2
 
 
+def turned_after_writing(x):
+    x = x.at[:, 3].set(2.0)
+    return x[:, ::-1]
+
+
 def whole_in_a_branch(x):
     y = jnp.sin(x)
     return jax.lax.cond(x[0, 0] > 0, lambda y: jnp.tanh(jax.lax.with_sharding_constraint(y, P())), jnp.exp, y)
@@ -418,6 +423,7 @@ BLAMED = [
     (asked_ahead_by_a_result, {(1, "out_shardings")}),
     (turned_carry, {(3, "carry")}),
     (turned_ahead, {(4, "carry")}),
+    (turned_after_writing, {(2, "whole")}),
     (written_otherwise, {(2, "constraint")}),
     (given_otherwise, {(4, "constraint"), (4, "carry")}),
 ]

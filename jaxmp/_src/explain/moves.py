@@ -38,9 +38,11 @@ class Moves(Search):
         lies, wants, is_asked = self._of_result(through) if reader == RESULT else ([], None, False)
         # The partitioner's own moves around an operation that it does not split, maybe in a loop.
         if self.collective.primitive in ALONG:
-            is_own = self.source.op_name == self.collective.op_name
             leaves = reader in (RESULT, CARRY) and not is_asked
-            edge = self._edge(self.source if is_own else self.collective) if is_own or leaves else None
+            is_own = self.source.op_name == self.collective.op_name
+            wholes = self.program.wholes(self.source)[:1] if is_own else []
+            turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # for itself
+            edge = self._edge(self.source if is_own else self.collective) if turned or leaves else None
             if (leaves and not edge) or (edge and self._worked(edge)):
                 return self._along(_named(self.collective), edge, made)
         if reader == RESULT:

@@ -68,7 +68,7 @@ class Program:
         key, shape = (origin(part), part.opcode), part.shapes[:1]
         if (*key, *shape) not in self._alike:
             every = self._wholes.get(key) or self._wholes.get((key[0], ""), [])[::-1]
-            found = [place for place in every if self._local(*place) == shape]
+            found = [place for place in every if self.local(*place) == shape]
             twins = [each.name for _, each in self._parts.get(key, ()) if each.shapes[:1] == shape]
             places = {name: i for i, name in enumerate(twins)} if len(twins) == len(found) else {}
             self._alike[*key, *shape] = found or every, places
@@ -76,7 +76,7 @@ class Program:
         at = places.get(part.name, 0)
         return found[at:] + found[:at]
 
-    def _local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
+    def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
         """The type and extents of an instruction, or of its first part, on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]
         return [
