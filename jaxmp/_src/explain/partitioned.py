@@ -76,6 +76,10 @@ class Program:
         at = places.get(part.name, 0)
         return found[at:] + found[:at]
 
+    def named(self, part: Instruction) -> list[Place]:
+        """All of the name and the opcode of one behind the partitioner."""
+        return self._wholes.get((origin(part), part.opcode), [])
+
     def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
         """The type and extents of an instruction, or of its first part, on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]

@@ -70,6 +70,9 @@ class Sums(Search):
 
     def _for_sum_of_products(self, line: str, is_gradient: bool) -> Cause:
         products = [each for each in self.program.wholes(self.source) if each[1].opcode in ("dot", "convolution")]
+        sums = [dim for place in products for side in (0, 1) for dim in summed(*place, side)]
+        if not any(map(self.axes_of, sums)):  # another of the name, whose result has other extents
+            products = self.program.named(self.source) or products
         what = "convolution" if "conv" in self.source.primitive else "product"
         pairs = [[*zip(summed(*each, 0), summed(*each, 1), strict=True)] for each in products]
         over = ([pair for pair in each if test(map(self.axes_of, pair))] for test in (all, any) for each in pairs)
