@@ -158,7 +158,9 @@ class Moves(Search):
         while gives.primitive not in ASKING and gives.opcode in MOVES and gives.operands:
             gives = place.operands(gives)[0]
         who = [
-            f"{asker(place, each) if each.primitive in ASKING else each.primitive} ({whole.line(each)}) {does} it"
+            f"{asker(place, each)} ({whole.line(each)}) {does[: None if _is_one(each) else -1]} it"
+            if each.primitive in ASKING
+            else f"{each.primitive} ({whole.line(each)}) {does} it"
             for does, found in (("reads", reads[:1]), ("gives", [gives]))
             for each in found
             if whole.line(each)
@@ -168,7 +170,7 @@ class Moves(Search):
     def _constraint(self, found: Edge | None, place: Computation, asks: Instruction) -> Cause:
         """What asks for a sharding: the user in `found`, or one that it leads to."""
         who = "backward, " * is_backward(asks) + asker(place, asks)
-        verb = "asks" if asks.primitive in _CONSTRAINTS or is_call(asks) else "ask"
+        verb = "asks" if _is_one(asks) else "ask"
         wants = self.all(Dim(place, asks, "", 0)) if found else []
         axes = [f"{joined(self.axes_of(at))} on dimension {at.dim}" for at in wants]
         text = f"{who} {verb} for {joined(axes) or f'a value that is whole over {self.over}'}, but "
@@ -289,6 +291,11 @@ class Moves(Search):
         results = (lies.lies(lies.all(Dim(place, user, "", 0)), "the result") for lies in (self, every))
         result = next(filter(None, results), "") or joined([*filter(None, others)])
         return self.has(found) + f", and {result}" * bool(result)
+
+
+def _is_one(asks: Instruction) -> bool:
+    """Whether what asks for a sharding is a single thing, and not a function's shardings."""
+    return asks.primitive in _CONSTRAINTS or is_call(asks)
 
 
 def _named(each: Instruction) -> str:

@@ -260,15 +260,17 @@ def function(place: Computation, each: Instruction, primitive: str) -> str:
 
     A layer is a module of Flax linen's or a scope that the user has named.
     """
+    # Inside a shard_map JAX names no scope.
+    primitive = primitive or (each.opcode not in MOVES and each.op_name) or each.opcode
     outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")
     inner = scope.rpartition("(")[2].rstrip(")").lstrip("_")
     if "jit(" in scope:
         if not outer or not (hasattr(jnp, inner) or hasattr(jax.nn, inner)):
-            return primitive or each.opcode
+            return primitive
         is_inside = any(user.op_name.rpartition("/")[0] == f"{outer}/{scope}" for user in place.users[each.name])
         return f"{primitive} in {inner}" if is_inside else inner
     is_named = re.fullmatch(r"[A-Za-z]\w*", inner) and not _OF_JAX.fullmatch(inner)
-    return f"{primitive or each.opcode} in {inner}" if is_named else primitive or each.opcode
+    return f"{primitive} in {inner}" if is_named else primitive
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:
