@@ -119,13 +119,13 @@ API CUresult cuModuleGetFunction(const Kernel** kernel, void* module, const char
   return *kernel ? CUDA_SUCCESS : kNotFound;
 }
 API CUresult cuModuleGetGlobal_v2(void** pointer, size_t* bytes, void* module, const char* name) {
-  void* const data = dlsym(module, name);
-  if (!data) return kNotFound;
-  const size_t size = *static_cast<size_t*>(dlsym(module, (std::string("bytes_of_") + name).c_str()));
-  if (pointer) *pointer = data;
-  if (bytes) *bytes = size;
-  std::lock_guard<std::mutex> lock(memory().mutex);
-  memory().blocks[static_cast<char*>(data)] = {size, Current()->ordinal};
+  auto* const global = static_cast<Global*>(dlsym(module, (std::string("global_") + name).c_str()));
+  if (!global) return kNotFound;
+  if (!fake_cuda_has(global->data, global->bytes)) {  // in the library still, where no other process of a job reads it
+    global->data = std::memcpy(Allocate(global->bytes, Current()->ordinal, false), global->data, global->bytes);
+  }
+  if (pointer) *pointer = global->data;
+  if (bytes) *bytes = global->bytes;
   return CUDA_SUCCESS;
 }
 API CUresult cuFuncGetAttribute(int* value, int attribute, const Kernel*) {

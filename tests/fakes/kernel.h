@@ -32,6 +32,12 @@ struct Kernel {
   std::vector<size_t> parameters;  // bytes of each; they lie on multiples of 16
 };
 
+// A variable of a module.
+struct Global {
+  void* data;
+  size_t bytes;
+};
+
 #if defined(__aarch64__)
 using Half = __fp16;  // GCC has _Float16 in C++ for this processor from 13 on
 #else

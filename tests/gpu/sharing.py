@@ -52,7 +52,7 @@ def death():
 
 
 def apart():
-    """Every pattern with its gradients, and a loop with a collective of XLA's in it."""
+    """Every pattern with its gradients, those of a constant too, and a loop with a collective of XLA's in it."""
     mode, rng = modes.BY_ID["explicit"], np.random.default_rng(0)
     for case in (among(case, nranks) for case in products.ONE_OF_EACH[:3]):
         products.placed(case, "explicit", implementation="cublasmp")
@@ -60,10 +60,11 @@ def apart():
         t = cases.integers(rng, *case.extents[:2])
         with mode.scope(case):
             f = mode.product(case, implementation="cublasmp")
-            placed = *products.operands(case, mode, a, b), cases.put(t, case.jax_mesh(), P(*case.out))
-            da, db = jax.jit(jax.grad(lambda a, b, t, f=f: jnp.sum(t * f(a, b)), (0, 1)))(*placed)
-        products.compare(da, t @ b.T)
-        products.compare(db, a.T @ t)
+            gradients = jax.jit(jax.grad(lambda a, b, t=3.0, f=f: jnp.sum(t * f(a, b)), (0, 1)))
+            placed, placed_t = products.operands(case, mode, a, b), cases.put(t, case.jax_mesh(), P(*case.out))
+            for (da, db), ct in ((gradients(*placed, placed_t), t), (gradients(*placed), np.full_like(t, 3))):
+                products.compare(da, ct @ b.T)
+                products.compare(db, a.T @ ct)
     mesh = jax.make_mesh((nranks,), ("y",), axis_types=(AxisType.Explicit,))
     square = np.random.default_rng(3).integers(-3, 4, (8, 8)).astype(np.float32)
 
