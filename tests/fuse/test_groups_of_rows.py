@@ -127,8 +127,8 @@ def test_a_level_that_sums_of_groups_do_not_have():
 
 
 def test_what_jaxmp_refuses_stays():
-    algorithm = lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+    algorithm = lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32, lhs_component_count=2)
     fused = jaxmp.fuse(lambda x, w: lax.ragged_dot(x, w, SIZES, precision=algorithm))
     (row,) = explained(fused)(X, W).rows
     assert row.operation == "ragged_dot_general"
-    assert "pass a jax.lax.DotAlgorithmPreset" in row.why
+    assert "lhs_component_count=2" in row.why and "pass one of F32_F32_F32, " in row.why

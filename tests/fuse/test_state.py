@@ -258,6 +258,7 @@ def test_results_that_are_no_pytrees():
     assert got[1][1] is got[1]
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 gives such a result the mesh of another")
 def test_a_number_of_one_device_has_no_mesh(mesh_of):
     """Whatever the same program was given before: JAX finds compiled primitives by where their operands lie."""
 

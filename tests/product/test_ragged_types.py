@@ -65,7 +65,7 @@ def test_pairs(of_x, of_w, standard_promotion, x64):
         if preferred not in (None, another):
             continue
         fused = jaxmp.fuse(theirs)
-        assert "ragged_dot_general" not in str(jax.make_jaxpr(fused)(x, w))
+        assert "ragged_dot_general[" not in str(jax.make_jaxpr(fused)(x, w))
         ct = numbers(3, (4, 3), wanted[0][0].name)
         try:
             want = jax.jit(functools.partial(derivatives, theirs))(x, w, ct)
