@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from jax._src import dispatch as _dispatch
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.export import _export
 from jax._src.interpreters import mlir as _mlir
 from jax.extend.core import Primitive
 from jax.interpreters import mlir as mlir
@@ -63,6 +65,33 @@ def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
         concrete = jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
         with _sharding_impls._internal_use_concrete_mesh(concrete):
             return rule(ctx, *nodes, mesh=mesh, **params)
+
+    return lower
+
+
+# A call in a program's text that CPU devices share: axes span its groups.
+_SHARED_CALL = re.compile(r"@jaxmp_.* axes_(row|col) = dense<[^>]")
+
+
+def check_exported_programs() -> None:
+    """From here on an exported program whose ranks share calls is refused on CPU devices of several processes, where
+    they would wait for each other for ever."""
+    require_devices([_export.call_exported_p])
+    _wrap(_export.call_exported_p, _in_one_process)
+
+
+def _in_one_process(rule: LoweringRule) -> LoweringRule:
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, exported: Any, **params: Any) -> Any:
+        devices = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+        nprocesses = len({device.process_index for device in devices})
+        if nprocesses > 1 and platform(ctx) == "cpu" and _SHARED_CALL.search(exported.mlir_module()):
+            raise NotImplementedError(
+                f"the exported program {exported.fun_name!r} has calls that its ranks share within one process, and "
+                f"its {len(devices)} CPU devices are those of {nprocesses} processes; export it for CPUs in a job of "
+                'several processes, or with implementation="xla"'
+            )
+        return rule(ctx, *nodes, exported=exported, **params)
 
     return lower
 

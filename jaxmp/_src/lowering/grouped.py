@@ -42,7 +42,7 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
         if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
             raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
 
-        apart = process_barrier.why_apart(spec.mesh, spec.experts, lambda: jax_lowering.lowering_mesh(ctx))
+        apart = process_barrier.why_lowered_apart(ctx, spec.mesh, spec.experts)
         is_together = is_host and not apart
         site = None
         if platform == "cpu" and spec.experts and not is_together:

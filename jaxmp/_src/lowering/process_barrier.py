@@ -109,6 +109,13 @@ def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], find_mesh: Callable[[
     return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
 
 
+def why_lowered_apart(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> str:
+    """`why_apart`, in a lowering rule: which processes will run an exported program is not known."""
+    if jax.process_count() > 1 and jax_lowering.is_for_export(ctx):
+        return "a job of several processes exports the program"
+    return why_apart(axes, group_axes, lambda: jax_lowering.lowering_mesh(ctx))
+
+
 def may_exchange(axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
     """Whether all processes of a mesh with these axes share memory."""
     return jax.process_count() > 1 and _shares_memory(span(axes, (), mesh), axes, mesh)
@@ -198,9 +205,10 @@ def site(
     """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier.
 
     A group within one process needs none, but for a collective in a job that shares memory: XLA's own goes over gloo
-    there too, where a loop with a call of ours does not keep its order.
+    there too, where a loop with a call of ours does not keep its order. An exported program has none: its processes are
+    those that run it.
     """
-    if not native.has_barrier or jax.process_count() == 1:
+    if not native.has_barrier or jax.process_count() == 1 or jax_lowering.is_for_export(ctx):
         return None
     mesh = jax_lowering.lowering_mesh(ctx)
     found = span(axes, group_axes, mesh)

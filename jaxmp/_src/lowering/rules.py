@@ -33,13 +33,14 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if spec.is_batch:
             return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
-        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
         avals: Any = ctx.avals_in
         a, b, *_ = avals
-        call = resolve(spec, a, b, platform, process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh))
+        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
+        call = resolve(spec, a, b, platform, apart)
         is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         # Naming its devices ties the lowering to this process.
-        devices = process_barrier.mesh_devices(spec, mesh()) if is_named and needs_devices(spec) else ()
+        mesh = jax_lowering.lowering_mesh(ctx) if is_named and needs_devices(spec) else None
+        devices = process_barrier.mesh_devices(spec, mesh)
         if devices:  # binding has asked for them, unless the backend has started since
             jax_lowering.require_devices([matmul_p])
         is_barred = platform == "cpu" and call.implementation != "host"
@@ -74,8 +75,7 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         avals: Any = ctx.avals_in
         a, b = map(jax_compat.without_front, avals[:2])
-        mesh = functools.partial(jax_lowering.lowering_mesh, ctx)
-        apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, mesh)
+        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
         work = operations(spec, a.shape, b.shape)
         choice, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product

@@ -63,6 +63,8 @@ def register() -> None:
             _follow_plan_log(_loaded)
             return
         module = extension()
+        if jax.process_count() > 1:
+            jax_lowering.check_exported_programs()
         has_cpu, has_cuda = bool(_devices("cpu")), bool(cuda_devices())
         if has_cpu:  # a lowering for another platform may come first
             _register_on("cpu", module.types(), module.registrations())
