@@ -63,7 +63,7 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
             if not spec.is_contraction:
                 return local(x, move("all_gather", w, caller=spec.function), bounds, alone)
             if spec.level.global_order:
-                raise spec.level.mesh_refusal(f"is not available, for {apart}", "run the job on one machine")
+                raise spec.level.mesh_refusal(f"is not available, for {apart}", "run it on one machine, not exported")
             sums = local(x, w, bounds, dataclasses.replace(alone, out_dtype=accumulator(x.dtype)))
             return move("reduce_scatter", sums, caller=spec.function).astype(spec.out_dtype)
 
