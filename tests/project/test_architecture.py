@@ -174,7 +174,13 @@ PRIVATE = {
         "test_cuda_libraries": "the way to libraries that are not here",
         "test_native": "plans, and what the extension says of itself",
     },
-    "gpu": {"gpu": "devices", "sharing": "the library", "test_calls": "plans", "test_library": "the library"},
+    "gpu": {
+        "gpu": "devices",
+        "sharing": "the library",
+        "test_calls": "plans",
+        "test_library": "the library",
+        "test_sharing": "the library",
+    },
 }
 
 

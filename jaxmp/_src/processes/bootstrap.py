@@ -20,7 +20,7 @@ from typing import Any
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.processes.peers import Peers
 from jaxmp._src.runtime import cuda_libraries, logs, native
-from jaxmp._src.runtime.config import config, launcher
+from jaxmp._src.runtime.config import config, is_open_mpi_4, launcher
 
 
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
@@ -68,7 +68,7 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
         try:
             mpi = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
-            if "OMPI_MCA_orte_hnp_uri" not in os.environ:  # of Open MPI before 5, by which JAX knows rank 0's address
+            if not is_open_mpi_4():
                 raise ImportError(
                     f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
                     "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"

@@ -175,6 +175,11 @@ def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None
     return None
 
 
+def is_open_mpi_4() -> bool:
+    """Whether Open MPI before version 5 has started this process, by which JAX knows the address of rank 0."""
+    return "OMPI_MCA_orte_hnp_uri" in os.environ
+
+
 def add_xla_flag(name: str, value: str) -> None:
     """Give XLA a flag that the user has not given; XLA reads them once, when its first backend starts."""
     flags = os.environ.get("XLA_FLAGS", "")
