@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 
 import bounds
@@ -59,6 +60,7 @@ def everything():
         for dtype in ("float32", "bfloat16"):
             has_the_bits_of_one_device(case.replace(dtype=dtype))
     operands_that_move()
+    narrow_batches()
     block_cyclic()
     gradients_of_a_layer()
     every_collective_is_behind_a_barrier()
@@ -112,6 +114,20 @@ def operands_that_move():
             for x, want in zip((got, *gradients), (d, 2 * d @ b.T, a.T @ (2 * d)), strict=True):
                 compare(x, want)
             RAN["moved"] += 1
+
+
+def narrow_batches():
+    """A batch of a narrow type is one call of groups on each device, also inside a user's shard_map."""
+    rng, spec = np.random.default_rng(8), P(("x", "y"), None, None)
+    a, b = (rng.integers(-3, 4, shape) for shape in ((4, 3, 5), (4, 5, 2)))
+    for kind, dtype in itertools.product((AxisType.Explicit, AxisType.Auto), ("bfloat16", "int8")):
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+        product = functools.partial(jaxmp.einsum, "bik,bkj->bij")
+        with jax.set_mesh(mesh):
+            operands = [cases.put(x.astype(jnp.dtype(dtype)), mesh, spec) for x in (a, b)]
+            for each in (product, jax.shard_map(product, in_specs=spec, out_specs=spec)):
+                compare(jax.jit(each)(*operands), (a @ b).astype(jnp.dtype(dtype)))
+                RAN["narrow batches"] += 1
 
 
 def block_cyclic():

@@ -225,7 +225,8 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    if native.has_barrier and jax_compat.is_vma_checked():
+    # What a lowering makes is on no mesh, and has no transpose.
+    if native.has_barrier and jax_compat.is_vma_checked() and not jax.typeof(x).sharding.mesh.empty:
         return _collective("vary", x, missing, source_line)
     cast: jax.Array = lax.pcast(x, missing, to="varying")
     return cast
