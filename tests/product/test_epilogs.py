@@ -95,6 +95,34 @@ def test_complex_bias_c_and_scalars(case, rng):
     np.testing.assert_array_equal(np.asarray(d), (2 - 1j) * (a.conj() @ b) + (1 + 3j) * c + bias)
 
 
+# The shardings of a stored operand that is gathered over an axis which shards d or the other one, of that and of d.
+GATHERED_AND_SUMMED = (
+    (Epilog.BGRADA, P("x", "y"), P("y", "x"), P("y", "x")),
+    (Epilog.BGRADA, P(("y", "x"), None), P("y", "x"), P(None, ("x", "y"))),
+    (Epilog.BGRADB, P("x", "y"), P("y", "x"), P("y", None)),
+)
+
+
+@pytest.mark.parametrize(("epilog", "summed", "other", "out"), GATHERED_AND_SUMMED)
+def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng):
+    x, y = cases.integers(rng, 16, 8), cases.integers(rng, 16, 12)
+    mesh, is_a = cases.BY_NAME["local"].jax_mesh(), epilog == Epilog.BGRADA
+
+    def product(x, y):
+        a, b = (x, y) if is_a else (y.T, x)
+        d, sums = jaxmp.matmul(a, b, epilog=epilog, transpose_a=is_a, out_sharding=out)
+        return d, sums[epilog.name.lower()]
+
+    with jax.set_mesh(mesh):
+        placed = cases.put(x, mesh, summed), cases.put(y, mesh, other)
+        results, pull = jax.vjp(jax.jit(product), *placed)
+        cotangents = pull(tuple(map(jnp.ones_like, results)))
+    d, of_y = (x.T @ y, y) if is_a else (y.T @ x, y)
+    wants = (d, x.sum(0), np.ones_like(x) + of_y.sum(1)[:, None], np.broadcast_to(x.sum(1)[:, None], y.shape))
+    for got, want in zip((*results, *cotangents), wants, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
+
+
 @pytest.mark.parametrize("name", ["ar-data", "local"])
 def test_allreduce_is_what_the_pattern_does(name, rng):
     """Joined with every epilog and alone, on the pattern that it names and on a single rank."""

@@ -66,6 +66,8 @@ def frame_of(
     spec, entries = meshes.partition_spec, {}
     for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
         dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
+        if f"bgrad{name}" in dict(results):  # its sums are the same on all ranks that gather it, and so is its type
+            gathers = tuple(gather._replace(varies=False) for gather in gathers)
         entries[name] = Entry(spec(dims), gathers, None if is_explicit else spec(have))
     entries |= {name: Entry(spec(dims)) for name, dims in beside}
     outs = tuple((name, spec(dims)) for name, dims in (("d", plan.layout.d), *results))
