@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._src.sharding import meshes
 
 MESHES = {
     "2x2": {"x": 2, "y": 2},
@@ -115,6 +116,26 @@ def test_types_are_those_of_jnp(request, mesh_name, name):
                 assert name == "batch", (specs, out, want)
                 assert "batch" in str(want), (specs, out, want)
     assert seen == {True, False}
+
+
+def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
+    """XLA ends the process where it is to do some of them at once."""
+    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+    every = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
+    x = integers((12, 12), 0)
+    with jax.set_mesh(mesh):
+        for have in every:
+            move = functools.partial(meshes.reshard, mesh=mesh, have=have, is_explicit=True)
+            moved = jax.jit(lambda x, move=move: [move(x, want=want) for want in every])(
+                jax.device_put(x, NamedSharding(mesh, have))
+            )
+            for got, want in zip(moved, every, strict=True):
+                assert got.sharding.is_equivalent_to(NamedSharding(mesh, want), 2)
+                np.testing.assert_array_equal(np.asarray(got), x)
+        a, b = (P(("y", "x"), None), P("y", "x"))
+        product = functools.partial(jaxmp.matmul, transpose_b=True, out_sharding=P("x", "y"))
+        d = product(*(jax.device_put(x.astype(np.int8), NamedSharding(mesh, spec)) for spec in (a, b)))
+        np.testing.assert_array_equal(np.asarray(d), x.astype(np.int8) @ x.astype(np.int8).T)
 
 
 def test_axes_that_do_not_divide_a_dimension_do_not_split_it():

@@ -45,7 +45,7 @@ def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
     """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
     total = 0
-    for before, after in itertools.pairwise((have, *steps(have, want))):
+    for before, after in itertools.pairwise((have, *steps(have, want, mesh))):
         parts = 1  # a device holds one of so many of the shard that it is to have, on average
         for dim, wanted in zip(before, after, strict=True):
             common = len(dim) if dim == wanted[: len(dim)] else len(wanted) if wanted == dim[: len(wanted)] else 0
@@ -66,14 +66,17 @@ class Gather(NamedTuple):
     varies: bool
 
 
-def steps(have: Dims, want: Dims) -> tuple[Dims, ...]:
-    """The shardings through which an array goes from one to another, each by one slice, all-to-all or all-gather.
+def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
+    """The shardings through which an array goes from one to another, each by one slice, all-to-all, all-gather or
+    permutation.
 
-    XLA would replicate an array for a step that is several of these at once.
+    XLA would replicate an array for a step that is several of these at once, or end the process.
     """
     found: list[Dims] = []
     while (now := found[-1] if found else have) != want:
-        found.append(_slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or want)
+        step = _slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or _permutation(now, want)
+        is_permutation = all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(now, want, strict=True))
+        found.append(step or (want if is_permutation else _all_gather(now, want, is_wanted=True)) or want)
     return tuple(found)
 
 
@@ -93,11 +96,19 @@ def _all_to_all(now: Dims, want: Dims) -> Dims | None:
     return None
 
 
-def _all_gather(now: Dims, want: Dims) -> Dims | None:
+def _all_gather(now: Dims, want: Dims, *, is_wanted: bool = False) -> Dims | None:
     wanted = set(sum(want, ()))
     for i, dim in enumerate(now):
-        if dim and dim[-1] not in wanted:
+        if dim and (dim != want[i][: len(dim)] if is_wanted else dim[-1] not in wanted):
             return _with(now, {i: dim[:-1]})
+    return None
+
+
+def _permutation(now: Dims, want: Dims) -> Dims | None:
+    for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
+        first = tuple(itertools.takewhile(dim.__contains__, wanted))
+        if first != dim[: len(first)]:
+            return _with(now, {i: first + tuple(axis for axis in dim if axis not in first)})
     return None
 
 

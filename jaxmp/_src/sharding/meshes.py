@@ -61,8 +61,8 @@ def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """A global array that is sharded as `have`, sharded as `want`."""
-    dims = [shardings.as_dims("an array", spec, x.ndim) for spec in (have, want)]
-    for step in moves.steps(*dims):
+    now, last = (shardings.as_dims("an array", spec, x.ndim) for spec in (have, want))
+    for step in moves.steps(now, last, mesh.shape):
         spec = partition_spec(step)
         x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
     return x
