@@ -150,7 +150,7 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
     _check_blocks("nvfp4", x, 16)
     scaled = _wide(x) / global_scale
     scale = low_precision.encode(low_precision.block_amax(scaled, 16) / largest(jnp.float4_e2m1fn), _E4M3)
-    wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=-1)
+    wide = low_precision.repeat(scale.astype(jnp.float32), 16)
     quotient = jnp.where(wide == 0, 0.0, scaled / jnp.where(wide == 0, 1.0, wide))  # nor in the gradient 0 / 0
     return low_precision.encode(quotient, jnp.float4_e2m1fn), scale
 

@@ -6,10 +6,13 @@ import functools
 import itertools
 
 import bounds
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from low_precision_cases import E4M3, FP4, saturated, scaled, small
 
 import jaxmp
@@ -123,6 +126,23 @@ def test_gradients_and_sixty_four_bits(name, rng):
             back = np.asarray(quantize.dequantize(q, scale)) * (3e38 / 6 / 448 if name == "nvfp4" else 1)
             assert np.all(np.abs(back[shape != 0]) > 1e35)
             assert not back[shape == 0].any()
+
+
+@pytest.mark.parametrize("spec", [P("y", None), P(None, "y"), P("y", "x")], ids=str)
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_explicit_axes(name, spec, rng):
+    x, mesh = rng.standard_normal((512, 512)).astype(np.float32), cases.BY_NAME["local"].jax_mesh()
+
+    def there_and_back(x):
+        q, scale = QUANTIZERS[name][0](x)
+        return q, scale, quantize.dequantize(q, scale), quantize.expand(scale, q)
+
+    want = jax.jit(there_and_back)(x)
+    with jax.set_mesh(mesh):
+        got = jax.jit(there_and_back)(cases.put(x, mesh, spec))
+    assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_a_scale_of_any_amax():

@@ -202,8 +202,13 @@ def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
         return scale
     if mode == OUTER_VEC:
         return scale[..., None]
-    full = jnp.repeat(scale, BLOCK[mode], axis=-1, total_repeat_length=shape[-1])
-    return jnp.repeat(full, 128, axis=-2)[..., : shape[-2], :] if mode == BLK128 else full
+    full = repeat(scale, BLOCK[mode])
+    return repeat(full.mT, 128).mT[..., : shape[-2], :] if mode == BLK128 else full
+
+
+def repeat(x: jax.Array, count: int) -> jax.Array:
+    """Each element of the last dimension so many times: `jnp.repeat`, which does not take one on explicit axes."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, count)).reshape(*x.shape[:-1], x.shape[-1] * count)
 
 
 def dequantize(x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike) -> jax.Array:
