@@ -57,7 +57,7 @@ def lay(x, layout, mesh, **options):
 def place(x, layout, mesh):
     """As `lay`, but made by hand, and with NaN for the padding of operands, which nobody may read."""
     data = jax.device_put(dealt(x, layout, np.nan), NamedSharding(mesh, P("x", "y")))
-    return jaxmp.BlockCyclicArray(data, x.shape, layout, mesh, (("x",), ("y",)))
+    return jaxmp.BlockCyclicArray(data, x.shape, layout, mesh, ("x", "y"))
 
 
 def whole(x):

@@ -60,6 +60,9 @@ class BlockCyclicArray:
     mesh: Mesh
     axes: Axes
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", _as_axes(self.axes))
+
     @property
     def dtype(self) -> np.dtype:
         return self.data.dtype
@@ -174,7 +177,7 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
         raise InvalidValue(
             f"axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
         )
-    rows, cols = ((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
+    rows, cols = _as_axes(axes)
     meshes.check_axes(mesh, rows + cols)
     sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
     if sizes != layout.grid:
@@ -182,6 +185,11 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
             f"layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be equal"
         )
     return rows, cols
+
+
+def _as_axes(axes: Any) -> Any:
+    """The axes of each pair entry as a tuple of names."""
+    return tuple((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
 
 
 # Redistribution --------------------------------------------------------------------------------------------------
