@@ -157,7 +157,7 @@ ERRORS = [
     ("mlp", {"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
     ("mlp", {"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
     ("mlp", {"w_in": (8, 6)}, ValueError, "pass w_in.T if it is stored (n, k)"),
-    ("mlp", {"x": ()}, ValueError, "mlp: x must have at least 1 dimension"),
+    ("mlp", {"x": ()}, TypeError, "x must have at least 2 dimensions, got 0"),
     ("gated_mlp", {"activation": "elu"}, ValueError, "gated_mlp: activation must be one of relu, gelu, silu"),
     ("gated_mlp", {"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
     ("gated_mlp", {"determinism": "batch"}, NotImplementedError, 'gated_mlp: determinism must be "run_to_run"'),
@@ -166,7 +166,7 @@ ERRORS = [
     ("gated_mlp", {"w_up": (5, 8)}, ValueError, "gated_mlp (x @ w_up): w_up has k=5 but x has k=6"),
     ("gated_mlp", {"w_up": (6, 9)}, ValueError, "gated_mlp: w_up must have w_gate's shape (6, 8), got (6, 9)"),
     ("gated_mlp", {"w_down": (7, 4)}, ValueError, "gated_mlp (hidden @ w_down): w_down has k=7 but hidden has k=8"),
-    ("gated_mlp", {"x": ()}, ValueError, "gated_mlp: x must have at least 1 dimension"),
+    ("gated_mlp", {"x": ()}, TypeError, "x must have at least 2 dimensions, got 0"),
 ]
 
 
