@@ -60,7 +60,8 @@ def largest(dtype: DTypeLike) -> float:
     name = jnp.dtype(dtype).name
     if name.startswith(("float8", "float4")) and name != "float8_e8m0fnu":
         return float(jnp.finfo(dtype).max)
-    raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {jnp.dtype(dtype).name}")
+    why = ", which is for scales alone" if name == "float8_e8m0fnu" else ""
+    raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {name}{why}")
 
 
 def amax(x: Array) -> jax.Array:
@@ -230,8 +231,10 @@ def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def _wide(x: Array) -> jax.Array:
     """`x` in float32, of finite numbers finite ones."""
-    if not hasattr(x, "astype") or jnp.iscomplexobj(x):
+    if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
+    if jnp.iscomplexobj(x):
+        raise TypeError(f"quantize: takes an array of real numbers, got {x.dtype}; pass its .real and .imag")
     if x.dtype == np.float64:
         most, xp = float(jnp.finfo(jnp.float32).max), jnp if isinstance(x, jax.Array) else np
         x = xp.where(xp.isinf(x), x, xp.clip(x, -most, most))

@@ -27,7 +27,7 @@ Cut CutBoth(const Problem& p, Op op) {
   return {GridKind::kProcess, p.npcol(), p.nprow()};
 }
 
-// As stored; extents and blocks are those of op(X).
+// The matrix X as it is stored. The arguments are the extents and blocks of op(X).
 MatrixDistribution Stored(const Cut& cut, Op op, int64_t rows, int64_t cols, int64_t row_block, int64_t col_block) {
   const int64_t local_rows = rows / cut.row_parts, local_cols = cols / cut.col_parts;
   if (op == Op::kN) return {cut.grid, rows, cols, row_block, col_block, 0, 0, local_rows, local_cols};

@@ -361,7 +361,7 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
     """One frame a function: JAX writes those around a loop several times for what is in its body.
 
-    Where an exported function is called, those of its export stand inside of those of the call, which are kept.
+    A call of an exported function has the frames of its export inside its own. Of a function in both, the call's stays.
     """
     frames: dict[Any, Frame] = {}
     ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]

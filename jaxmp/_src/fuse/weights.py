@@ -15,111 +15,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, read, spliced
-from jaxmp._src.fuse.operands import axes_of_type, is_explicit
+from jaxmp._src.fuse.operands import is_explicit
 from jaxmp._src.fuse.products import SUMS
+from jaxmp._src.fuse.scales import Part, Parts, Scale
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.refusal import Refusal
 
-Dims = tuple[int, ...]
 # What moves numbers, as well narrow as wide.
 _MOVES = ("transpose", "reshape", "pvary")
 _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim", "squeeze"))
-# A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
-Part = tuple[int, ...]
 # The numbers of `lax.ragged_dot`.
 MATRICES = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 # What a call does to its result, and does not do behind a factor.
 _BEHIND = ("reduce_scatter", "reshard", *SUMS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """A factor of an array: `value`, and for each of its dimensions that of the array, or None for one of size 1."""
-
-    value: Any
-    dims: tuple[int | None, ...] = ()
-
-    @property
-    def varying(self) -> Dims:
-        return tuple(d for d in self.dims if d is not None)
-
-    def along(self, order: Mapping[int, int] | Sequence[int]) -> Scale:
-        """The same where dimension i of the array is dimension `order[i]` of another."""
-        return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
-
-    def lies_as(self, aval: Any) -> bool:
-        """Whether it is sharded as an array of this type, where shardings are part of types."""
-        if not self.varying or not is_explicit(aval):
-            return True
-        own, axes = axes_of_type(self.value.aval), axes_of_type(aval)
-        return all(own[i] == (() if d is None else axes[d]) for i, d in enumerate(self.dims))
-
-    def times(self, x: jax.Array, value: Any) -> jax.Array:
-        """x times it, in float32, in the type of x."""
-        factor = lax.squeeze(jnp.asarray(value, jnp.float32), [i for i, d in enumerate(self.dims) if d is None])
-        factor = lax.transpose(factor, sorted(range(factor.ndim), key=self.varying.__getitem__))
-        if self.varying:
-            factor = lax.expand_dims(factor, [d for d in range(x.ndim) if d not in self.varying])
-        return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
-class Parts:
-    """How the dimensions of an operand are cut where it is reshaped, by their extents."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.sizes: dict[Part, int] = {(i,): extent for i, extent in enumerate(shape)}
-        self._cut: dict[Part, tuple[Part, Part]] = {}
-
-    def of(self, dims: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
-        """The same parts of each dimension, as they are cut by now, and none of extent 1."""
-        return tuple(tuple(itertools.chain(*map(self._pieces, dim))) for dim in dims)
-
-    def _pieces(self, part: Part) -> tuple[Part, ...]:
-        if part in self._cut:
-            return sum(map(self._pieces, self._cut[part]), ())
-        return (part,) if self.sizes[part] > 1 else ()
-
-    def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
-        """Of which parts the dimensions are in another shape, if each is of whole ones, which may have to be cut."""
-        left, found = [*itertools.chain(*self.of(dims))], []
-        if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
-            return None
-        for extent in shape:
-            dim: tuple[Part, ...] = ()
-            while extent > 1 and left:
-                part = left.pop(0)
-                size = self.sizes[part]
-                if size > extent and size % extent == 0:
-                    first, rest = self._cut[part] = (*part, 0), (*part, 1)
-                    self.sizes |= {first: extent, rest: size // extent}
-                    left.insert(0, rest)
-                    part, size = first, extent
-                if extent % size:
-                    return None
-                dim, extent = (*dim, part), extent // size
-            found.append(dim)
-        return tuple(found)
-
-    def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
-        """A scale as a number for each of these parts, in float32."""
-        own = tuple(itertools.chain(*dims))
-        x = jnp.reshape(jnp.asarray(x, jnp.float32), [self.sizes[part] for part in own])
-        at = [over.index(part) for part in own]
-        x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
-        return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +56,19 @@ class Weights:
     def plain(self) -> list[Scale] | None:
         """The scales, if each varies along whole dimensions."""
         whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
-        found = [(value, self.parts.of(dims)) for value, dims in self.scales]
+        found = self.cut()
         if any(dim not in whole for _, dims in found for dim in dims):
             return None
         return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
+
+    def cut(self) -> list[tuple[Any, tuple[tuple[Part, ...], ...]]]:
+        """The scales, with the parts as they are cut by now."""
+        return [(value, self.parts.of(dims)) for value, dims in self.scales]
+
+    def blocks(self, of_k: Sequence[Part]) -> tuple[Part, ...]:
+        """The parts of the contraction along which a scale varies."""
+        varying = {part for _, dims in self.cut() for dim in dims for part in dim}
+        return tuple(part for part in of_k if part in varying)
 
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
@@ -265,9 +194,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
     shape, parts = eqn.invars[side].aval.shape, weights.parts
     count = len(contract[side])
     of_k, of_n = (sum(parts.of([[(i,)] for i in dims]), ()) for dims in (range(count), range(count, len(shape))))
-    scales = [(value, parts.of(dims)) for value, dims in weights.scales]
-    varying = {part for _, dims in scales for dim in dims for part in dim}
-    blocks = tuple(part for part in of_k if part in varying)
+    scales, blocks = weights.cut(), weights.blocks(of_k)
     m, k, n = math.prod(other.aval.shape[i] for i in rows), math.prod(shape[:count]), math.prod(shape[count:])
     groups = math.prod(parts.sizes[part] for part in blocks)
     # Up to so many rows the terms are no more bytes than the weights, and take less time than decoding these.
@@ -313,9 +240,7 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
         return None
     parts = weights.parts
     of_g, of_k, of_n = parts.of([[(i,)] for i in range(3)])
-    scales = [(value, parts.of(dims)) for value, dims in weights.scales]
-    varying = {part for _, dims in scales for dim in dims for part in dim}
-    blocks = tuple(part for part in of_k if part in varying)
+    scales, blocks = weights.cut(), weights.blocks(of_k)
     (m, k), (g, _, n) = x.aval.shape, w.aval.shape
     count = math.prod(parts.sizes[part] for part in blocks)
     if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):

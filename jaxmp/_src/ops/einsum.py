@@ -258,7 +258,7 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
         path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
         if any(len(step) > 2 for step in path):
             raise NotAvailable(
-                f"optimize multiplies more than two operands at once, which has no product: {optimize!r}"
+                f"optimize must have a pair of operands for each product, got more at once: {optimize!r}"
             )
         steps = (sorted(i % left for i in step) for left, step in zip(range(len(terms), 0, -1), path, strict=False))
         pairs = [(i, j) for i, j in steps]

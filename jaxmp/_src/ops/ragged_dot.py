@@ -156,7 +156,7 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
         if scale.shape not in shapes or scale.dtype != np.float32:
             raise InvalidValue(
                 f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype} "
-                f"{scale.shape}"
+                f"{scale.shape}" + f"; its blocks must divide k={k}" * (name == "b" and scale.ndim == 3)
             )
         found.append(scale)
     return found[0], found[1]

@@ -1,0 +1,95 @@
+"""Scales of an array: along which of its dimensions one varies, or along which parts of these."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.fuse.operands import axes_of_type, is_explicit
+
+Dims = tuple[int, ...]
+# A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
+Part = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A factor of an array: `value`, and for each of its dimensions that of the array, or None for one of size 1."""
+
+    value: Any
+    dims: tuple[int | None, ...] = ()
+
+    @property
+    def varying(self) -> Dims:
+        return tuple(d for d in self.dims if d is not None)
+
+    def along(self, order: Mapping[int, int] | Sequence[int]) -> Scale:
+        """The same where dimension i of the array is dimension `order[i]` of another."""
+        return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
+
+    def lies_as(self, aval: Any) -> bool:
+        """Whether it is sharded as an array of this type, where shardings are part of types."""
+        if not self.varying or not is_explicit(aval):
+            return True
+        own, axes = axes_of_type(self.value.aval), axes_of_type(aval)
+        return all(own[i] == (() if d is None else axes[d]) for i, d in enumerate(self.dims))
+
+    def times(self, x: jax.Array, value: Any) -> jax.Array:
+        """x times it, in float32, in the type of x."""
+        factor = lax.squeeze(jnp.asarray(value, jnp.float32), [i for i, d in enumerate(self.dims) if d is None])
+        factor = lax.transpose(factor, sorted(range(factor.ndim), key=self.varying.__getitem__))
+        if self.varying:
+            factor = lax.expand_dims(factor, [d for d in range(x.ndim) if d not in self.varying])
+        return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+class Parts:
+    """How the dimensions of an operand are cut where it is reshaped, by their extents."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.sizes: dict[Part, int] = {(i,): extent for i, extent in enumerate(shape)}
+        self._cut: dict[Part, tuple[Part, Part]] = {}
+
+    def of(self, dims: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
+        """The same parts of each dimension, as they are cut by now, and none of extent 1."""
+        return tuple(tuple(itertools.chain(*map(self._pieces, dim))) for dim in dims)
+
+    def _pieces(self, part: Part) -> tuple[Part, ...]:
+        if part in self._cut:
+            return sum(map(self._pieces, self._cut[part]), ())
+        return (part,) if self.sizes[part] > 1 else ()
+
+    def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
+        """Of which parts the dimensions are in another shape, if each is of whole ones, which may have to be cut."""
+        left, found = [*itertools.chain(*self.of(dims))], []
+        if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
+            return None
+        for extent in shape:
+            dim: tuple[Part, ...] = ()
+            while extent > 1 and left:
+                part = left.pop(0)
+                size = self.sizes[part]
+                if size > extent and size % extent == 0:
+                    first, rest = self._cut[part] = (*part, 0), (*part, 1)
+                    self.sizes |= {first: extent, rest: size // extent}
+                    left.insert(0, rest)
+                    part, size = first, extent
+                if extent % size:
+                    return None
+                dim, extent = (*dim, part), extent // size
+            found.append(dim)
+        return tuple(found)
+
+    def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
+        """A scale as a number for each of these parts, in float32."""
+        own = tuple(itertools.chain(*dims))
+        x = jnp.reshape(jnp.asarray(x, jnp.float32), [self.sizes[part] for part in own])
+        at = [over.index(part) for part in own]
+        x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
+        return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
