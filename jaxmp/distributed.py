@@ -54,10 +54,12 @@ class _Job:
         self.interrupts = _watch_interrupts()
         self.peers: Peers | None = None  # until it has met them
         self.failure = ""  # of `initialize` or `shutdown`
+        self.at_end = watch.idle_thread()
 
     def close(self) -> None:
         """Listen no more, to peers and to signals."""
         hardware.set_of_job("")
+        self.at_end(lambda: None)
         if self.peers is not None:
             self.peers.close()
         _ignore_interrupts(self.interrupts)
@@ -318,7 +320,7 @@ def _farewell(job: _Job) -> str:
             return str(failure)
         native.leave_barrier("")
         jax_compat.close_gloo()
-        watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not)
+        watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not, job.at_end)
     except (DistributedError, jax.errors.JaxRuntimeError) as error:
         return str(cause(error) or f"the processes did not all leave ({error})")
     return ""

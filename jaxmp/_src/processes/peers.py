@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import hashlib
 import hmac
 import logging
@@ -39,6 +40,14 @@ _HANDSHAKE = 5.0
 # Handshakes under way at once; one more ends the oldest. A peer that this hits connects again.
 _MOST_HANDSHAKES = 64
 _RETRY = 0.1
+
+
+def _begin(name: str, work: Callable[[], object]) -> None:
+    """On a thread of its own, or here: CPython 3.12 starts none at the end of a process."""
+    try:
+        threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
+    except RuntimeError:
+        work()
 
 
 class Peers:
@@ -77,7 +86,7 @@ class Peers:
         """
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
-            threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
+            _begin(name, work)
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
         """Wait until all of these are connected; "" or what hinders, with the rank."""
@@ -126,7 +135,7 @@ class Peers:
                 oldest = next(iter(self._handshakes)) if len(self._handshakes) > _MOST_HANDSHAKES else None
             if oldest is not None:
                 _shut(oldest)
-            threading.Thread(target=self._answer, args=(connection,), name="jaxmp-answer", daemon=True).start()
+            _begin("answer", functools.partial(self._answer, connection))
 
     def _answer(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HANDSHAKE
@@ -167,7 +176,7 @@ class Peers:
     def _want(self, wanted: Callable[[], Collection[int]]) -> None:
         while processes := wanted():
             for peer in processes:
-                threading.Thread(target=self._reach, args=(peer,), name=f"jaxmp-reach-{peer}", daemon=True).start()
+                _begin(f"reach-{peer}", functools.partial(self._reach, peer))
 
     def _reach(self, peer: int) -> None:
         """Connect to `peer`, again and again until the deadline, unless it connects first or has ended."""

@@ -41,7 +41,16 @@ class DistributedError(RuntimeError):
 DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
-def on_waiter(wait: Callable[[], Any], why_not: Callable[[], str]) -> Any:
+def idle_thread() -> Callable[[Callable[[], None]], None]:
+    """What has a new thread do one thing. CPython 3.12 starts no thread at the end of a process, so it is kept for that."""
+    tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: tasks.get()(), name="jaxmp-wait", daemon=True).start()
+    return tasks.put
+
+
+def on_waiter(
+    wait: Callable[[], Any], why_not: Callable[[], str], thread: Callable[[Callable[[], None]], None] | None = None
+) -> Any:
     """`wait()` on a thread of its own, given up with a DistributedError once `why_not()` says why."""
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -51,7 +60,7 @@ def on_waiter(wait: Callable[[], Any], why_not: Callable[[], str]) -> Any:
         except BaseException as error:  # handed on as it is
             done.put((None, error))
 
-    threading.Thread(target=run, name="jaxmp-wait", daemon=True).start()
+    (thread or idle_thread())(run)
     while True:
         try:
             result, error = done.get(timeout=_PERIOD)
