@@ -1,9 +1,10 @@
 """Products on one GPU: jaxmp over cuBLASMp, XLA, and nvmath-python where it installs (`make bench-gpu`).
 
 All contenders take their turns in one run, at one precision: XLA multiplies float32 in TF32 unless it is told
-otherwise, and jaxmp does not. A large product is timed call by call; a small one as one of many in a program, since
-what it costs beside XLA's own is a few microseconds. Each case is in the file of --json before the next one begins, and
-with --resume those that are there are not measured again. With --write-docs the tables go into docs/gpu.md.
+otherwise, and jaxmp does not. A large product is one of several calls in flight; a small one is one of many in a
+program, since what it costs beside XLA's own is a few microseconds. Each case is in the file of --json before the next
+one begins, and with --resume those that are there are not measured again. With --write-docs the tables go into
+docs/gpu.md.
 """
 
 import argparse
@@ -63,7 +64,9 @@ LARGE = [
     Large((4096,) * 3, "float64", "float64"),
 ]
 SMALL = (64, 128, 256, 512)
-# Products of one program, so that its launch does not count.
+# Calls ahead of one wait for the last of them, so that the host's time for a call does not count.
+IN_FLIGHT = 8
+# Products of one program, likewise.
 CHAIN = 64
 LEVELS = ("run_to_run", "batch", "topology")
 # A batch of few rows and one of many, times a layer.
@@ -137,11 +140,13 @@ def wait_for(torch, result):
 
 
 def check(calls, case):
-    """A fast wrong product is worth nothing: both round to the result's type, or to TF32's 10 bits if that is less."""
+    """A fast wrong product is worth nothing. Numbers are of the size of sqrt(k): both round operands or the result, and
+    sums of k terms."""
     first = {name: jnp.asarray(jax.tree.leaves(calls[name]())[0], jnp.float32) for name in ("jaxmp", "xla")}
     error = float(jnp.max(jnp.abs(first["jaxmp"] - first["xla"])))
     eps = max(float(jnp.finfo(case.out).eps), 2.0**-10 if case.precision == TF32 else 0.0)
-    bound = 8 * eps * max(case.shape[1] ** 0.5, 1.0)
+    of_sums = float(jnp.finfo(jnp.promote_types(case.out, jnp.float32)).eps)
+    bound = 8 * (eps * case.shape[1] ** 0.5 + of_sums * case.shape[1])
     assert error <= bound, f"jaxmp differs by {error} from XLA, more than {bound}"
     return error / bound
 
@@ -156,7 +161,9 @@ def measure_large(case, seconds):
         error = check(calls, case)
         others = nvmath_contenders(case, a, b, bias)
         torch = others.pop("torch", None)
-        times = interleaved(calls | others, seconds, wait=functools.partial(wait_for, torch))
+        several = {name: functools.partial(_several, call) for name, call in (calls | others).items()}
+        times = interleaved(several, seconds, wait=functools.partial(wait_for, torch))
+        times = {name: value / IN_FLIGHT for name, value in times.items()}
         implementation = _implementation(functools.partial(ours, case), a, b, bias)
     return {
         "shape": case.shape,
@@ -167,6 +174,12 @@ def measure_large(case, seconds):
         "implementation": implementation,
         "error_of_bound": error,
     }
+
+
+def _several(call):
+    for _ in range(IN_FLIGHT):
+        result = call()
+    return result
 
 
 def _implementation(f, *args):

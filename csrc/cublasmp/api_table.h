@@ -32,11 +32,11 @@ namespace jaxmp {
 // What a library takes beyond cuBLASMp's documented forms. Python asks ahead of a call (jaxmp/_src/lowering/forms.py).
 struct Capabilities {
   bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
-  bool all_reduce_c = false;                  // cuBLASMp: no source says on which side of the reduction it adds C
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
   bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
   bool fixed_reduction_order = false;         // MpApi::fix_reduction_order
+  bool as_documented = false;                 // cuBLASMp 0.10: some results are wrong, jaxmp/_src/lowering/faults.py
 };
 
 inline constexpr Capabilities kHostCapabilities = {true, true, true, true, true, true};

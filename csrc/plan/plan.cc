@@ -96,10 +96,7 @@ Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.b, problem_.dtype_b, &local_rank.b));
   if (problem_.has_c()) JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_c, &local_rank.c));
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_d, &local_rank.d));
-  // A library that takes C in an all-reduce (Capabilities) sums what every rank adds, and C is the same everywhere: one
-  // rank adds it.
-  const bool adds_c = problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) == 0;
-  local_rank.beta = MakeScalar(adds_c ? problem_.beta : 0.0);
+  local_rank.beta = MakeScalar(problem_.beta);
   JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<ExecutionContext> execution, MakeExecutionContext(number, stream));
   JAXMP_RETURN_IF_ERROR(SetPointers(api_, execution->matmul.get(), problem_, buffers));
   JAXMP_RETURN_IF_ERROR(Invoke(api_.Matmul_bufferSize, "Matmul_bufferSize", local_rank, *execution, buffers,

@@ -106,11 +106,11 @@ std::string KernelOf(const Problem& p) {
 
 nb::dict CapabilitiesOf(const Capabilities& of) {
   return DictOf({{"all_reduce_any_transposition", nb::bool_(of.all_reduce_any_transposition)},
-                 {"all_reduce_c", nb::bool_(of.all_reduce_c)},
                  {"grid_any_shape", nb::bool_(of.grid_any_shape)},
                  {"grid_epilogs", nb::bool_(of.grid_epilogs)},
                  {"complex_epilogs", nb::bool_(of.complex_epilogs)},
-                 {"fixed_reduction_order", nb::bool_(of.fixed_reduction_order)}});
+                 {"fixed_reduction_order", nb::bool_(of.fixed_reduction_order)},
+                 {"as_documented", nb::bool_(of.as_documented)}});
 }
 
 nb::dict PlanCacheInfo() {

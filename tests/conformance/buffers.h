@@ -26,7 +26,7 @@ class Buffers {
   Status write();
   Status read();
   bool is_memory_intact() const;
-  std::map<std::string, Verdict> judge(const Expected& expected) const;
+  std::map<std::string, Verdict> judge(const Expected& expected, bool is_host) const;
 
   const void* given_c() const { return !c_.has_c ? nullptr : c_.is_in_place ? d.get() : c.get(); }
   int64_t lld(const test::Layout& layout) const;
@@ -45,7 +45,7 @@ class Buffers {
   std::array<Buffer*, 15> all();
   Verdict judge_d(const Expected& expected) const;
   Verdict judge_blocks(const Expected& expected) const;
-  Verdict judge_aux(const Expected& expected) const;
+  Verdict judge_aux(const Expected& expected, bool is_host) const;
   Verdict judge_gradient(const Expected& expected) const;
   Verdict judge_amax(const Matrix& whole, const Buffer& buffer) const;
 

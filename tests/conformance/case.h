@@ -69,7 +69,6 @@ struct Case : test::BaseCase {
   bool has_scale_c = false, has_scale_d = false, has_amax = false;
   bool has_scale_aux = false, has_amax_aux = false;
   bool c_is_nan = false;                // with beta = 0, which does not read it
-  bool every_rank_adds_c = false;       // in an all-reduce, where otherwise rank 0 alone passes beta
   bool is_random = false;               // normally distributed operands, of which sums are inexact
   bool fixed_reduction_order = false;   // hostmp's alone, as is the next
   bool aux_is_whole = false;            // the padding of its columns is written too
@@ -85,10 +84,8 @@ struct Case : test::BaseCase {
   std::string capability;
 
   std::string name() const;
-  bool all_reduces_c() const { return pattern == Pattern::kAllReduce && has_c && beta != 0.0 && nranks() > 1; }
   // Of the sums, of alpha and of beta.
   cudaDataType_t accumulator() const { return in_b == in ? hostmp::AccumulatorOf(in) : CUDA_R_32F; }
-  Number beta_of(int rank) const { return !all_reduces_c() || every_rank_adds_c || rank == 0 ? beta : 0; }
 };
 
 // The cases for this many ranks, always in the same order.

@@ -115,7 +115,7 @@ class CudaBackend final : public Backend {
   CudaBackend(const MpApi& api, int nranks, const std::string& id_file) : api_(api), nranks_(nranks), ids_(id_file) {}
 
   const MpApi& api() const override { return api_; }
-  size_t workspace_bytes() const override { return size_t{256} << 20; }
+  size_t workspace_bytes() const override { return size_t{512} << 20; }
 
   std::string take_words() override {
     std::set<std::string> said;  // by every rank of the process

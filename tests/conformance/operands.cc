@@ -139,7 +139,6 @@ Expected::Expected(const Case& c, const Operands& x)
       is_exact(!c.is_random && !(c.epilog & (32 | 64))) {
   const Matrix a = scaled(c, x.a, true), b = scaled(c, x.b, false);
   const bool reads_c = c.has_c && c.beta != 0.0;
-  const double times = c.all_reduces_c() && c.every_rank_adds_c ? c.nranks() : 1;
   if (Facts(c.in).is_complex) {
     multiply(a.values, b.values, c.k, &z, &magnitude);
   } else {
@@ -147,7 +146,7 @@ Expected::Expected(const Case& c, const Operands& x)
   }
   for (int64_t j = 0; j < c.n; ++j) {
     for (int64_t i = 0; i < c.m; ++i) {
-      Number added = reads_c ? times * c.beta * x.c.at(i, j) * (c.has_scale_c ? kScaleC : 1) : 0;
+      Number added = reads_c ? c.beta * x.c.at(i, j) * (c.has_scale_c ? kScaleC : 1) : 0;
       if (test::has_bias(c.epilog)) added += x.bias[static_cast<size_t>(i)];
       z.at(i, j) = c.alpha * z.at(i, j) + added;
       magnitude.at(i, j) = std::abs(c.alpha) * magnitude.at(i, j) + std::abs(added);

@@ -149,7 +149,13 @@ def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
     share += ["--only", arguments.only] if arguments.only else []
     emulator = list(filter(None, arguments.emulator.split(";")))
     host = run_suite(arguments.binary, ranks, ["--library", "host", "--blas", _blas(), *share], emulator=emulator)
-    options = ["--library", "cublasmp", *_libraries(arguments), *share]
+    options = [
+        "--library",
+        "cublasmp",
+        *_libraries(arguments),
+        *share,
+        *(["--faults", "yes"] if arguments.faults else []),
+    ]
     other = run_suite(
         arguments.binary,
         ranks,
@@ -181,6 +187,7 @@ def main() -> int:
     parser.add_argument("--processes", action="store_true", help="each rank in a process of its own")
     parser.add_argument("--share", help="I/N: every N-th case")
     parser.add_argument("--only", help="the cases with this in their name")
+    parser.add_argument("--faults", action="store_true", help="also ask cuBLASMp what it is known to get wrong")
     parser.add_argument("--seconds", type=int, default=60, help="after which a case counts as stuck")
     parser.add_argument("--known", type=Path, help="faults that are known, for compare.py")
     parser.add_argument("--out", type=Path, help="folder for the lines of both libraries")

@@ -62,7 +62,7 @@ def run(command: list[str], end: float) -> int | None:
 def run_tests(file: Path, arguments: list[str], end: float) -> int:
     """Until nothing is left: what ends a test's process (the watchdog, its time limit) does not end the rest."""
     command = ["-P", "-m", "pytest", "-p", "gpu_session", f"--record={file}"]
-    command += ["--timeout=300", "--timeout-method=thread"]
+    command += ["--timeout=300", "--timeout-method=thread", "-p", "no:benchmark"]  # a plugin that warns beside xdist
     while True:
         seen = len(lines(file))
         status = run([*command, f"--seen={seen}", *arguments], end)

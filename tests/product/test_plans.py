@@ -23,7 +23,8 @@ from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.lowering import backend, forms
 from jaxmp._src.lowering.backend import Capabilities, why_unsupported
 from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.spec.low_precision import VEC128
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
@@ -129,7 +130,7 @@ def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
 
 CUBLASMP = Capabilities()
 HOSTMP = Capabilities(
-    all_reduce_any_transposition=True, all_reduce_c=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True
+    all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True, as_documented=True
 )
 
 
@@ -181,6 +182,36 @@ def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch)
     call = forms.in_library(forms.Product(spec, a, b), backend.Choice("cublasmp", ""), "cublasmp")
     assert isinstance(call, forms.Direct)
     assert not call.spec.contraction.communicates
+
+
+F64, BF16 = {"out_dtype": np.dtype("float64")}, {"out_dtype": np.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "form"),
+    [
+        ("ag", {"epilog": Epilog.RELU_AUX_BIAS}, "mask_of_result"),
+        ("ag", {"epilog": Epilog.RELU_BIAS}, "direct"),
+        ("local", {"epilog": Epilog.GELU} | F64, "separate_epilog"),
+        ("local", {"epilog": Epilog.DRELU_BGRAD} | F64, "direct"),
+        ("ag", {"epilog": Epilog.DRELU_BGRAD} | F64, "separate_epilog"),
+        ("rs", {"epilog": Epilog.BGRADA} | BF16, "separate_epilog"),
+        ("ag", {"epilog": Epilog.BGRADA} | BF16, "direct"),
+        ("rs", {"epilog": Epilog.BGRADA}, "direct"),
+        ("rs", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "xla"),
+        ("ag", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "direct"),
+        ("grid", {"transpose_a": True}, "xla"),
+        ("grid", {"transpose_b": True}, "direct"),
+        ("ar", {"has_c": True, "beta": 2.0, "transpose_b": True}, "direct"),
+    ],
+)
+def test_what_cublasmp_gets_wrong_is_computed_otherwise(name, changes, form, monkeypatch):
+    """The faults of tests/conformance/cases.cc, and their neighbours that are right; hostmp has none of them."""
+    spec = spec_of(cases.BY_NAME[name]).replace(**changes)
+    product = forms.Product(spec, *(jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2)
+    for library, capabilities, want in (("cublasmp", CUBLASMP, form), ("host", HOSTMP, "direct")):
+        monkeypatch.setattr(backend, "capabilities_of", lambda library, found=capabilities: found)
+        assert forms.in_library(product, backend.Choice(library, ""), library).name == want
 
 
 def test_cublasmp_has_no_epilogs_of_complex_numbers():

@@ -44,18 +44,15 @@ void TransposeView(abi::cudaDataType_t type, const MatrixView& from, int64_t row
 
 }  // namespace
 
-// cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
+// Behind an all-reduce C is added on each rank, and is the same on all.
 bool TileStore::AddC(bool is_started) const {
-  for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
-    const MatmulCall& call = CallOf(rank);
-    if (!call.reads_c) continue;
-    const MatrixView c = Locate(call.c, origin_.row, origin_.col);
-    const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
-    ScaleC(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta, is_started, call.accumulator(), call.c.desc.type,
-           call.takes_scales());
-    is_started = true;
-  }
-  return is_started;
+  const MatmulCall& call = owner();
+  if (!call.reads_c) return is_started;
+  const MatrixView c = Locate(call.c, origin_.row, origin_.col);
+  const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
+  ScaleC(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta, is_started, call.accumulator(), call.c.desc.type,
+         call.takes_scales());
+  return true;
 }
 
 void TileStore::Finish() const {

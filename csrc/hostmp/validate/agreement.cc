@@ -70,11 +70,8 @@ Fields FieldsOf(const MatmulCall& call) {
   fields.Add("the order of sums", call.fixed_reduction_order);
   fields.Add("alpha", call.alpha.real());
   fields.Add("alpha (imaginary part)", call.alpha.imag());
-  // An all-reduce adds every rank's own beta C.
-  if (!call.is_all_reduce) {
-    fields.Add("beta", call.beta.real());
-    fields.Add("beta (imaginary part)", call.beta.imag());
-  }
+  fields.Add("beta", call.beta.real());
+  fields.Add("beta (imaginary part)", call.beta.imag());
   AddMatrix(call.a, 'A', &fields);
   AddMatrix(call.b, 'B', &fields);
   AddMatrix(call.d, 'D', &fields);

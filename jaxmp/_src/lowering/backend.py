@@ -8,6 +8,7 @@ import functools
 
 import numpy as np
 
+from jaxmp._src.lowering import faults
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
@@ -23,11 +24,11 @@ class Capabilities:
     """What a library takes beyond cuBLASMp's documented forms; csrc/cublasmp/api_table.h declares it per library."""
 
     all_reduce_any_transposition: bool = False
-    all_reduce_c: bool = False
     grid_any_shape: bool = False
     grid_epilogs: bool = False
     complex_epilogs: bool = False
     fixed_reduction_order: bool = False
+    as_documented: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,4 +219,4 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return "cuBLASMp has no epilogs of complex numbers"
     if spec.contraction.is_grid and not capabilities.grid_epilogs:
         return "cuBLASMp has no epilogs on 2-D grids"
-    return ""
+    return "" if capabilities.as_documented else faults.of_epilog(spec)

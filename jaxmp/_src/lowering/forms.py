@@ -19,14 +19,15 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.lowering import backend, deferred, ffi_call, fixed_shape, xla_matmul
+from jaxmp._src.lowering import backend, deferred, faults, ffi_call, fixed_shape, xla_matmul
 from jaxmp._src.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.lowering.ffi_call import custom_call
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import logs, native
 from jaxmp._src.runtime.types import ArrayType, Operands
 from jaxmp._src.spec import low_precision, precisions
-from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.activations import pack_relu_aux
+from jaxmp._src.spec.epilogs import Epilog, for_activation
 from jaxmp._src.spec.extents import axes_text, extents
 from jaxmp._src.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
@@ -201,9 +202,6 @@ class SeparateEpilog(ResolvedCall):
         if _copied(product, capabilities) and spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
             # A copy would be stored so that it cannot be summed.
             return "cuBLASMp all-reduces no product whose operand it sums"
-        # If cuBLASMp adds C ahead of the reduction, one rank has to add it; if behind it, each has to.
-        if spec.has_c and spec.beta != 0 and spec.group.nranks > 1 and not capabilities.all_reduce_c:
-            return "no source says whether cuBLASMp adds c before or after the all-reduce"
         return None
 
     @staticmethod
@@ -215,6 +213,25 @@ class SeparateEpilog(ResolvedCall):
     def results(self, operands: Operands, **where: Any) -> Operands:
         plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
         return xla_matmul.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
+
+
+class MaskOfResult(ResolvedCall):
+    """The mask of RELU is made from d."""
+
+    name = "mask_of_result"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return None if capabilities.as_documented else faults.of_mask(product.spec) or None
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec = product.spec
+        return product._replace(spec=spec.replace(epilog=for_activation("relu", spec.rule.has_bias)))
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        outputs = self.inner.emit(operands, **where)
+        return outputs | {"relu_aux": pack_relu_aux(outputs["d"].astype(np.float32) > 0)}
 
 
 class TransposedCopy(ResolvedCall):
@@ -296,7 +313,15 @@ class Xla(ResolvedCall):
 
 
 # The forms of a library's calls, in order of preference.
-FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, TransposedCopy, Direct)
+FORMS: tuple[type[ResolvedCall], ...] = (
+    Tiles,
+    Gathered,
+    PaddedK,
+    SeparateEpilog,
+    MaskOfResult,
+    TransposedCopy,
+    Direct,
+)
 
 
 def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
@@ -376,6 +401,10 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     if asked.rule.gradient and 0 in found.d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
     capabilities = backend.capabilities_of(library)
+    # A level comes of local calls, which are right.
+    is_level = asked.fixed_reduction_order and not capabilities.fixed_reduction_order
+    if not capabilities.as_documented and not is_level and (why := faults.of_operands(asked)):
+        return in_form(Xla, why, product, choice)
     # The sum of one rank is its product, which cuBLASMp takes as it is stored.
     if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
         asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))

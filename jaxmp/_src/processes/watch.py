@@ -42,7 +42,7 @@ DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
 def idle_thread() -> Callable[[Callable[[], None]], None]:
-    """What has a new thread do one thing. CPython 3.12 starts no thread at the end of a process, so it is kept for that."""
+    """What has a new thread do one thing; CPython 3.12 starts no thread at the end of a process."""
     tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     threading.Thread(target=lambda: tasks.get()(), name="jaxmp-wait", daemon=True).start()
     return tasks.put
