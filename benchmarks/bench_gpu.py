@@ -298,7 +298,8 @@ def ceiling_of(cases):
 
 def page(record):
     about = record["machine"]
-    versions = ", ".join(f"{name} {value}" for name, value in (about["versions"] | record["libraries"]).items())
+    libraries = {name: value for name, value in record["libraries"].items() if name.endswith("_version")}
+    versions = ", ".join(f"{name} {value}" for name, value in (about["versions"] | libraries).items())
     ratios = [case["seconds"]["xla"] / case["seconds"]["jaxmp"] for case in record["large"]]
     return "\n\n".join(
         [

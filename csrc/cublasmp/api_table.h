@@ -36,10 +36,11 @@ struct Capabilities {
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
   bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
   bool fixed_reduction_order = false;         // MpApi::fix_reduction_order
+  bool precise_gelu = false;                  // cuBLASMp's has 5 digits, and 11 of float64
   bool as_documented = false;                 // cuBLASMp 0.10: some results are wrong, jaxmp/_src/lowering/faults.py
 };
 
-inline constexpr Capabilities kHostCapabilities = {true, true, true, true, true, true};
+inline constexpr Capabilities kHostCapabilities = {true, true, true, true, true, true, true};
 inline constexpr char kCublasMp[] = "cublasmp";
 
 struct MpApi {

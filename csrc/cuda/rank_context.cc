@@ -137,9 +137,9 @@ StatusOr<bool> RankContext::IsOnAll(bool is_here) {
 }
 
 // Always registered: without it cuBLASMp does not overlap.
-StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
-                                                       std::shared_ptr<void>) {
-  Memory& memory = workspaces_[shape];
+StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
+                                                       size_t bytes, std::shared_ptr<void>) {
+  Memory& memory = workspaces_[{shape, pattern}];
   if (memory.bytes >= bytes) return Unowned(memory.data);
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
   JAXMP_RETURN_IF_ERROR(Grow(api, grid.get(), bytes, &memory));

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
@@ -37,7 +38,7 @@ class RankContext final : public RankObjects {
   StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) override;
   Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) override;
   StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) override;
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, Pattern pattern, size_t bytes,
                                             std::shared_ptr<void> last) override;
 
   std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
@@ -72,7 +73,8 @@ class RankContext final : public RankObjects {
   std::shared_ptr<abi::cublasMpHandle> handle_;
   abi::cudaStream_t handle_stream_ = nullptr;
   std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;
-  std::map<GridShape, Memory> workspaces_;
+  // Calls of two patterns in one memory disturbed each other: a rank that is ahead writes to that of a rank behind.
+  std::map<std::pair<GridShape, Pattern>, Memory> workspaces_;
   // What all ranks have agreed to take for a problem. As long as the other objects here, and longer than plans: whether
   // a call is collective must follow from the calls before it, not from what a process has kept.
   std::unordered_map<Problem, size_t, ProblemHash> agreed_;

@@ -82,7 +82,7 @@ class HostRank final : public RankObjects {
 
   StatusOr<size_t> Agree(const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) override { return bytes; }
 
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi&, const GridShape&, size_t bytes,
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi&, const GridShape&, Pattern, size_t bytes,
                                             std::shared_ptr<void> last) override {
     if (last || bytes == 0) return last;
     const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;

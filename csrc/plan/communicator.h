@@ -51,9 +51,9 @@ class RankObjects {
   // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
   // process may have kept its own plan, and would not come to agree again.
   virtual StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) = 0;
-  // Device memory for one call on the stream, in place of what the caller's last call had.
-  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
-                                                    std::shared_ptr<void> last) = 0;
+  // Device memory for one call of the pattern on the stream, in place of what the caller's last call had.
+  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
+                                                    size_t bytes, std::shared_ptr<void> last) = 0;
 };
 
 // The groups of one mesh, which all look alike: a rank means the same in each of them.

@@ -142,8 +142,8 @@ StatusOr<std::unique_ptr<Plan::ExecutionContext>> Plan::MakeExecutionContext(int
 Status Plan::TakeWorkspace(int number, ExecutionContext& execution) {
   const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   JAXMP_ASSIGN_OR_RETURN(execution.device_work,
-                         objects(number).Workspace(api_, ShapeOf(distribution_.d.grid), local_rank.device_bytes,
-                                                   std::move(execution.device_work)));
+                         objects(number).Workspace(api_, ShapeOf(distribution_.d.grid), problem_.pattern,
+                                                   local_rank.device_bytes, std::move(execution.device_work)));
   if (local_rank.host_bytes == 0 || execution.host_work) return {};
   execution.host_work.reset(std::malloc(local_rank.host_bytes));
   if (execution.host_work) return {};

@@ -110,6 +110,7 @@ nb::dict CapabilitiesOf(const Capabilities& of) {
                  {"grid_epilogs", nb::bool_(of.grid_epilogs)},
                  {"complex_epilogs", nb::bool_(of.complex_epilogs)},
                  {"fixed_reduction_order", nb::bool_(of.fixed_reduction_order)},
+                 {"precise_gelu", nb::bool_(of.precise_gelu)},
                  {"as_documented", nb::bool_(of.as_documented)}});
 }
 

@@ -295,8 +295,8 @@ bool is_fault_of_cublasmp(const Case& c) {
   if (!sums) return false;
   const bool sums_operand = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA || c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
   constexpr int kVec128 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32;
-  return (sums_operand && Facts(c.out).is_16bit) || c.scale_a == kVec128 || c.scale_b == kVec128 || c.has_amax_aux ||
-         c.in == CUDA_R_8I;
+  const bool is_vec128 = c.scale_a == kVec128 && c.scale_b == kVec128;
+  return sums_operand || is_vec128 || c.has_amax_aux || c.in == CUDA_R_8I;
 }
 
 }  // namespace

@@ -183,11 +183,13 @@ Runner::Runner(const Backend& backend, Rank& rank, int number, int nranks)
 
 Runner::~Runner() {
   rank_.release(plain_);
-  if (!is_symmetric_) rank_.release(registered_);
-  // Collective, so in one order on all ranks.
-  if (registered_ && is_symmetric_) {
-    (void)api_.BufferDeregister(of_columns_, registered_);
-    (void)api_.Free(of_rows_, registered_);
+  for (const auto& [pattern, memory] : registered_) {
+    if (!is_symmetric_) {
+      rank_.release(memory);
+    } else if (memory) {  // collective, so in one order on all ranks
+      (void)api_.BufferDeregister(of_columns_, memory);
+      (void)api_.Free(of_rows_, memory);
+    }
   }
   for (const auto& [key, grid] : grids_) (void)api_.GridDestroy(grid);
   if (handle_) (void)api_.Destroy(handle_);
@@ -205,15 +207,19 @@ Status Runner::start() {
   of_columns_ = grid({1, nranks_, CUBLASMP_GRID_LAYOUT_ROW_MAJOR}, &status);
   JAXMP_RETURN_IF_ERROR(check(status, "cublasMpGridCreate"));
   const size_t bytes = backend_.workspace_bytes();
-  const cublasMpStatus_t made = api_.Malloc(of_rows_, &registered_, bytes);
-  is_symmetric_ = made != CUBLASMP_STATUS_NOT_SUPPORTED;
-  if (is_symmetric_) {
-    JAXMP_RETURN_IF_ERROR(check(made, "cublasMpMalloc"));
-    JAXMP_RETURN_IF_ERROR(check(api_.BufferRegister(of_columns_, registered_, bytes), "cublasMpBufferRegister"));
-  } else {  // as a plan does: any memory then serves
-    (void)api_.last_error();
-    registered_ = rank_.allocate(bytes);
-    if (!registered_) return ResourceExhausted("no memory for a workspace");
+  for (Pattern pattern : {Pattern::kLocal, Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce,
+                          Pattern::kGrid, Pattern::kCyclic}) {
+    void*& memory = registered_[pattern];
+    const cublasMpStatus_t made = api_.Malloc(of_rows_, &memory, bytes);
+    is_symmetric_ = made != CUBLASMP_STATUS_NOT_SUPPORTED;
+    if (is_symmetric_) {
+      JAXMP_RETURN_IF_ERROR(check(made, "cublasMpMalloc"));
+      JAXMP_RETURN_IF_ERROR(check(api_.BufferRegister(of_columns_, memory, bytes), "cublasMpBufferRegister"));
+    } else {  // as a plan does: any memory then serves
+      (void)api_.last_error();
+      memory = rank_.allocate(bytes);
+      if (!memory) return ResourceExhausted("no memory for a workspace");
+    }
   }
   plain_ = rank_.allocate(bytes);
   return plain_ ? Status() : ResourceExhausted("no memory for a workspace");

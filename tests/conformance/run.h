@@ -51,7 +51,8 @@ class Runner {
   std::map<GridKey, cublasMpGrid_t> grids_;
   cublasMpGrid_t of_rows_ = nullptr,
                  of_columns_ = nullptr;  // of `grids_`: those with which the workspace is registered
-  void* registered_ = nullptr;           // where it is not symmetric, the rank's own memory
+  // One for each pattern, as plans have it; where memory is not symmetric, the rank's own.
+  std::map<Pattern, void*> registered_;
   bool is_symmetric_ = true;
   void* plain_ = nullptr;
 };
@@ -89,7 +90,7 @@ class CaseRun {
   bool set_scales();
   Call arguments();
   char* workspace() const {
-    return static_cast<char*>(c_.workspace == Workspace::kPlain ? runner_.plain_ : runner_.registered_);
+    return static_cast<char*>(c_.workspace == Workspace::kPlain ? runner_.plain_ : runner_.registered_.at(c_.pattern));
   }
 
   Runner& runner_;

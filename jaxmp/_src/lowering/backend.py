@@ -28,7 +28,12 @@ class Capabilities:
     grid_epilogs: bool = False
     complex_epilogs: bool = False
     fixed_reduction_order: bool = False
+    precise_gelu: bool = False
     as_documented: bool = False
+
+    def of_tiles(self) -> Capabilities:
+        """At a level bits count more than digits, so gelu stays with the library."""
+        return dataclasses.replace(self, precise_gelu=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +170,7 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library takes the call in no form, or the empty string."""
     # Calls of one shape are local products, whatever the pattern is.
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
-    why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
+    why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
     if why and spec.fixed_reduction_order:
         return f"{why}, and XLA's would not keep {spec.level}"
     if has_tiles:
@@ -219,4 +224,5 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return "cuBLASMp has no epilogs of complex numbers"
     if spec.contraction.is_grid and not capabilities.grid_epilogs:
         return "cuBLASMp has no epilogs on 2-D grids"
-    return "" if capabilities.as_documented else faults.of_epilog(spec)
+    why = "" if capabilities.precise_gelu else faults.of_gelu(spec)
+    return why or ("" if capabilities.as_documented else faults.of_epilog(spec))

@@ -197,11 +197,6 @@ class SeparateEpilog(ResolvedCall):
         spec = product.spec
         if spec.epilog and (why := why_no_epilog(spec, capabilities)):
             return why
-        if not spec.contraction.is_reduced:
-            return None
-        if _copied(product, capabilities) and spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
-            # A copy would be stored so that it cannot be summed.
-            return "cuBLASMp all-reduces no product whose operand it sums"
         return None
 
     @staticmethod
@@ -378,7 +373,7 @@ def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> Re
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
     a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
-    return in_library(Product(spec, a, b), choice, library)
+    return in_library(Product(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
 
 
 def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
@@ -386,8 +381,10 @@ def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCal
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
 
-def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
-    """The call in the form that the library takes."""
+def in_library(
+    product: Product, choice: Choice, library: str, capabilities: Capabilities | None = None
+) -> ResolvedCall:
+    """The call in the form that the library takes; `capabilities` are the library's unless they are given."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:
@@ -400,7 +397,7 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
         return in_form(Xla, "", product, Choice("xla", why))
     if asked.rule.gradient and 0 in found.d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
-    capabilities = backend.capabilities_of(library)
+    capabilities = capabilities or backend.capabilities_of(library)
     # A level comes of local calls, which are right.
     is_level = asked.fixed_reduction_order and not capabilities.fixed_reduction_order
     if not capabilities.as_documented and not is_level and (why := faults.of_operands(asked)):
@@ -418,7 +415,7 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
     form, why = find(product, capabilities)
-    return in_form(form, why, product, choice, library, is_conjugated)
+    return in_form(form, why, product, choice, library, is_conjugated, capabilities)
 
 
 def in_form(
@@ -428,17 +425,19 @@ def in_form(
     choice: Choice,
     library: str = "",
     is_conjugated: tuple[bool, bool] = (False, False),
+    capabilities: Capabilities | None = None,
 ) -> ResolvedCall:
     """The call in this form."""
     asked = form.asked(product)
-    inner: Any = in_library(asked, choice, library) if asked else None
+    inner: Any = in_library(asked, choice, library, capabilities) if asked else None
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
 
 
 def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
     """One of the calls of one shape that a local product comes to."""
     shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
-    return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library)
+    capabilities = backend.capabilities_of(library).of_tiles()
+    return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
