@@ -243,7 +243,7 @@ def calibrate():
 def told():
     initialize()
     machine = jaxmp._src.hardware.hardware.of_job()
-    print("TOLD", machine and (machine.network_bandwidth, machine.network_latency, machine.node))
+    print("TOLD", machine and (machine.network_bandwidth, machine.network_latency, machine.network_load, machine.node))
 
 
 def dies_while_backends_start():

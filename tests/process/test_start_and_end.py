@@ -33,8 +33,8 @@ def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
     assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
     tells = [json.loads(re.search(r"^TELLS (.*)$", rank.log, flags=re.M)[1] or "{}") for rank in ranks]
     assert tells[1] == {}
-    told = tuple(tells[0][name] for name in ("network_bandwidth", "network_latency", "node"))
-    assert told[2] == 2
+    told = tuple(tells[0][name] for name in ("network_bandwidth", "network_latency", "network_load", "node"))
+    assert told[3] == 2
     assert min(told) > 0
     for given, want in ((caches, told), (dict(enumerate(reversed(caches.values()))), None)):
         job, ranks = run(tmp_path, "told", 2, env=given)

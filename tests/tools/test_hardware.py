@@ -189,6 +189,12 @@ def test_a_product_between_machines_is_cut_where_that_hides_much():
     assert chunks(flops=1e5) == chunks(network_bandwidth=1e7) == 1  # hides a tenth at most
     assert chunks(nbytes=4e5, memory_bandwidth=1e6) == 1  # copying takes 0.8 s
     assert chunks(ndevices=4) == 8
+    assert chunks(network_load=0.7) == 8  # 1.74
+    assert chunks(network_load=0.9) == 1  # 1.91, for the processor moves what it is to multiply
+    busy = {"nbytes": 1e5, "memory_bandwidth": 1e6, "network_load": 0.7, "new_memory_bandwidth": 2**27}
+    assert chunks(**busy) == 1  # 1.94
+    assert chunks(sums=[2**26], **busy) == 8  # the whole 2.5, for its sums are new at each call
+    assert chunks(sums=[2**25], **busy) == chunks(sums=[2**30], **busy) == 1  # in no call, and in every chunk
     between = dataclasses.replace(machine, link_bandwidth=1e6)
     exposed = [call_time(between, **call, chunks=n).exposed for n in (1, 8)]
     assert exposed == pytest.approx([1, 1 / 8])

@@ -51,6 +51,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         "rates": rates,
         "xla_rates": xla_rates,
         "memory_bandwidth": bandwidth,
+        "new_memory_bandwidth": _new_memory_bandwidth(),
         "link_bandwidth": link,
         "launch": launch,
         "is_shared": is_shared,
@@ -89,6 +90,10 @@ def _memory_bandwidth() -> float:
     return 2 * _STREAM / _seconds(again)[0]
 
 
+def _new_memory_bandwidth() -> float:
+    return _STREAM / _seconds(jax.jit(functools.partial(jnp.zeros, _STREAM // 4, jnp.float32)))[0]
+
+
 def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
     """Bytes per second that devices receive in an all-gather: each, or where they share a processor, all together."""
     nbytes = min(_STREAM // mesh.size, 2**25)
@@ -99,30 +104,34 @@ def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
 
 
 def _network() -> dict[str, Any]:
-    """Of a job: bytes per second that a process receives from others in XLA's all-gather, and seconds of a step."""
+    """Of a job: bytes per second that a process receives from others in XLA's all-gather, the part of the processor
+    that this takes, and seconds of a step."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
 
     def gather(x: jax.Array) -> jax.Array:
         gathered: jax.Array = lax.all_gather(x, "x", tiled=True)
         return gathered[: x.size]
 
-    def seconds(nbytes: int, times: int) -> float:
+    def seconds(nbytes: int, times: int) -> tuple[float, float]:
+        """Of the clock, and of all cores."""
         x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
         local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
         call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
         turns = []
         for _ in range(_TURNS + 1):  # the first one compiles; every process takes as many
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             call(x).block_until_ready()
-            turns.append(time.perf_counter() - started)
-        return statistics.median(turns[1:]) / times
+            turns.append((time.perf_counter() - started, (time.process_time() - worked) / processor().cores))
+        took, work = (statistics.median(each) / times for each in zip(*turns[1:], strict=True))
+        return took, work
 
-    latency, received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
-    large = seconds(_SENT * jax.process_count(), 1)
+    (latency, _), received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
+    large, work = seconds(_SENT * jax.process_count(), 1)
     return {
         "node": jax.local_device_count(),
         "network_bandwidth": received / max(large - latency, 1e-9),
         "network_latency": latency,
+        "network_load": work / large,
     }
 
 

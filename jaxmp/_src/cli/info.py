@@ -132,7 +132,8 @@ def _calibration() -> dict[str, Any]:
     if found is None:
         return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
     rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
-    names = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "network_latency", "launch")
+    networks = ("network_bandwidth", "network_latency", "network_load")
+    names = ("memory_bandwidth", "new_memory_bandwidth", "link_bandwidth", *networks, "launch")
     beside = {name: f"{found[name]:.3g}" for name in names if name in found}
     return rates | beside | {"source": found["source"], "file": str(calibration.path())}
 

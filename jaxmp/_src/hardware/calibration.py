@@ -13,7 +13,7 @@ import jax
 from jaxmp._src.hardware.processor import processor
 from jaxmp._src.runtime import config, native
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 def path() -> Path:

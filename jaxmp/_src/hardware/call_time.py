@@ -19,6 +19,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxmp._src.hardware.hardware import Hardware
 
+# A larger buffer is new at each call, for glibc gives it back to the system (mallopt(3), M_MMAP_THRESHOLD).
+_KEPT = 2**25
+
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
@@ -93,7 +96,7 @@ def call_time(
     work = compute + traffic if hardware.is_shared else max(compute, traffic)
     parts = max((each.nranks for each in transfers), default=1)
     exposed = max(work / parts + max(work * (parts - 1) / parts, link) - work, 0.0) if is_fused else link
-    exposed = _in_chunks(work, link, chunks) - work if chunks > 1 else exposed
+    exposed = _in_chunks(work, link, hardware.network_load, chunks) - work if chunks > 1 else exposed
     return CallTime(compute, traffic, link, overhead, exposed, overhead + work + exposed)
 
 
@@ -106,19 +109,23 @@ def best_chunks(
     nbytes: float,
     transfers: Sequence[Transfer],
     ndevices: int,
+    sums: Sequence[int] = (),
 ) -> int:
     """The number, of those that are possible, of chunks into which to cut a product between machines, or 1 for none.
 
-    With C seconds of work and L of transfers, n latencies among them, n chunks take
+    With C seconds of work, and L of transfers, n latencies among them, which keep the processor busy for u L, n chunks
+    take
 
-        copies + (C + L) / n + max(C, L) (n - 1) / n
+        copies + (C + L) / n + max(C + u L, L) (n - 1) / n
 
-    and the whole, with one latency, takes C + L. Nothing is cut for less than a tenth of that.
+    and the whole, with one latency, takes C + L. To both is added the time of memory that is new at each call. Nothing
+    is cut for less than a tenth.
 
     Args:
       flops, nbytes: operations of one device, and bytes that chunks have it copy.
       transfers: what it receives.
       ndevices: how many devices share a processor and a link.
+      sums: bytes of each buffer of the whole for what is summed.
     """
     latency = hardware.launch + hardware.network_latency
     work = ndevices * flops / hardware.rate(kind)
@@ -126,14 +133,15 @@ def best_chunks(
     copies = ndevices * 2 * nbytes / hardware.memory_bandwidth
 
     def seconds(n: int) -> float:
-        return copies + _in_chunks(work, link + n * latency, n)
+        new = ndevices * sum(each for each in sums if each > n * _KEPT) / hardware.new_memory_bandwidth
+        return new + copies * (n > 1) + _in_chunks(work, link + n * latency, hardware.network_load, n)
 
     best = min(possible, key=seconds, default=1)
-    return best if best > 1 and seconds(best) < 0.9 * (latency + work + link) else 1
+    return best if best > 1 and seconds(best) < 0.9 * seconds(1) else 1
 
 
-def _in_chunks(work: float, link: float, n: int) -> float:
-    return (work + link) / n + max(work, link) * (n - 1) / n
+def _in_chunks(work: float, link: float, load: float, n: int) -> float:
+    return (work + link) / n + max(work + load * link, link) * (n - 1) / n
 
 
 def _in_node(hardware: Hardware, transfer: Transfer) -> int:

@@ -25,10 +25,12 @@ class Hardware:
       rates: operations per second of one device by type: "float64", "float32", "tf32" (float32 rounded to TF32),
         "bfloat16", "float16", "float8", "float4", "int8"; without sparsity. A complex product counts 4 real ones.
       memory_bandwidth: bytes per second of one device's memory.
+      new_memory_bandwidth: bytes per second that it writes to memory that is new to the process.
       memory: bytes of one device's memory.
       link_bandwidth: bytes per second that one device receives from others of its node, while it sends as many.
       node: how many devices are linked so.
       network_bandwidth: bytes per second that one device receives from other nodes.
+      network_load: the part of the processor that this takes, between 0 and 1.
       latency, network_latency: seconds of one step of communication within a node, and between nodes.
       launch: seconds that a call takes whatever its size.
       is_shared: whether the devices are parts of one processor; its rates are then those of all of them together.
@@ -57,16 +59,18 @@ class Hardware:
     is_shared: bool = False
     xla_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
     source: str = ""
+    network_load: float = 0.0
+    new_memory_bandwidth: float = float("inf")
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.rates, *self.xla_rates} - set(RATES)):
             raise ValueError(f"Hardware: rates has {', '.join(unknown)}; it takes {', '.join(RATES)}")
         rates = [(f"rates[{name!r}]", rate) for each in (self.rates, self.xla_rates) for name, rate in each.items()]
-        names = ("memory_bandwidth", "link_bandwidth", "memory", "node", "network_bandwidth")
+        names = ("memory_bandwidth", "link_bandwidth", "memory", "node", "network_bandwidth", "new_memory_bandwidth")
         for name, value in [*rates, *((name, getattr(self, name)) for name in names)]:
             if not value > 0:
                 raise ValueError(f"Hardware: {name} must be positive, got {value!r}")
-        for name in ("latency", "network_latency", "launch"):
+        for name in ("latency", "network_latency", "launch", "network_load"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Hardware: {name} must not be negative, got {getattr(self, name)!r}")
 
