@@ -7,6 +7,7 @@ A rank prints FAULT and the time when it goes wrong, SAW, the time and the error
 
 from __future__ import annotations
 
+import atexit
 import code
 import contextlib
 import functools
@@ -410,6 +411,16 @@ def end_ahead_of_the_result():
         check(d, 48)
 
 
+def end_without_threads():
+    """As on CPython 3.12, which starts no thread once a process ends."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    atexit.register(setattr, threading.Thread, "start", refuse)  # runs ahead of jaxmp's own
+    around_a_call()
+
+
 def end_late():
     """One rank ends long after the others, which are not all connected with it."""
     initialize()
@@ -587,6 +598,7 @@ SCENARIOS = {
     "version": other_version,
     "begin-again": begin_again,
     "early-end": end_ahead_of_the_result,
+    "end-without-threads": end_without_threads,
     "late-end": end_late,
     "signal": wait_for_a_signal,
     "signal-and-caught": catch_an_interrupt,

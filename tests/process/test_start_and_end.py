@@ -26,6 +26,11 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
     assert not {name for name in after - before if "jax" in name.lower()}
 
 
+def test_a_job_ends_in_order_where_no_thread_starts_at_the_end(tmp_path):
+    job, ranks = run(tmp_path, "end-without-threads", 2)
+    assert [(rank.status, rank.log) for rank in ranks] == [(0, "ENDED\n")] * 2, job.all_logs()
+
+
 def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
     """Otherwise one cuts a product into other chunks than another, and their collectives do not meet."""
     caches = {i: {"XDG_CACHE_HOME": str(tmp_path / f"cache{i}")} for i in range(2)}

@@ -86,7 +86,7 @@ class Peers:
         """
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
-            _begin(name, work)
+            threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
         """Wait until all of these are connected; "" or what hinders, with the rank."""
