@@ -103,6 +103,9 @@ SPECS = {
     "experts, tokens over both": (P(("data", "expert")), P("expert")),
     "hidden features": (P("data"), P(None, None, "expert")),
     "weights gathered": (P("data"), P("data")),
+    "sequences": (P("data", "expert"), P("expert")),  # tokens of a device are no neighbours
+    "sequences over the experts' axis": (P(None, "expert"), P("expert")),
+    "sequences and features": (P("data", None, "expert"), P("expert")),
 }
 
 
@@ -111,15 +114,17 @@ def test_meshes(specs):
     of_x, of_w = SPECS[specs]
     mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     theirs = functools.partial(dense, top_k=2, scores="softmax", normalize=True)
-    want = jax.jit(functools.partial(passes, theirs))(params_of(), X.reshape(8, WIDTH))
+    x = X.reshape((4, TOKENS // 4, WIDTH) if "sequences" in specs else (TOKENS, WIDTH))
+    want = jax.jit(functools.partial(passes, theirs))(params_of(), x)
     of_down = P(None, "expert") if specs == "hidden features" else of_w
     with jax.set_mesh(mesh):
         where = {"router": P(), "gate": of_w, "up": of_w, "down": of_down}
         params = {name: jax.device_put(x, NamedSharding(mesh, where[name])) for name, x in params_of().items()}
-        x = jax.device_put(X.reshape(8, WIDTH), NamedSharding(mesh, of_x))
+        x = jax.device_put(x, NamedSharding(mesh, of_x))
         got = jax.jit(functools.partial(passes, functools.partial(of_equinox, top_k=2)))(params, x)
         for name, gradient in got[1][0].items():
             assert gradient.sharding.is_equivalent_to(params[name].sharding, gradient.ndim)
+        assert got[0][1][0].sharding.is_equivalent_to(x.sharding, x.ndim)
     judge(got, want)
 
 

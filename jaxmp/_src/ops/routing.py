@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.ops.moe_mlp import layers
+from jaxmp._src.runtime.types import Shape
+from jaxmp._src.sharding import meshes
 from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.options import Activation
 from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.spec.request import ExpertOptions
 from jaxmp._src.validation import operand_checks
 
 Scores = Literal["softmax", "sigmoid"]
@@ -66,9 +70,25 @@ def mixture(
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
-    tokens = x.reshape(-1, x.shape[-1])
+    *lead, features = meshes.type_dims("{a}", x)
+    here = jax.typeof(x).sharding
+    rows = P(sum(lead, ()), features)
+    tokens = _reshaped(x, (-1, x.shape[-1]), here.spec, rows) if any(lead[1:]) else x.reshape(-1, x.shape[-1])
+    options: ExpertOptions = {"determinism": determinism}
+    if meshes.has_explicit_axes(here.mesh):
+        options["out_sharding"] = rows
     product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
     logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
     experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, {"determinism": determinism})
+    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, options)
+    if any(lead[1:]):
+        return _reshaped(y, here.shard_shape(x.shape), rows, here.spec), loss
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
+    """`x` with the tokens of each device in `shape`, so that none moves; XLA's order of tokens is another one."""
+    mesh = jax.typeof(x).sharding.mesh
+    d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
+    return d
