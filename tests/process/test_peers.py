@@ -65,6 +65,23 @@ def is_joined(one, other):
     return other.sockets[one.peers.process].recv(1) == b"x"
 
 
+def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
+    """As at the end of a process of CPython 3.12. One that begins there is told, and does not wait for peers itself."""
+
+    def refuse(thread):
+        raise RuntimeError("no thread")
+
+    with job(3) as processes:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for process in processes:
+            process.wanted.put([i for i in range(3) if i != process.peers.process])
+        for process in processes:
+            assert process.peers.wait_for(range(3), 10) == ""
+    late = Peers("127.0.0.1", 0, 1, SECRET, timeout=10)
+    with contextlib.closing(late), pytest.raises(RuntimeError, match="no thread"):
+        late.start(list, None, None, None)
+
+
 def test_peers_that_connect_to_each_other_at_once_keep_one_connection():
     for _ in range(20):
         with job(3) as processes:
