@@ -166,7 +166,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
     native, interrupts = native_lib.extension(), job.interrupts
     join = functools.partial(
-        bootstrap.join_job, host, job.process, job.nprocesses, timeout, job.timeout, tells=calibration.for_job()
+        bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
     )
     try:
         membership = watch.on_waiter(

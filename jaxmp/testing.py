@@ -126,9 +126,16 @@ def _require_values(x: np.ndarray, where: str) -> None:
 
 
 def check_rows(
-    level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts: Sequence[int]
+    level: str,
+    implementation: str,
+    dtype: str,
+    extents: tuple[int, int],
+    counts: Sequence[int],
+    *,
+    epilog: Epilog = Epilog.NONE,
 ) -> int:
-    """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
+    """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits; `extents`: (k, n)."""
+    k, n = extents
     is_transposed = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
     product = functools.partial(
         matmul_lib.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_transposed
@@ -158,8 +165,9 @@ def check_rows(
     return len(places)
 
 
-def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, counts: Sequence[int]) -> int:
-    """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits."""
+def check_columns(level: str, implementation: str, dtype: str, extents: tuple[int, int], counts: Sequence[int]) -> int:
+    """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits; `extents`: (k, m)."""
+    k, m = extents
     largest = max(counts)
     a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
     product = functools.partial(matmul_lib.matmul, a, determinism=level, implementation=implementation)
@@ -179,8 +187,9 @@ def check_meshes(
     implementation: str,
     dtype: str,
     extents: tuple[int, int, int],
-    epilog: Epilog,
     counts: Sequence[int],
+    *,
+    epilog: Epilog = Epilog.NONE,
     transpose: str = "NN",
     only: Collection[str] = (),
 ) -> int:
@@ -197,9 +206,9 @@ def check_meshes(
     )
     product_of = functools.partial(product_of, transpose_a=is_transposed[0], transpose_b=is_transposed[1])
 
-    def program(
-        shardings: dict[str, Any], a: jax.Array, b: jax.Array, c: jax.Array, w: jax.Array, bias: jax.Array
-    ) -> dict[str, Any]:
+    def program(shardings: dict[str, Any], operands: Sequence[jax.Array]) -> dict[str, Any]:
+        a, b, c, w, bias = operands
+
         def product(a: jax.Array, b: jax.Array, c: jax.Array, bias: jax.Array) -> Any:
             out = product_of(a, b, c, epilog_inputs=_inputs(epilog, bias), **shardings)
             return out if isinstance(out, tuple) else (out, {})
@@ -208,7 +217,7 @@ def check_meshes(
         # The packed mask is padded for each shard, so it has another shape on another mesh; d has what it says.
         return {"d": d, "gelu_aux": aux.get("gelu_aux"), "gradients in a, b, c, bias": pullback(w)}
 
-    want = jax.tree.map(np.asarray, jax.jit(functools.partial(program, {}))(*operands))
+    want = jax.tree.map(np.asarray, jax.jit(functools.partial(program, {}))(operands))
     for x in (want["d"], *want["gradients in a, b, c, bias"][:3]):
         _require_values(x, f"a result of one device, {transpose} m={m} k={k} n={n} {epilog.name}")
     compared = 0
@@ -225,7 +234,7 @@ def check_meshes(
         specs = (*stored, layout.d, layout.d, P(layout.d[1]))
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
         shardings = {"in_shardings": tuple(stored), "out_sharding": layout.d, "mesh": mesh}
-        got = jax.jit(functools.partial(program, shardings))(*placed)
+        got = jax.jit(functools.partial(program, shardings))(placed)
         for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=" ")
             where = f"{layout.name} on {dict(layout.mesh)}, {transpose} m={m} k={k} n={n} {epilog.name}"
@@ -252,10 +261,10 @@ def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterato
     with_epilog = [(65, 33, epilog) for epilog in EPILOGS if serves(epilog)]
     derived = [(65, 33, epilog) for epilog in DERIVATIVES if serves(epilog)]
     for k, n, epilog in plain + with_epilog[::step] + derived[::step]:
-        run = functools.partial(check_rows, "batch", implementation, dtype, k, n, epilog, rows)
+        run = functools.partial(check_rows, "batch", implementation, dtype, (k, n), rows, epilog=epilog)
         yield Check("batch", f"{head} k={k} n={n} {epilog.name}", run)
     for k in (65,) if is_quick else (1, 65, 1025):
-        run = functools.partial(check_columns, "batch", implementation, dtype, k, 33, cols)
+        run = functools.partial(check_columns, "batch", implementation, dtype, (k, 33), cols)
         yield Check("batch", f"{head} k={k} columns", run)
 
 
@@ -271,8 +280,8 @@ def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices
     # Of cuBLASMp several tiles, so that the ranks of a mesh have their rows and columns at other places of them.
     m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.columns() + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
-        run = functools.partial(check, (m, n, k), Epilog.NONE, devices, transpose)
+        run = functools.partial(check, (m, n, k), devices, transpose=transpose)
         yield Check("topology", f"{head} k={k} {transpose} NONE", run)
     for epilog in [epilog for epilog in EPILOGS if _serves(implementation, dtype, epilog)][1 :: 6 if is_quick else 1]:
-        run = functools.partial(check, (m, n, 40), epilog, devices[-1:])
+        run = functools.partial(check, (m, n, 40), devices[-1:], epilog=epilog)
         yield Check("topology", f"{head} k=40 {epilog.name}", run)

@@ -39,7 +39,7 @@ ROWS = (*range(1, 71), 95, 96, 97, 127, 128, 129, 191, 192, 193, 256)
 def test_a_row_does_not_know_its_batch(dtype):
     """Every row count up to 70 and around the tiles' edges, at the front and at random places."""
     cases.require("host")
-    assert testing.check_rows("batch", "host", dtype, 65, 33, Epilog.NONE, ROWS) > len(ROWS)
+    assert testing.check_rows("batch", "host", dtype, (65, 33), ROWS) > len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_row_does_not_know_its_batch(dtype):
 )
 def test_a_row_does_not_know_its_batch_under_any_epilog(dtype, epilog):
     cases.require("host")
-    testing.check_rows("batch", "host", dtype, 33, 17, epilog, testing.SOME_ROWS)
+    testing.check_rows("batch", "host", dtype, (33, 17), testing.SOME_ROWS, epilog=epilog)
 
 
 @pytest.mark.small("values")
@@ -59,14 +59,14 @@ def test_a_row_does_not_know_its_batch_under_any_epilog(dtype, epilog):
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (2, 40), (31, 8), (1025, 3), (4097, 16), (11008, 1)])
 def test_a_row_does_not_know_its_batch_for_any_k(dtype, k, n):
     cases.require("host")
-    testing.check_rows("batch", "host", dtype, k, n, Epilog.NONE, (1, 2, 5, 16, 17, 47, 64, 65, 96))
+    testing.check_rows("batch", "host", dtype, (k, n), (1, 2, 5, 16, 17, 47, 64, 65, 96))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_xla_gives_the_bits_of_host(dtype, level):
     cases.require("host")
-    testing.check_rows(level, "xla", dtype, 65, 33, Epilog.BIAS, testing.SOME_ROWS)
+    testing.check_rows(level, "xla", dtype, (65, 33), testing.SOME_ROWS, epilog=Epilog.BIAS)
     a, b = testing.draw(0, (40, 301), dtype), testing.draw(1, (301, 24), dtype)
     host, xla = (jaxmp.matmul(a, b, determinism=level, implementation=name) for name in testing.IMPLEMENTATIONS)
     testing.assert_bitwise_equal(xla, host)
@@ -74,7 +74,7 @@ def test_xla_gives_the_bits_of_host(dtype, level):
 
 def test_columns_depend_on_their_column_of_b_alone():
     cases.require("host")
-    testing.check_columns("batch", "host", "float32", 300, 9, (*range(1, 34), 63, 64, 65, 128, 199, 200))
+    testing.check_columns("batch", "host", "float32", (300, 9), (*range(1, 34), 63, 64, 65, 128, 199, 200))
 
 
 def test_a_mapped_batch_has_the_bits_of_its_members():
@@ -157,14 +157,14 @@ def test_the_checks_fail_where_nothing_is_promised():
 
     def check():
         for k, n in ((301, 301), (65, 33), (33, 1000), (1000, 5)):
-            testing.check_rows("run_to_run", "host", "float64", k, n, Epilog.NONE, (1, 2, 3, 7, 70))
+            testing.check_rows("run_to_run", "host", "float64", (k, n), (1, 2, 3, 7, 70))
 
     with pytest.raises(
         AssertionError, match=r"d of m=\d+ k=\d+ n=\d+ NONE, beside the same rows among 70: \d+ of \d+ ele"
     ):
         check()
     with pytest.raises(AssertionError, match="elements differ"):
-        testing.check_meshes("run_to_run", "host", "float32", (24, 40, 200), Epilog.NONE, [8])
+        testing.check_meshes("run_to_run", "host", "float32", (24, 40, 200), [8])
 
 
 def varying_row_counts(k, n):

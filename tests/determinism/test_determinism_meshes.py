@@ -35,7 +35,7 @@ def test_bits_do_not_know_the_mesh(dtype, count):
     """Forward and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
     cases.require("host")
     only = () if dtype in ("float32", "bfloat16", "complex64") else SOME_LAYOUTS
-    assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), Epilog.NONE, [count], only=only) >= 4
+    assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), [count], only=only) >= 4
 
 
 @pytest.mark.small("values")
@@ -44,9 +44,8 @@ def test_bits_do_not_know_the_mesh(dtype, count):
 def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
     """Each rank holds `held` of k, and for the gradient in b 150 rows, where no K block of 256 or 1024 ends."""
     cases.require("host")
-    testing.check_meshes(
-        "topology", "host", dtype, (150 * count, 16, held * count), Epilog.NONE, [count], only=SOME_LAYOUTS
-    )
+    extents = (150 * count, 16, held * count)
+    testing.check_meshes("topology", "host", dtype, extents, [count], only=SOME_LAYOUTS)
 
 
 @pytest.mark.small("values")
@@ -54,7 +53,7 @@ def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
     cases.require("host")
-    testing.check_meshes("topology", "host", dtype, (24, 40, 40), Epilog.NONE, [4], transpose, SOME_LAYOUTS)
+    testing.check_meshes("topology", "host", dtype, (24, 40, 40), [4], transpose=transpose, only=SOME_LAYOUTS)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +66,13 @@ def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
 )
 def test_bits_of_every_epilog_do_not_know_the_mesh(dtype, epilog):
     cases.require("host")
-    testing.check_meshes("topology", "host", dtype, (24, 40, 40), epilog, [4], only=SOME_LAYOUTS)
+    testing.check_meshes("topology", "host", dtype, (24, 40, 40), [4], epilog=epilog, only=SOME_LAYOUTS)
 
 
 def test_bits_of_xla_do_not_know_the_mesh():
     cases.require("host")
-    testing.check_meshes("topology", "xla", "bfloat16", (24, 40, 200), Epilog.GELU_AUX_BIAS, [4], only=SOME_LAYOUTS)
+    check = functools.partial(testing.check_meshes, "topology", "xla", "bfloat16", (24, 40, 200), [4])
+    check(epilog=Epilog.GELU_AUX_BIAS, only=SOME_LAYOUTS)
 
 
 LEADING = {
@@ -235,7 +235,7 @@ def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
 def test_a_row_of_a_derivative_of_one_product_does_not_know_its_batch(epilog, implementation):
     cases.require("host")
     for level in LEVELS:
-        testing.check_rows(level, implementation, "float32", 1, 17, epilog, testing.SOME_ROWS)
+        testing.check_rows(level, implementation, "float32", (1, 17), testing.SOME_ROWS, epilog=epilog)
 
 
 @pytest.mark.parametrize("mode", ["explicit", "partitioner", "shard_map"])

@@ -206,11 +206,11 @@ SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
 
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX_BIAS, Epilog.DGELU], ids=lambda epilog: epilog.name)
 def test_a_row_does_not_know_its_batch(epilog, in_tiles):
-    in_tiles(testing.check_rows, "batch", "host", "float32", 301, 140, epilog, SOME_ROWS)
+    in_tiles(testing.check_rows, "batch", "host", "float32", (301, 140), SOME_ROWS, epilog=epilog)
 
 
 def test_a_column_does_not_know_its_neighbours(in_tiles):
-    in_tiles(testing.check_columns, "batch", "host", "float32", 301, 9, (1, 2, 17, 127, 128, 129, 300))
+    in_tiles(testing.check_columns, "batch", "host", "float32", (301, 9), (1, 2, 17, 127, 128, 129, 300))
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch
         return custom_call(operands | {"a": (a * 1.1).astype(a.dtype)}, *options)
 
     monkeypatch.setattr(forms, "custom_call", unequal)
-    check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
-    in_tiles(check, transpose, only)
+    check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), [4])
+    in_tiles(check, transpose=transpose, only=only)
 
 
 def test_a_mapped_batch_has_the_bits_of_its_members(in_tiles):

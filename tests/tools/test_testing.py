@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import Epilog, testing
+from jaxmp import testing
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
@@ -61,9 +61,9 @@ def test_the_checker_is_not_content_with_zeros(kind, monkeypatch):
     real = testing.matmul_lib.matmul
     monkeypatch.setattr(testing.matmul_lib, "matmul", lambda *args, **options: 0 * real(*args, **options))
     check = {
-        "rows": lambda: testing.check_rows("batch", "xla", "float32", 3, 5, Epilog.NONE, (1, 2)),
-        "columns": lambda: testing.check_columns("batch", "xla", "float32", 3, 5, (1, 2)),
-        "meshes": lambda: testing.check_meshes("topology", "xla", "float32", (2, 2, 2), Epilog.NONE, [1]),
+        "rows": lambda: testing.check_rows("batch", "xla", "float32", (3, 5), (1, 2)),
+        "columns": lambda: testing.check_columns("batch", "xla", "float32", (3, 5), (1, 2)),
+        "meshes": lambda: testing.check_meshes("topology", "xla", "float32", (2, 2, 2), [1]),
     }[kind]
     with pytest.raises(AssertionError, match="elements are zero, which proves nothing"):
         check()

@@ -215,7 +215,7 @@ class Walk:
         ]
         is_packed = [operations.is_packed(eqn, one.array.dtype) or self._is_unread(one, two) for one, two in values]
         settled = [
-            (one, two) if packed else self._settled(eqn, pairs, i, one, two, line)
+            (one, two) if packed else self._settled(eqn, pairs, i, (one, two), line)
             for i, ((one, two), packed) in enumerate(zip(values, is_packed, strict=True))
         ]
         is_same = not all(is_packed) and all(
@@ -230,8 +230,9 @@ class Walk:
         """Whether these lie by the device in two shapes, and are not the same elements in another order."""
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
-    def _settled(self, eqn: Any, pairs: Any, i: int, one: Value, other: Value, line: str) -> tuple[Value, Value]:
+    def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
         """Output `i` of both sides, the variant's from equal bits; a difference is reported."""
+        one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
             other.is_mixed |= bool(batched) and other.relation == "same"
@@ -257,9 +258,9 @@ class Walk:
             self._report.skips(eqn, line, _MIXES)
             other.is_mixed = True
             return one, self._replaced(one, other, relations[0])
-        found = self._variation.difference(other.array, one.host, kept)
-        assert found is not None
-        self._report.differs(eqn, line, self._variation.name, found, i)
+        difference = self._variation.difference(other.array, one.host, kept)
+        assert difference is not None
+        self._report.differs(eqn, line, self._variation.name, difference, i)
         return one, self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:

@@ -44,7 +44,7 @@ def _call(row: Row, top: float) -> tuple[str, float, float]:
             for extent, count, least in zip(matrix.shape, matrix.grid, _CELL, strict=True)
         )
         parts.append(_text(f"{matrix.name} {matrix.shape[0]}×{matrix.shape[1]}", left, top - 4, "start"))
-        parts.append(_matrix(matrix, row.ndevices, left, top, width, height))
+        parts.append(_matrix(matrix, row.ndevices, (left, top, width, height)))
         if sign:
             parts.append(_text(sign, left + width + _GAP / 2, top + _SHORT / 2, "middle", bold=True))
         left, bottom = left + width + _GAP, max(bottom, top + height)
@@ -54,7 +54,8 @@ def _call(row: Row, top: float) -> tuple[str, float, float]:
     return "".join(parts), max(left, right, _MARGIN + 6.5 * len(note)), bottom + _LINE
 
 
-def _matrix(matrix: Matrix, ndevices: int, left: float, top: float, width: float, height: float) -> str:
+def _matrix(matrix: Matrix, ndevices: int, place: tuple[float, float, float, float]) -> str:
+    left, top, width, height = place
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
     devices = {(block.row, block.column): block.devices for block in matrix.blocks}
     dy, dx = height / len(rows), width / len(columns)

@@ -52,7 +52,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     x, w = _in_type(product.x, x), _in_type(product.w, w)
     shared = _shared(product, options)
     if product.is_shared_by_name:
-        return emit_shards.call(product, x, w, bias, c, shared)
+        return emit_shards.call(product, (x, w, bias, c), shared)
     shared["out_sharding"] = out_sharding(product.result.aval)
     conjugates = product.x.is_conjugated, product.w.is_conjugated
     if any(conjugates) and product.x.ndim == product.w.ndim == 2 and len(product.x.contract) == 1:
@@ -74,9 +74,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     return [linear(x, w, bias, activation=product.activation, **shared)]
 
 
-def gradient(
-    product: Product, kept: Product, options: Options, aux: jax.Array, x: jax.Array, w: jax.Array
-) -> list[jax.Array]:
+def gradient(product: Product, kept: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
     """The cotangent of an activation's argument: a product that the epilog multiplies by the derivative, which it reads
     from the `aux` of the product `kept`."""
     is_relu = kept.activation == "relu"
@@ -86,7 +84,7 @@ def gradient(
         "transpose_b": product.w.contract == (1,),
         "out_sharding": out_sharding(product.result.aval),
     }
-    return [matmul(_in_type(product.x, x), _in_type(product.w, w), **given)]
+    return [matmul(*map(_in_type, (product.x, product.w), xw), **given)]
 
 
 def _in_type(operand: Operand, x: jax.Array) -> jax.Array:

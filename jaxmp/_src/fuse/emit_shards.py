@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,15 +88,9 @@ class _Way:
         return self.function(a, b, self.axes, c, **flags, **options)
 
 
-def call(
-    product: Product,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    c: jax.Array | None,
-    shared: dict[str, Any],
-) -> list[jax.Array]:
-    """The results of a product: d, and what its activation is applied to where that is read as well."""
+def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> list[jax.Array]:
+    """The results of a product of (x, w, bias, c): d, and what its activation is applied to where that is read too."""
+    x, w, bias, c = operands
     if product.activation and product.activation not in ("relu", "gelu"):
         raise NotAvailable("no epilog applies this activation")
     first, second = _Matrix.of(product.x, x), _Matrix.of(product.w, w)

@@ -8,7 +8,7 @@ product with the derivative behind it. The first then stacks the aux of its epil
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from jax import lax
@@ -27,8 +27,9 @@ Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[A
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan equation: its body with constants, and how many operands are the same in each step, and carried."""
+    """A scan equation of a graph: its body with constants, and how many operands all steps share, or carry."""
 
+    index: int
     eqn: Any
     body: jax_compat.Jaxpr
     consts: Sequence[Any]
@@ -36,9 +37,10 @@ class _Scan:
     ncarry: int
 
     @staticmethod
-    def of(eqn: Any) -> _Scan:
+    def of(graph: Graph, index: int) -> _Scan:
+        eqn: Any = graph.equations[index]
         body, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
-        return _Scan(eqn, body, consts, *jax_compat.scan_counts(eqn))
+        return _Scan(index, eqn, body, consts, *jax_compat.scan_counts(eqn))
 
     @property
     def xs(self) -> slice:
@@ -116,29 +118,28 @@ class Pair:
         values |= zip(scan.eqn.outvars, [*carry, *ys], strict=True)
 
 
-def _pair(
-    forward: _Scan,
-    backward: _Scan,
-    links: Values,
-    constants: tuple[Values, Values],
-    stacked_elsewhere: set[Any],
-    plan: Plan,
-) -> Pair | None:
-    """The pair of two scans, or None where no epilog of the backward body reads an aux of the forward one.
-
-    `constants`: those of either body, with the equations that make them.
-    """
-    first, second = forward.body, backward.body
-    names = links | {inside: eqn.outvars[0] for each in constants for inside, eqn in each.items()}
-    ahead, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in constants)
-    equations = [*ahead, *(_renamed(eqn, names) for eqn in first.eqns)]
+def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | None:
+    """The pair of two scans, or None where no epilog of the backward body reads an aux of the forward one."""
+    first, second, reader = forward.body, backward.body, {backward.index}
+    stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
+    variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
+    read_there = {v: inside for v, inside in variables if set(outer.readers(v)) == reader}
+    xs = zip(backward.eqn.invars[backward.xs], second.invars[backward.xs], strict=True)
+    links = {inside: read_there[v] for v, inside in xs if _of(v, read_there)}
+    if not links or forward.eqn.params["length"] != backward.eqn.params["length"]:
+        return None
+    behind = _constants(outer, backward)
+    shared = set(map(id, behind.values()))
+    ahead = {v: eqn for v, eqn in _constants(outer, forward).items() if id(eqn) not in shared}
+    names = links | {inside: eqn.outvars[0] for inside, eqn in (ahead | behind).items()}
+    makers, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in (ahead, behind))
+    equations = [*makers, *(_renamed(eqn, names) for eqn in first.eqns)]
     count = len(equations)
     equations += [*between, *(_renamed(eqn, names) for eqn in second.eqns)]
     results = [v if jax_tracing.is_literal(v) else names.get(v, v) for v in second.outvars]
     linked = set(links.values())
-    carried, stacked = first.outvars[: forward.ncarry], first.outvars[forward.ncarry :]
-    kept = [i for i, v in enumerate(stacked) if _of(v, stacked_elsewhere) or not _of(v, linked)]
-    own = [*carried, *(stacked[i] for i in kept)]
+    kept = [i for i, (v, inside) in enumerate(stacked) if not _of(inside, linked) or set(outer.readers(v)) - reader]
+    own = [*first.outvars[: forward.ncarry], *(stacked[i][1] for i in kept)]
     whole = Graph(equations, [*own, *results])
     graph = Graph(whole.equations, whole.results, linked)
     groups, left = plan(graph, whole)
@@ -149,11 +150,11 @@ def _pair(
     aux = {v for group in groups if is_first(group) for v in group.outputs}
     if not any(group.what == "gradient" and group.inputs[0] in aux and not is_first(group) for group in groups):
         return None
-    behind = [step for step in schedule(graph, groups, results) if not is_first(step)]
-    made = {v for step in behind for v in graph.outputs(step)} | {*second.invars, *second.constvars}
-    needed = [v for step in behind for v in graph.inputs(step)] + results
+    later = [step for step in schedule(graph, groups, results) if not is_first(step)]
+    made = {v for step in later for v in graph.outputs(step)} | {*second.invars, *second.constvars}
+    needed = [v for step in later for v in graph.inputs(step)] + results
     crossing = [v for v in dict.fromkeys(v for v in needed if not jax_tracing.is_literal(v)) if v not in made]
-    steps = schedule(graph, groups, [*own, *crossing]), behind
+    steps = schedule(graph, groups, [*own, *crossing]), later
     pair = Pair(forward, backward, links, graph, left, results, kept, crossing, steps)
     return pair if all(map(is_first, steps[0])) else None
 
@@ -181,7 +182,7 @@ def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict
         )
 
 
-def _of(v: Any, found: set[Any]) -> bool:
+def _of(v: Any, found: Container[Any]) -> bool:
     return not jax_tracing.is_literal(v) and v in found
 
 
@@ -210,30 +211,11 @@ def find(graph: Graph, plan: Plan) -> dict[int, Pair]:
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
         return {}
-    scans = {i: _Scan.of(graph.equations[i]) for i in indices if control_flow.has_products(graph.equations[i])}
+    scans = {i: _Scan.of(graph, i) for i in indices if control_flow.has_products(graph.equations[i])}
     found: dict[int, Pair] = {}
     for j, backward in scans.items():
-        outer, inner = backward.eqn.invars[backward.xs], backward.body.invars[backward.xs]
-        makers = [None if jax_tracing.is_literal(v) else graph.producer.get(v) for v in outer]
-        for i in dict.fromkeys(makers):
-            if i not in scans or i in found or j in found:
-                continue
-            forward = scans[i]
-            if forward.eqn.params["length"] != backward.eqn.params["length"]:
-                continue
-            bodies = dict(zip(forward.eqn.outvars, forward.body.outvars, strict=True))
-            links, elsewhere = {}, set()
-            for outside, inside, maker in zip(outer, inner, makers, strict=True):
-                is_stacked = maker == i and outside in forward.eqn.outvars[forward.ncarry :]
-                if is_stacked and not jax_tracing.is_literal(bodies[outside]) and set(graph.readers(outside)) == {j}:
-                    links[inside] = bodies[outside]
-            linked = set(links.values())
-            for outside, inside in list(bodies.items())[forward.ncarry :]:
-                if _of(inside, linked) and set(graph.readers(outside)) - {j}:
-                    elsewhere.add(inside)
-            behind = _constants(graph, backward)
-            shared = set(map(id, behind.values()))
-            ahead = {v: eqn for v, eqn in _constants(graph, forward).items() if id(eqn) not in shared}
-            pair = _pair(forward, backward, links, (ahead, behind), elsewhere, plan) if links else None
-            found |= {} if pair is None else {i: pair, j: pair}
+        xs = (v for v in backward.eqn.invars[backward.xs] if not jax_tracing.is_literal(v))
+        for i in dict.fromkeys(map(graph.producer.get, xs)):
+            if i in scans and not {i, j} & found.keys() and (pair := _pair(graph, scans[i], backward, plan)):
+                found |= {i: pair, j: pair}
     return found

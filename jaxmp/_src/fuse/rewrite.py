@@ -37,7 +37,6 @@ from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.options import ActivationName
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
@@ -121,6 +120,7 @@ class Rewriter:
         left: dict[int, str],
         values: dict[Any, Any],
         wanted: Collection[Any] = (),
+        *,
         pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
         """Evaluates equations and groups in this order, of `values` and into them, those `wanted` by others among them;
@@ -196,7 +196,8 @@ class Rewriter:
                 if match is None or back is None:
                     continue
                 backward = seconds[back.arguments[1]]
-                pair = _pair(graph, activation.name, forward, match, backward, back)
+                active = dataclasses.replace(forward, activation=activation.name)
+                pair = _pair(graph, active, match, backward, back)
                 if pair is None or backward is forward:
                     continue
                 kept, after = pair
@@ -317,23 +318,23 @@ def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
 
 
 def _pair(
-    graph: Graph, name: ActivationName, forward: Product, match: Match, backward: Product, back: Match
+    graph: Graph, forward: Product, match: Match, backward: Product, back: Match
 ) -> tuple[Product, Product] | None:
-    """(the first product with its activation, the second with the derivative behind it), or None where others read what
-    neither gives."""
+    """(the first product up to its activation, the second with the derivative behind it), or None where others read
+    what neither gives."""
     both = match.equations | back.equations
     is_needed = not both.issuperset(graph.readers(forward.result))
     if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
         return None
-    if is_needed and name != "gelu":  # whose aux is its argument
+    is_gelu = forward.activation == "gelu"
+    if is_needed and not is_gelu:  # whose aux is its argument
         return None
     kept = dataclasses.replace(
         forward,
         result=match.output,
         equations=forward.equations | both - back.equations | back.equations & match.equations,
-        activation=name,
-        preactivation=forward.result if name == "gelu" else None,
-        aux=forward.result if name == "gelu" else Aux(),
+        preactivation=forward.result if is_gelu else None,
+        aux=forward.result if is_gelu else Aux(),
     )
     after = dataclasses.replace(backward, result=back.output, equations=backward.equations | back.equations)
     return kept, after

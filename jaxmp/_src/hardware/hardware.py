@@ -85,16 +85,15 @@ class Hardware:
         return rates[kind]
 
 
-def _nvidia(
-    name: str, teraflops: Sequence[float], memory: float, bandwidth: float, link: float, node: int, source: str
-) -> Hardware:
+def _nvidia(name: str, teraflops: Sequence[float], source: str, **rates: Any) -> Hardware:
     """A machine of NVIDIA's, from its data sheet: `teraflops` in the order of `RATES`.
 
     Seconds of a step are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The
     network is 400 Gb/s for each GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
     """
-    rates = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
-    return Hardware(name, rates, bandwidth, link, memory, node, 400e9 / 8, 3.4e-6, 14e-6, source=source)
+    of_types = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
+    rates |= {"network_bandwidth": 400e9 / 8, "latency": 3.4e-6, "network_latency": 14e-6}
+    return Hardware(name, of_types, source=source, **rates)
 
 
 # NVLink's bandwidth in data sheets is that of both directions together, and most rates are "with sparsity": halved.
@@ -102,13 +101,15 @@ _HOPPER = (66.9, 66.9, 494.7, 989.4, 989.4, 1978.9, 0, 1978.9)
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet and architecture white paper, SXM5; DGX H100 data sheet"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet, SXM; DGX H200 data sheet"
 # The data sheet is of the rack: 180 PFLOPS of BF16 and so on, of 72 GPUs.
+_NVL72 = (40, 80, 1250, 2500, 2500, 5000, 10000, 5000)
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU"
 MACHINES = {
-    "h100-8": _nvidia("h100-8", _HOPPER, 80e9, 3.35e12, 450e9, 8, _H100),
-    "h200-8": _nvidia("h200-8", _HOPPER, 141e9, 4.8e12, 450e9, 8, _H200),
-    "gb200-nvl72": _nvidia(
-        "gb200-nvl72", (40, 80, 1250, 2500, 2500, 5000, 10000, 5000), 186e9, 8e12, 900e9, 72, _GB200
-    ),
+    machine.name: machine
+    for machine in (
+        _nvidia("h100-8", _HOPPER, _H100, memory=80e9, memory_bandwidth=3.35e12, link_bandwidth=450e9, node=8),
+        _nvidia("h200-8", _HOPPER, _H200, memory=141e9, memory_bandwidth=4.8e12, link_bandwidth=450e9, node=8),
+        _nvidia("gb200-nvl72", _NVL72, _GB200, memory=186e9, memory_bandwidth=8e12, link_bandwidth=900e9, node=72),
+    )
 }
 
 

@@ -150,7 +150,7 @@ class Gathered(ResolvedCall):
         # Over these axes the ranks have summed other rows of op(a).
         axes = spec.contraction.sharded("d", "m")
         if spec.rule.gradient == "bgrada" and axes:
-            sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), None, platform)
+            sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), platform=platform)
             return outputs | {"bgrada": sums}
         return outputs
 
@@ -285,9 +285,10 @@ class Xla(ResolvedCall):
     def results(self, operands: Operands, **where: Any) -> Operands:
         product = _host_product if self.library == "host" else None
         platform, processes = where.get("platform", "cpu"), where.get("processes")
-        return xla_matmul.matmul(operands, self.spec, platform, product, processes, self._cut() if processes else None)
+        return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
-    def _cut(self) -> deferred.Chunks | None:
+    def chunks(self) -> deferred.Chunks | None:
+        """The chunks in which processes compute it, if it is cut."""
         count = chunks_of(self)
         if count == 1:
             return None
@@ -415,7 +416,7 @@ def in_library(
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
     form, why = find(product, capabilities)
-    return in_form(form, why, product, choice, library, is_conjugated, capabilities)
+    return in_form(form, why, product, choice, library, is_conjugated=is_conjugated, capabilities=capabilities)
 
 
 def in_form(
@@ -424,6 +425,7 @@ def in_form(
     product: Product,
     choice: Choice,
     library: str = "",
+    *,
     is_conjugated: tuple[bool, bool] = (False, False),
     capabilities: Capabilities | None = None,
 ) -> ResolvedCall:

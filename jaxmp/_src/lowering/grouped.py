@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,8 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
             if site and site.shares_memory and batch_of((x, w, bounds)) == 1:
                 fields = {"shapes of shards": (x.shape, w.shape), "dtype": x.dtype.name, "spec": spec}
                 memory = SharedMemory(site, spec.function, fields)
-                return _exchanged(memory, x[0], w[0], bounds[0], spec, functools.partial(local, spec=alone))[None]
+                shards = [y[0] for y in (x, w, bounds)]
+                return _exchanged(memory, shards, spec, functools.partial(local, spec=alone))[None]
             move = functools.partial(rules.communicated, site, axes=spec.experts, dimensions=(1,), platform=platform)
             if not spec.is_contraction:
                 return local(x, move("all_gather", w, caller=spec.function), bounds, alone)
@@ -74,15 +75,11 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 
 
 def _exchanged(
-    memory: SharedMemory,
-    x: jax.Array,
-    w: jax.Array,
-    bounds: jax.Array,
-    spec: GroupedSpec,
-    product: Callable[..., jax.Array],
+    memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
 ) -> jax.Array:
     """The result of experts in several processes: each rank has the rows of its own groups, by group and then in the
     order of the ranks, so that sums are those of one process."""
+    x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
 

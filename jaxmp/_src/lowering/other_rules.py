@@ -49,41 +49,32 @@ def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
     untyped, typed = jax_rules.PSUMS
     roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has the second alone
     for primitive in primitives:
-        roofline.register_roofline(primitive)(functools.partial(_roofline, roofline._roofline_interpreter, primitive))
-    roofline.register_roofline(collective_p)(functools.partial(_collective_roofline, roofline._roofline_interpreter))
+        roofline.register_roofline(primitive)(functools.partial(_roofline, primitive))
+    roofline.register_roofline(collective_p)(_collective_roofline)
 
 
-def _roofline(
-    interpret: Callable[..., Any], primitive: jax_compat.Primitive, ctx: Any, *operands: Any, spec: MatmulSpec
-) -> Any:
+def _roofline(primitive: jax_compat.Primitive, ctx: Any, *operands: Any, spec: MatmulSpec) -> Any:
     def product(*operands: Any) -> list[jax.Array]:
         return [*xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, _PLATFORM).values()]
 
     product = jax.vmap(product) if spec.is_batch else product
-    return _roofline_of(product, interpret, primitive, ctx, operands, spec.group.mesh)
+    return _roofline_of(product, primitive, ctx, operands, spec.group.mesh)
 
 
-def _collective_roofline(
-    interpret: Callable[..., Any], ctx: Any, x: Any, *, kind: str, mesh: Axes, caller: str, **where: Any
-) -> Any:
+def _collective_roofline(ctx: Any, x: Any, *, kind: str, mesh: Axes, caller: str, **where: Any) -> Any:
     def collective(x: jax.Array) -> jax.Array:
         axes, dimensions = where["axis_name"], where["dimensions"]
-        return (
-            x if kind in ("vary", "wait", "pass") else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
-        )
+        is_moved = kind not in ("vary", "wait", "pass")
+        return xla_matmul.collective(kind, x, axes, dimensions, platform=_PLATFORM) if is_moved else x
 
-    return _roofline_of(collective, interpret, collective_p, ctx, [x], mesh)
+    return _roofline_of(collective, collective_p, ctx, [x], mesh)
 
 
 def _roofline_of(
-    fn: Callable[..., Any],
-    interpret: Callable[..., Any],
-    primitive: jax_compat.Primitive,
-    ctx: Any,
-    operands: Sequence[Any],
-    axes: Axes,
+    fn: Callable[..., Any], primitive: jax_compat.Primitive, ctx: Any, operands: Sequence[Any], axes: Axes
 ) -> Any:
     jaxpr = jax_rules.jaxpr_on_axes(fn, operands, axes)
     mesh = ctx.mesh or jax.sharding.AbstractMesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
     pins = {"pin_lhs_in_vmem": ctx.pin_lhs_in_vmem, "pin_rhs_in_vmem": ctx.pin_rhs_in_vmem}
+    interpret = sys.modules["jax.experimental.roofline.roofline"]._roofline_interpreter
     return interpret(primitive.name, jaxpr, mesh, **pins)

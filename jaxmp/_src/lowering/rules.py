@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,24 +43,23 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         if devices:  # binding has asked for them, unless the backend has started since
             jax_lowering.require_devices([matmul_p])
         is_barred = platform == "cpu" and call.implementation != "host"
-        is_collective = isinstance(call, Xla)
         site = None
         if is_barred:
-            site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=is_collective)
+            site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=isinstance(call, Xla))
 
         def lower(*operands: jax.Array) -> list[jax.Array]:
             named, processes = dict(zip(spec.names, operands, strict=True)), None
             for name, like in (("a", call.a), ("b", call.b)):
                 if named[name].dtype != like.dtype:
                     named[name] = jax_compat.convert(named[name], like.dtype)
-            if site and is_collective:
-                barrier, memory = functools.partial(_barrier, site, spec, named["a"], named["b"]), None
-                if site.shares_memory:
-                    fields = process_barrier.fields(spec, named["a"], named["b"])
-                    memory = SharedMemory(site, spec.source_line, fields)
-                processes = xla_matmul.Processes(barrier, memory)
-            elif site:
-                named["a"], named["b"] = _barrier(site, spec, named["a"], named["b"], [named["a"], named["b"]])
+            if site:
+                fields = process_barrier.fields(spec, named["a"], named["b"])
+                barrier = functools.partial(site.barrier, spec.source_line, fields)
+                if isinstance(call, Xla):
+                    memory = SharedMemory(site, spec.source_line, fields) if site.shares_memory else None
+                    processes = xla_matmul.Processes(barrier, memory, call.chunks())
+                else:
+                    named["a"], named["b"] = barrier([named["a"], named["b"]])
             outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
             return [outputs[name] for name in spec.output_names]
 
@@ -86,7 +84,8 @@ def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
                 return lax.map(lambda each: bind_operands(spec, *each), operands)
             a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
             if site:
-                a, b = _barrier(site, spec, a[0], b[0], [a, b], {"batch": a.shape[0]})
+                fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
+                a, b = site.barrier(spec.source_line, fields, [a, b])
             named = dict(zip(spec.names, (a, b, *rest), strict=True))
             is_ours = choice.implementation != "xla" and isinstance(a.shape[0], int)
             local = batch_product if is_ours else None
@@ -110,19 +109,6 @@ def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
     return mlir.lower_fun(grad, multiple_results=False)
 
 
-def _barrier(
-    site: process_barrier.Site,
-    spec: MatmulSpec,
-    a: jax.Array,
-    b: jax.Array,
-    operands: Sequence[jax.Array],
-    fields: Mapping[str, Any] | None = None,
-) -> list[jax.Array]:
-    """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`; `fields`
-    have to be equal too."""
-    return site.barrier(spec.source_line, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
-
-
 def collective_rule(
     ctx: jax_lowering.LoweringContext,
     x: Any,
@@ -142,7 +128,7 @@ def collective_rule(
     site = process_barrier.site(ctx, mesh, axis_name, is_collective=is_collective) if platform == "cpu" else None
 
     def lower(x: jax.Array) -> jax.Array:
-        return communicated(site, kind, x, axis_name, dimensions, caller, platform)
+        return communicated(site, kind, x, axes=axis_name, dimensions=dimensions, caller=caller, platform=platform)
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
@@ -152,6 +138,7 @@ def communicated(
     site: process_barrier.Site | None,
     kind: str,
     x: jax.Array,
+    *,
     axes: tuple[str, ...],
     dimensions: tuple[int, ...],
     caller: str,
@@ -168,7 +155,9 @@ def communicated(
         memory = SharedMemory(site, call, fields) if site.shares_memory and not is_wait else None
         if memory is None or (sums and not memory.sums(x.dtype)):
             memory, x = None, site.barrier(call, fields, [x])[0]
-    return x if is_wait else xla_matmul.collective(kind, x, axes, dimensions, memory, platform).astype(dtype)
+    if is_wait:
+        return x
+    return xla_matmul.collective(kind, x, axes, dimensions, platform=platform, memory=memory).astype(dtype)
 
 
 def reshard_rule(

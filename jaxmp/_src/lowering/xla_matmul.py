@@ -39,10 +39,12 @@ Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """How the processes of a call meet: `barrier(xs)` gives back the operands of the first collective once all ranks
-    have come; the collectives of `memory` have it in themselves."""
+    have come; the collectives of `memory` have it in themselves. `chunks` compute the local product in chunks beside
+    the collectives, where those are XLA's."""
 
     barrier: Barrier
     memory: SharedMemory | None = None
+    chunks: Chunks | None = None
 
 
 def matmul(
@@ -51,12 +53,11 @@ def matmul(
     platform: str,
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
-    chunks: Chunks | None = None,
 ) -> Operands:
     """The results by name from one device's shards.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
-    type. `chunks` compute that in chunks beside the collectives, where those are XLA's.
+    type.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
@@ -71,7 +72,7 @@ def matmul(
     memory = processes.memory if processes else None
     memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
-    chunks = chunks if processes and not memory and local_product else None
+    chunks = processes.chunks if processes and not memory and local_product else None
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
@@ -121,8 +122,9 @@ def collective(
     x: jax.Array,
     axes: tuple[str, ...],
     dimensions: tuple[int, ...],
-    memory: SharedMemory | None,
+    *,
     platform: str,
+    memory: SharedMemory | None = None,
 ) -> jax.Array:
     """`x` after the collective `kind` of lax over `axes`."""
     all_gather, psum, psum_scatter = _collectives(memory, platform)
@@ -180,6 +182,7 @@ def _dot_general(
     spec: MatmulSpec,
     compute: str,
     acc: np.dtype,
+    *,
     numbers: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
@@ -205,7 +208,7 @@ def global_matmul(
     acc = precisions.summed_in(compute, a.dtype)
     a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):
-        z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
+        z = _dot_general(a, b, spec, compute, acc, numbers=numbers, out_sharding=out_sharding)
     return apply_epilog(z, operands, spec)
 
 

@@ -94,7 +94,11 @@ def mlp(
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None
-    plain = functools.partial(_plain, activations.of_jax(found))
+    act = activations.of_jax(found)
+
+    def plain(x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> jax.Array:
+        return activated.plain_dense(act(activated.plain_dense(x, w_in, b_in)), w_out, b_out)
+
     (x, w_in, b_in, w_out, b_out), of_result = activated.as_weak_as(plain, x, w_in, b_in, w_out, b_out)
     first = FIRST.request(x, w_in, b_in, fused, **options)._replace(out_sharding=hidden_sharding)
     second = SECOND.request(None, w_out, b_out, **options)
@@ -108,10 +112,6 @@ def mlp(
         h = dense(first._replace(in_shardings=None), activation)
     with SECOND.naming():
         return of_result(dense(second._replace(a=h, in_shardings=None), None))
-
-
-def _plain(act: Function, x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> jax.Array:
-    return activated.plain_dense(act(activated.plain_dense(x, w_in, b_in)), w_out, b_out)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,7 +92,7 @@ def moe_mlp(
     """
     weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     groups = {"sizes": group_sizes, "offset": group_offset}
-    return layers(x, weights, groups, {"gate": b_gate, "up": b_up, "down": b_down}, activation, options)
+    return layers(x, weights, groups, {"gate": b_gate, "up": b_up, "down": b_down}, activation, **options)
 
 
 def layers(
@@ -101,7 +101,7 @@ def layers(
     groups: Mapping[str, Any],
     biases: Mapping[str, Any],
     activation: Any,
-    options: ExpertOptions,
+    **options: Unpack[ExpertOptions],
 ) -> jax.Array:
     """The result of `jaxmp.moe_mlp`; or, where `groups` has "experts" and "gates" (m, top_k) for "sizes", each row of x
     through its experts, and the sum of what they give, times its gates."""
@@ -207,11 +207,12 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
         "b_down": ("gn", None),
         "experts": ("mr", None),
         "gates": ("mr", None),
+        "d": ("mn", d),
     }
     sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the choices of a row
     experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
-    second = dataclasses.replace(spec, whole=(g, m, h, n))
-    call = ragged.split_call(second, where, splits, sizes, arrays, d, "hg", experts)
+    second = dataclasses.replace(spec, whole=(g, m, h, n), experts=experts)
+    call = ragged.split_call(second, where, splits, sizes, arrays)
     rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
     of_both = ("m", rows), ("g", groups)
     first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))

@@ -80,7 +80,7 @@ def mixture(
     product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
     logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
     experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
-    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, options)
+    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, **options)
     if any(lead[1:]):
         return _reshaped(y, here.shard_shape(x.shape), rows, here.spec), loss
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss

@@ -106,7 +106,7 @@ class Membership:
     told: str
 
 
-def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: float, tells: str = "") -> Membership:
+def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
     """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached;
     `tells`: what this process tells the others if it is rank 0.
 

@@ -151,9 +151,9 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shap
     for axis, role in given.roles.items():
         splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
     x, w, d = given.layout
-    arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None)}
-    spec = dataclasses.replace(spec, whole=(g, m, k, n))
-    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays, d, "kg", experts)
+    arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None), "d": ("mn", d)}
+    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
+    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays)
 
 
 def split_call(
@@ -162,27 +162,24 @@ def split_call(
     splits: Mapping[str, str],
     extents: Mapping[str, int],
     arrays: Arrays,
-    d: Dims,
-    contracted: str,
-    experts: Dim,
 ) -> RaggedCall:
     """The call in which the ranks of each axis split this index, if their number divides its extent, and those of
-    `experts` rows and groups.
+    `spec.experts` rows and groups.
 
-    `contracted`: the indices that leave terms of sums, that of partial sums first; `arrays`: indices of the operands by
-    name, and how they lie, or None where they enter as they are split; `d`: how the result is to lie.
+    `arrays`: indices by name of the operands, and last of the result, and how each lies, or None where it enters as it
+    is split.
     """
     mesh, is_explicit = where
-    lie = [*((indices, dims) for indices, dims in arrays.values() if dims is not None), ("mn", d)]
-    axes = _axes_of(mesh.shape, splits, extents, lie, experts)
-    call, out = _call_of(spec, mesh.shape, axes, extents, ("mn", d), contracted, experts)
+    lie = [(indices, dims) for indices, dims in arrays.values() if dims is not None]
+    axes = _axes_of(mesh.shape, splits, extents, lie, spec.experts)
+    call, out = _call_of(spec, mesh.shape, axes, extents, lie[-1])
     entries = []
-    for name, (indices, have) in arrays.items():
+    for name, (indices, have) in [*arrays.items()][:-1]:
         want = tuple(axes[index] for index in indices)
         dims, gathers = (want, ()) if have is None else moves.entry(have, want, (tuple(axes.values()),))
         before = None if is_explicit or have is None else meshes.partition_spec(have)
         entries.append((name, Entry(meshes.partition_spec(dims), gathers, before)))
-    asked = None if out == d else meshes.partition_spec(d)
+    asked = None if out == lie[-1][1] else meshes.partition_spec(lie[-1][1])
     frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(out)),), asked)
     return dataclasses.replace(call, frame=frame)
 
@@ -213,14 +210,16 @@ def _call_of(
     axes: Mapping[str, Dim],
     extents: Mapping[str, int],
     result: tuple[str, Dims],
-    contracted: str,
-    experts: Dim,
 ) -> tuple[RaggedCall, Dims]:
     """The call without a frame, and how its result lies."""
+    experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     check_order(spec, tuple(axis for axis in split if axis not in experts and mesh[axis] > 1))
-    terms = {index: tuple(axis for axis in axes[index] if axis not in experts) for index in contracted}
-    partial = sum(terms.values(), ())
+    # Indices that the result has not leave terms: partial sums and, of a split g, zeros.
+    terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result[0]}
+    zeros = terms.pop("g", ())
+    contracted: Dim = sum(terms.values(), ())
+    partial = contracted + zeros
     scatters = tuple(
         ()
         if extents[index] % moves.size_of(mesh, axes[index] + (mine := tuple(a for a in dim if a in partial)))
@@ -230,8 +229,8 @@ def _call_of(
     out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
     sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
     splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
-    spec = dataclasses.replace(spec, experts=experts, mesh=tuple(mesh.items()), splits=splits)
-    return RaggedCall(spec, None, axes["m"], axes["g"], terms[contracted[0]], sums, scatters), out
+    spec = dataclasses.replace(spec, mesh=tuple(mesh.items()), splits=splits)
+    return RaggedCall(spec, None, axes["m"], axes["g"], contracted, sums, scatters), out
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
@@ -307,9 +306,8 @@ def placed(
     of_groups = next(dim[text.index("g")] for text, dim in arrays if "g" in text)
     experts = shared_axes(spec, mesh, of_rows[0], of_groups) if of_rows[0] == of_rows[-1] else ()
     axes = {"e": ()} | _axes_of(mesh.shape, splits, extents, arrays, experts)
-    spec = dataclasses.replace(spec, whole=(g, m, k, n))
-    contracted = "m" if spec.is_contraction else "kg"
-    call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1], contracted, experts)
+    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
+    call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1])
     return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)
 
 
