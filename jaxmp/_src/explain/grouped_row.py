@@ -44,7 +44,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         local_shapes=local,
         dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
         accumulator=accumulator(x.dtype).name,
-        determinism=spec.level.name,
+        **spec.level.option,
         epilog="NONE",
         implementation="host" if is_host else "xla",
         why="CPU devices multiply groups of rows, each those that it has"

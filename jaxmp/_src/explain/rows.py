@@ -28,7 +28,7 @@ from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import ragged, shardings
-from jaxmp._src.spec import epilogs, low_precision, precisions
+from jaxmp._src.spec import epilogs, levels, low_precision, precisions
 from jaxmp._src.spec.extents import extents, operations
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import naming
@@ -204,7 +204,7 @@ def matmul_row(
         local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
         accumulator=precisions.summed_in(compute, operand).name,
-        determinism=spec.level.name,
+        **spec.level.option,
         epilog=spec.epilog.name,
         implementation=call.implementation,
         why="; ".join(reasons),
@@ -250,7 +250,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         local_shapes=tuple(shards.local_shape(x) for x in (a, b, d)),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {d.dtype.name}",
         accumulator=d.dtype.name,
-        determinism="run_to_run",
+        **levels.ANY_ORDER.option,
         epilog="NONE",
         implementation="xla",
         why="XLA partitions a product where no call can run on the shards (docs/matmul.md)",

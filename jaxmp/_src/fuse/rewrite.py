@@ -36,7 +36,7 @@ from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
-from jaxmp._src.spec import low_precision
+from jaxmp._src.spec import levels, low_precision
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
@@ -45,7 +45,7 @@ REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
-    'devices, and under determinism="topology" where its partitioner chooses the shardings',
+    f"devices, and under {levels.GLOBAL_ORDER.asked} where its partitioner chooses the shardings",
     "blocks": "it multiplies blocks with scales (lax.scaled_dot), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",

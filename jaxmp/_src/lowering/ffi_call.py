@@ -177,7 +177,7 @@ def call_attributes(
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "devices": np.array(devices, np.int64),
-        "determinism": spec.level.name,
+        **spec.level.option,
         "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),

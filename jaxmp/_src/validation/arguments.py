@@ -57,7 +57,7 @@ def added_arrays(request: Request) -> dict[str, Any]:
     """The arrays among what is added to a product, by name."""
     inputs = request.epilog_inputs
     added = {"c": request.c, "bias": inputs.get("bias") if isinstance(inputs, Mapping) else None}
-    return {name: x for name, x in added.items() if operand_checks.has_numbers(x)}
+    return {name: x for name, x in added.items() if x is not None and operand_checks.has_numbers(x)}
 
 
 def types_of(*arrays: Any) -> result_types.Types:

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.spec import levels
 from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import InvalidOperands, InvalidType, InvalidValue
 from jaxmp._src.spec.request import Request
@@ -131,7 +130,7 @@ def check_flags(request: Request) -> dict[str, Any]:
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
         "implementation": check_implementation(request.implementation),
         "b_leads": request.b_leads,
-    } | levels.find(request.determinism).option
+    } | request.level.option
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
