@@ -205,7 +205,7 @@ def _operation(row: Row) -> str:
 
 def _pattern(row: Row) -> str:
     """The pattern, and the axes over which ranks share it."""
-    return " ".join([*([] if row.pattern == "-" else [row.pattern]), *re.findall(r"'([^']+)'", row.groups)])
+    return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
 
 
 def _whole(row: Row) -> str:

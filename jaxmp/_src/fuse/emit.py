@@ -61,7 +61,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
     if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.epilog):
         return [_general(product, options.level, x, w, shared)]
-    shared |= {"transpose_b": product.w.contract == (1,), "alpha": _alpha(product)}
+    shared["transpose_b"] = product.w.contract == (1,)
     inputs = None if bias is None else {"bias": bias}
     if c is not None:
         shared |= {"epilog": epilogs.for_activation(None, bias is not None), "epilog_inputs": inputs, "beta": 1.0}
@@ -98,6 +98,7 @@ def _shared(product: Product, options: Options) -> dict[str, Any]:
         "precision": product.precision,
         "preferred_element_type": product.dtype,
         "implementation": options.implementation,
+        **({} if product.alpha is None else {"alpha": product.alpha}),
         **options.level.option,
     }
 
@@ -105,10 +106,6 @@ def _shared(product: Product, options: Options) -> dict[str, Any]:
 def out_sharding(aval: Any) -> P | None:
     """The sharding of a result whose type has one."""
     return aval.sharding.spec if is_explicit(aval) and not aval.sharding.mesh.manual_axes else None
-
-
-def _alpha(product: Product) -> float:
-    return 1.0 if product.alpha is None else product.alpha
 
 
 def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:

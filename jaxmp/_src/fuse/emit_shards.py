@@ -102,7 +102,6 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
     else:
         ways = _gathering(second, first, is_first=False)
     run = min(ways, key=lambda way: way.copied + (0 if way.a.operand is product.x else math.prod(shape)))
-    shared = shared | {"alpha": 1.0 if product.alpha is None else product.alpha}
     if run.a.operand is not product.x:
         d = run(**shared)
         d = lax.transpose(d, (d.ndim - 1, *range(d.ndim - 1))).reshape(shape)

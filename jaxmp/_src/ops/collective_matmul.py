@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, Required, Unpack, cast, overload
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.sharding.sharded_call import collective
@@ -14,6 +15,7 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import Pattern
 from jaxmp._src.spec.options import AxisName
+from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.spec.request import AuxEpilog, PlainEpilog, Request, ShardOptions, WithResults
 from jaxmp._src.validation.public import public
 
@@ -199,5 +201,7 @@ def block_matmul(
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3))).shape == (4 * p, 3)
     True
     """
+    if not isinstance(axis_names, tuple | list | P) or len(axis_names) != 2:
+        raise InvalidValue(f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}")
     request = Request("block_matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
-    return collective(request, Pattern.GRID, axis_names)
+    return collective(request, Pattern.GRID, *axis_names)

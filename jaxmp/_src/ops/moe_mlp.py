@@ -192,9 +192,9 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     """The products of arrays that lie so: x, w_gate and w_up, w_down and the result; the extents of g, k, h, m, n."""
     (mesh, _), (g, k, h, m, n) = where, extents
     is_w_larger = g * h * (2 * k + n) > m * (k + n)
-    splits = {}
+    roles, splits = [ragged.by_index(*each) for each in zip(("mk", "gkh", "ghn", "mn"), lie, strict=True)], {}
     for axis in sum((dim for dims in lie for dim in dims), ()):
-        index = (_index_on(axis, *each) for each in zip(("mk", "gkh", "ghn", "mn"), lie, strict=True))
+        index = (role.get(axis, "") for role in roles)
         splits[axis] = _split(*index, is_w_larger=is_w_larger, keeps_h=spec.level.fixed_order)
     x, w_in, w_down, d = lie
     arrays: ragged.Arrays = {
@@ -219,11 +219,6 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     of_second = dataclasses.replace(call.spec, splits=(*of_both, ("k", hidden), ("n", columns)))
     call = dataclasses.replace(call, spec=of_second)
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
-
-
-def _index_on(axis: str, indices: str, dims: Dims) -> str:
-    """The index of an array that this axis shards, or ""."""
-    return next((index for index, dim in zip(indices, dims, strict=True) if axis in dim), "")
 
 
 def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:

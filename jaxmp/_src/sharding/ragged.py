@@ -292,7 +292,7 @@ def placed(
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents
     arrays = [(text, dim) for text, dim in zip(indices, dims, strict=True) if "e" not in text]
     m, k, g, n = (extents[index] for index in "mkgn")
-    roles = [_by_index(*each) for each in arrays]
+    roles = [by_index(*each) for each in arrays]
     splits = {}
     for axis in dict.fromkeys(sum(map(tuple, roles), ())):
         x, w, d = (role.get(axis, "") for role in roles)
@@ -311,6 +311,6 @@ def placed(
     return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)
 
 
-def _by_index(indices: str, dims: Dims) -> dict[str, str]:
+def by_index(indices: str, dims: Dims) -> dict[str, str]:
     """The index that each axis shards."""
     return {axis: index for index, dim in zip(indices, dims, strict=True) for axis in dim}

@@ -130,9 +130,9 @@ def product(
     return run(*given.values())
 
 
-def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
+def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
-    group = group_on_axes(pattern, axis_names)
+    group = group_on_axes(pattern, *axes)
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
@@ -154,8 +154,8 @@ def _result(outputs: Operands) -> Results:
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
-def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
-    """The group that shares a product inside shard_map."""
+def group_on_axes(pattern: Pattern, rows: Any, cols: Any = ()) -> Group:
+    """The group of these axes that shares a product inside shard_map; `cols`: a grid's along its columns."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -168,14 +168,7 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
             f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
             "or use jaxmp.matmul, which XLA then partitions"
         )
-    row_axes: tuple[str, ...] = _as_axes(axis_names)
-    col_axes: tuple[str, ...] = ()
-    if pattern == Pattern.GRID:
-        if isinstance(axis_names, str) or len(axis_names) != 2:
-            raise InvalidValue(
-                f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
-            )
-        row_axes, col_axes = (_as_axes(axes) for axes in axis_names)
+    row_axes, col_axes = _as_axes(rows), _as_axes(cols)
     meshes.check_axes(mesh, row_axes + col_axes)
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 

@@ -175,7 +175,7 @@ class MatmulSpec(Parts):
     @functools.cached_property
     def is_unsettled(self) -> bool:
         """Whether XLA's partitioner chooses the pattern."""
-        return self.group.pattern == Pattern.UNSETTLED
+        return self.group == _UNSETTLED
 
     @property
     def function(self) -> str:
