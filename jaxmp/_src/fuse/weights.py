@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -152,15 +153,9 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
         return None
     if not all(s.lies_as(out) for s in of_result) or not all(s.lies_as(other.aval) for s in of_other):
         return None
-    scales = [*of_result, *of_other]
-    operands = [other, weights.value, *(scale.value for scale in scales if not jax_tracing.is_literal(scale.value))]
-    is_same = True
 
-    def multiply(*arrays: Any) -> list[Any]:
-        nonlocal is_same
-        given = dict(zip(operands, arrays, strict=True))
-        x, q = given[other], given[weights.value]
-        q = _moved(weights, q)
+    def multiply(given: dict[Any, Any]) -> jax.Array:
+        x, q = given[other], _moved(weights, given[weights.value])
         for scale in of_other:
             x = scale.times(x, read(given, scale.value))
         d = lax.dot_general(
@@ -172,11 +167,24 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
         )
         for scale in of_result:
             d = scale.times(d, read(given, scale.value))
-        d = d.astype(out.dtype)
-        is_same = jax_tracing.is_type_of(out, d)
+        return d.astype(out.dtype)
+
+    return _in_place(eqn, multiply, [other, weights.value, *(scale.value for scale in (*of_result, *of_other))])
+
+
+def _in_place(
+    eqn: Any, multiply: Callable[[dict[Any, Any]], jax.Array], operands: Sequence[Any]
+) -> Sequence[Any] | None:
+    """The equations of a product of these operands, or None where its result has another type than that of `eqn`."""
+    variables, is_same = [v for v in operands if not jax_tracing.is_literal(v)], True
+
+    def program(*arrays: Any) -> list[Any]:
+        nonlocal is_same
+        d = multiply(dict(zip(variables, arrays, strict=True)))
+        is_same = jax_tracing.is_type_of(eqn.outvars[0].aval, d)
         return [d]
 
-    equations = spliced(eqn, multiply, operands)
+    equations = spliced(eqn, program, variables)
     return equations if is_same else None
 
 
@@ -204,12 +212,8 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
         return None
     if any(move.primitive.name == "transpose" for move in weights.moves):
         return None
-    operands = [other, weights.value, *(value for value, _ in scales if not jax_tracing.is_literal(value))]
-    is_same = True
 
-    def multiply(*arrays: Any) -> list[Any]:
-        nonlocal is_same
-        given = dict(zip(operands, arrays, strict=True))
+    def multiply(given: dict[Any, Any]) -> jax.Array:
         x = lax.transpose(given[other], (*rows, *contract[1 - side])).reshape(m, groups, k // groups)
         x, q = x.swapaxes(0, 1).reshape(m * groups, -1), _moved(weights, given[weights.value])
         d = lax.ragged_dot(
@@ -222,12 +226,9 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
         for value, dims in scales:
             d = d * parts.spread(read(given, value), dims, (*blocks, *of_n)).reshape(groups, 1, n)
         d = d.sum(0).astype(out.dtype)
-        d = (d if side else d.T).reshape(out.shape)
-        is_same = jax_tracing.is_type_of(out, d)
-        return [d]
+        return (d if side else d.T).reshape(out.shape)
 
-    equations = spliced(eqn, multiply, operands)
-    return equations if is_same else None
+    return _in_place(eqn, multiply, [other, weights.value, *(value for value, _ in scales)])
 
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
@@ -245,15 +246,11 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
     count = math.prod(parts.sizes[part] for part in blocks)
     if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):
         return None
-    operands = [x, weights.value, sizes, *(value for value, _ in scales if not jax_tracing.is_literal(value))]
-    is_same = True
 
-    def multiply(*arrays: Any) -> list[Any]:
-        nonlocal is_same
-        given = dict(zip(operands, arrays, strict=True))
+    def multiply(given: dict[Any, Any]) -> jax.Array:
         factors = [parts.spread(read(given, value), dims, (*of_g, *blocks, *of_n)) for value, dims in scales]
         shape = (g, count, n) if blocks else (g, n)
-        d = ragged_dot(
+        return ragged_dot(
             given[x],
             _moved(weights, given[weights.value]),
             given[sizes],
@@ -264,14 +261,11 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
             implementation=options.implementation,
             **options.level.option,
         )
-        is_same = jax_tracing.is_type_of(out, d)
-        return [d]
 
     try:
-        equations = spliced(eqn, multiply, operands)
+        return _in_place(eqn, multiply, [x, weights.value, sizes, *(value for value, _ in scales)])
     except Refusal:  # where shardings do not go together
         return None
-    return equations if is_same else None
 
 
 def _is_moved_behind(graph: Graph, v: Any) -> bool:
