@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.grouped import GROUPED
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.runtime.types import ArrayType, is_symbolic
 from jaxmp._src.sharding import ragged, shardings
 from jaxmp._src.spec import epilogs, levels, low_precision, precisions
 from jaxmp._src.spec.extents import extents, operations
@@ -94,7 +94,7 @@ def rows_of(
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.is_batch:
                 row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
-            is_open = spec.is_unsettled and not _is_symbolic(avals)
+            is_open = spec.is_unsettled and not is_symbolic(*avals)
             unsettled = UNSETTLED_BATCH if spec.is_batch else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
@@ -102,7 +102,7 @@ def rows_of(
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
         elif eqn.primitive in GROUPED:
             row = grouped_row(eqn.params["spec"], [*avals, eqn.outvars[0].aval], here, count)
-            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not _is_symbolic(avals)
+            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not is_symbolic(*avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
         elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
@@ -125,11 +125,6 @@ def _collective_name(eqn: Any) -> str:
     if eqn.primitive is reshard_p:
         return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
     return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
-
-
-def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
-    """Whether these have symbolic extents, whose product is XLA's on any sharding."""
-    return not all(isinstance(extent, int) for aval in avals for extent in aval.shape)
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:

@@ -34,3 +34,8 @@ class ArrayType(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]: ...
+
+
+def is_symbolic(*arrays: ArrayType) -> bool:
+    """Whether arrays have symbolic extents, of which no custom call can be made."""
+    return not all(isinstance(extent, int) for x in arrays for extent in x.shape)

@@ -37,6 +37,7 @@ from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped_p
 from jaxmp._src.primitive.primitives import activation_grad, bind_operands, by_settled, matmul_p
 from jaxmp._src.runtime import native
+from jaxmp._src.runtime.types import is_symbolic
 from jaxmp._src.sharding import ragged, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan
@@ -198,7 +199,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
         types: Any = ctx.avals_in
-        if spec.is_batch or _is_symbolic(types):  # XLA's own product of global arrays, which XLA partitions
+        if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
@@ -223,7 +224,7 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or _is_symbolic(types)
+        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
         is_known = jax_lowering.global_mesh(ctx) is not None and not jax_lowering.partitions_without_shardy(ctx)
         if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla or not is_known:
             return on_shards(ctx, *nodes, spec=spec)
@@ -234,10 +235,6 @@ def grouped_rule(platform: str) -> LoweringRule:
         return _lower(ctx, nodes, {"grouped": to_fields(spec)}, sharding_rule, "m" if spec.is_contraction else "k")
 
     return rule
-
-
-def _is_symbolic(types: Sequence[jax.core.ShapedArray]) -> bool:
-    return not all(isinstance(extent, int) for x in types for extent in x.shape)
 
 
 def _lower(
