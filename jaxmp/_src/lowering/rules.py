@@ -36,10 +36,9 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
         a, b, *_ = avals
         apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
         call = resolve(spec, a, b, platform, apart)
-        is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         # Naming its devices ties the lowering to this process.
-        mesh = jax_lowering.lowering_mesh(ctx) if is_named and needs_devices(spec) else None
-        devices = process_barrier.mesh_devices(spec, mesh)
+        is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx) and needs_devices(spec)
+        devices = process_barrier.mesh_devices(spec, jax_lowering.lowering_mesh(ctx)) if is_named else ()
         if devices:  # binding has asked for them, unless the backend has started since
             jax_lowering.require_devices([matmul_p])
         is_barred = platform == "cpu" and call.implementation != "host"

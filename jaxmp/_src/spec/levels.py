@@ -16,6 +16,7 @@ gradients are calls of that kind (`primitive/row_order`), and what XLA would sum
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
@@ -39,7 +40,7 @@ class Level:
         """As a user asks for it."""
         return f'determinism="{self.name}"'
 
-    @property
+    @functools.cached_property
     def option(self) -> dict[str, Any]:
         """As an argument of a public function, and as a field of a spec."""
         return {"determinism": self.name}
