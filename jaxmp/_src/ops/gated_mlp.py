@@ -149,12 +149,7 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
         _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
     call = layers.calls[0]
     if isinstance(call, ShardedCall) and call.frame.is_explicit:
-        have, wanted = (meshes.type_dims("w_up", w) for w in (operands["b"], like))
-        if have != wanted:
-            raise InvalidValue(
-                f"w_up is sharded {meshes.partition_spec(have)}, but w_gate "
-                f"{meshes.partition_spec(wanted)}; shard them alike (jax.sharding.reshard)"
-            )
+        meshes.check_alike(w_up=operands["b"], w_gate=like)
     return _pair("up", operands)
 
 

@@ -146,12 +146,7 @@ def _check_weights(weights: Operands) -> None:
     gate, up = weights["w_gate"], weights["w_up"]
     if gate.shape != up.shape:
         raise InvalidValue(f"w_gate must have w_up's shape {up.shape}, got {gate.shape}")
-    have, wanted = (meshes.type_dims("w", w) for w in (gate, up))
-    if have != wanted:
-        raise InvalidValue(
-            f"w_gate is sharded {meshes.partition_spec(have)}, but w_up {meshes.partition_spec(wanted)}; shard them "
-            "alike (jax.sharding.reshard)"
-        )
+    meshes.check_alike(w_gate=gate, w_up=up)
 
 
 # Where it runs ---------------------------------------------------------------------------------------------------

@@ -278,6 +278,13 @@ def type_dims(argument: str, x: jax.Array) -> Dims:
     return shardings.as_dims(argument, type_spec(x), x.ndim)
 
 
+def check_alike(**weights: jax.Array) -> None:
+    """Raise ValueError where the types of two arrays, by name, have other shardings."""
+    (one, have), (other, wanted) = ((name, partition_spec(type_dims(name, x))) for name, x in weights.items())
+    if have != wanted:
+        raise InvalidValue(f"{one} is sharded {have}, but {other} {wanted}; shard them alike (jax.sharding.reshard)")
+
+
 def type_spec(x: jax.Array) -> P:
     """The sharding in the type of an array."""
     sharding = jax.typeof(x).sharding
