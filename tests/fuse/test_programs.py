@@ -122,6 +122,21 @@ def test_what_only_looks_like_a_pattern_keeps_its_value():
         np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["batch", "topology"])
+def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
+    def scaled(x, w):
+        return 2.5 * lax.dot_general(w, x, (((0,), (1,)), ((), ()))).T
+
+    def both(f):
+        return jax.value_and_grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))
+
+    mesh = mesh_of({"x": 2}, AxisType.Auto)
+    x, w = (jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in ((X, P("x")), (W, P(None, "x"))))
+    fused = jaxmp.fuse(scaled, determinism=level)
+    assert jaxmp.explain(fused, quiet=True)(x, w).calls == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(both(fused))(x, w), both(scaled)(X, W))
+
+
 def test_conjugated_operands_are_those_of_the_call():
     """Stored transposed or not, with sharded rows, columns and contraction."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
