@@ -37,7 +37,7 @@ ROWS, COLUMNS = 32, 128
 
 @pytest.fixture
 def in_tiles(monkeypatch):
-    """Return `in_tiles(f, *args)`: `f(*args)` where hostmp takes what cuBLASMp takes, in tiles of 32 x 128.
+    """Return `in_tiles(f, *args, **options)`: f of these where hostmp takes what cuBLASMp takes, in tiles of 32 x 128.
 
     Whether a BLAS sums all elements of a call alike depends on its kernels, and so on the processor: hostmp's calls are
     those of fixed order, which do.
@@ -45,7 +45,7 @@ def in_tiles(monkeypatch):
     monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
-    def run(f, *args):
+    def run(f, *args, **options):
         custom_call = forms.custom_call
 
         def uniform(operands, spec, devices=()):
@@ -56,7 +56,7 @@ def in_tiles(monkeypatch):
             patch.setattr(backend, "capabilities_of", lambda library: Capabilities())
             jax.clear_caches()  # the form of the call is chosen at lowering
             try:
-                return jax.tree.map(np.asarray, f(*args))
+                return jax.tree.map(np.asarray, f(*args, **options))
             finally:
                 jax.clear_caches()
 
