@@ -304,7 +304,8 @@ def page(record):
     return "\n\n".join(
         [
             f"{record['card']}; {about['date']}; {versions}.",
-            f"Rates in TFLOP/s, medians of interleaved rounds; against XLA {min(ratios):.2f} to {max(ratios):.2f}, "
+            f"Rates in TFLOP/s, of one of {IN_FLIGHT} calls in flight, medians of interleaved rounds; "
+            f"against XLA {min(ratios):.2f} to {max(ratios):.2f}, "
             f"median {statistics.median(ratios):.2f}. *Ceiling*: the best plain bf16 product of any contender here, "
             f"{record['ceiling']:.0f} TFLOP/s.",
             large_table(record["large"], record["ceiling"]),

@@ -263,7 +263,7 @@ Verdict Buffers::judge_blocks(const Expected& expected) const {
   return verdict;
 }
 
-// Of the mask of 0 jaxmp relies on hostmp's alone: cuBLASMp has ones there.
+// The mask of a sum of 0 is judged on hostmp alone: cuBLASMp has ones there.
 Verdict Buffers::judge_aux(const Expected& expected, bool is_host) const {
   Verdict verdict;
   const auto at_bit = [this](int64_t at) { return aux.after()[at / 8] >> (at % 8) & 1; };

@@ -247,6 +247,15 @@ def test_a_mapped_batch_has_the_bits_of_its_members(in_tiles):
     testing.assert_bitwise_equal(mapped, np.stack(members))
 
 
+def test_a_mask_made_of_the_result_has_its_smallest_numbers(in_tiles):
+    """cuBLASMp's mask of 0 is another; 1e-200 is 0 in float32."""
+    a, b = np.array([[1e-200], [-1e-200], [0.0], [3.0]]), np.ones((1, 8))
+    d, aux = in_tiles(jax.jit(functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX)), a, b)
+    bits = np.unpackbits(aux["relu_aux"], axis=-1, bitorder="little")[:, :8]
+    np.testing.assert_array_equal(bits, d > 0)
+    assert d[0, 0] > 0
+
+
 def test_the_slope_of_a_gelu_is_the_librarys(in_tiles):
     aux, t = testing.draw(0, (70, 140), "float32"), testing.draw(1, (70, 140), "float32")
     t[0, :2] = 0.0, np.inf

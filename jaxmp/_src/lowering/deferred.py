@@ -53,7 +53,7 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
     d_size = math.prod(extents(spec, a.shape, b.shape).d) * acc.itemsize
     transfers = in_call(spec.contraction, dict(spec.group.mesh), a_size, b_size, d_size)
     flops = operations(spec, a.shape, b.shape) // spec.group.nranks
-    # What the product writes, of which XLA's reduce-scatter has a copy.
+    # The buffers of the partial sums: a reduce-scatter begins with the whole product, which XLA copies.
     is_scattered = spec.contraction.scattered is not None
     sums = [d_size * spec.group.nranks] * 2 if is_scattered else [d_size] * spec.contraction.sums
     copied = a_size + b_size + 2 * d_size + sum(each.nbytes for each in transfers)

@@ -40,12 +40,12 @@ def of_epilog(spec: MatmulSpec) -> str:
     if spec.group.nranks == 1:
         return ""
     if row.derivative and row.gradient and out == np.float64:
-        return "cuBLASMp sums no float64 behind a derivative over several ranks"
+        return f"cuBLASMp's {row.gradient} of float64 is wrong over several ranks"
     if not spec.contraction.sums:
         return ""
     if sums_operand:
-        return "cuBLASMp sums no operand of every type where it sums over ranks"
-    return "cuBLASMp takes no largest value of an aux where it sums over ranks" if spec.scales.amax_aux else ""
+        return f"cuBLASMp refuses {row.gradient} of some types where it sums over ranks"
+    return "cuBLASMp leaves gelu_aux_amax unset where it sums over ranks" if spec.scales.amax_aux else ""
 
 
 def of_mask(spec: MatmulSpec) -> str:

@@ -194,10 +194,7 @@ class SeparateEpilog(ResolvedCall):
 
     @staticmethod
     def why_taken(product: Product, capabilities: Capabilities) -> str | None:
-        spec = product.spec
-        if spec.epilog and (why := why_no_epilog(spec, capabilities)):
-            return why
-        return None
+        return why_no_epilog(product.spec, capabilities) or None
 
     @staticmethod
     def asked(product: Product) -> Product:
@@ -226,7 +223,7 @@ class MaskOfResult(ResolvedCall):
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         outputs = self.inner.emit(operands, **where)
-        return outputs | {"relu_aux": pack_relu_aux(outputs["d"].astype(np.float32) > 0)}
+        return outputs | {"relu_aux": pack_relu_aux(outputs["d"] > 0)}
 
 
 class TransposedCopy(ResolvedCall):

@@ -37,5 +37,5 @@ class ArrayType(Protocol):
 
 
 def is_symbolic(*arrays: ArrayType) -> bool:
-    """Whether arrays have symbolic extents, of which no custom call can be made."""
+    """Whether an extent of these arrays is symbolic; a custom call needs numbers."""
     return not all(isinstance(extent, int) for x in arrays for extent in x.shape)
