@@ -137,9 +137,8 @@ def initialize(
         coordinator_bind_address=bind_address,
         initialization_timeout=_NO_HEARTBEAT,  # at its end JAX would abort
         heartbeat_timeout_seconds=_NO_HEARTBEAT,
-        shutdown_timeout_seconds=max(
-            60, round(seconds)
-        ),  # all have met in our last barrier, so this waits for slow ones
+        # All have met in our last barrier, so this waits for slow ones.
+        shutdown_timeout_seconds=max(60, round(seconds)),
     )
     _job = _Job(process_id, num_processes, seconds)
     jax_lowering.require_devices([matmul_p, collective_p])

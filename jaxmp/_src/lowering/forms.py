@@ -306,15 +306,7 @@ class Xla(ResolvedCall):
 
 
 # The forms of a library's calls, in order of preference.
-FORMS: tuple[type[ResolvedCall], ...] = (
-    Tiles,
-    Gathered,
-    PaddedK,
-    SeparateEpilog,
-    MaskOfResult,
-    TransposedCopy,
-    Direct,
-)
+FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, MaskOfResult, TransposedCopy, Direct)
 
 
 def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
