@@ -1,5 +1,7 @@
 #include "csrc/cuda/rank_context.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <limits>
 
 #include "csrc/cublasmp/status.h"
@@ -41,7 +43,18 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
   stream_ = stream;
   (void)TakeLastError();  // of a call that recovered from it
   JAXMP_RETURN_IF_ERROR(watch_->Enter(std::move(call)));
-  return watch_->Follow(stream);
+  JAXMP_RETURN_IF_ERROR(watch_->Follow(stream));
+  return Meet();
+}
+
+// Ranks that share a device leave wrong results where one is ahead of another (docs/gpu.md). NCCL lets them share by
+// this variable alone, which may be set for some of them only.
+Status RankContext::Meet() {
+  if (nranks_ == 1 || may_share_ == 0) return {};
+  const char* const setting = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  const bool is_set = setting && std::strcmp(setting, "0") != 0;
+  JAXMP_ASSIGN_OR_RETURN(may_share_, AllReduceMax(is_set ? 1 : 0, stream_));
+  return {};
 }
 
 void RankContext::Leave() {

@@ -29,7 +29,8 @@ class RankContext final : public RankObjects {
   // One call at a time: held from Enter() to Leave(). No other rank's progress depends on it.
   std::mutex& call_mutex() { return call_mutex_; }
 
-  // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call.
+  // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call. Where
+  // ranks may share a device, waits on the host until all of them have done every call before this one.
   Status Enter(int ordinal, abi::CUcontext context, abi::CUstream stream, std::shared_ptr<const std::string> call);
   void Leave();
   Watch& watch() { return *watch_; }
@@ -52,6 +53,7 @@ class RankContext final : public RankObjects {
 
   Status Open(int ordinal, abi::CUcontext context);
   Status Connect();
+  Status Meet();
   StatusOr<bool> IsOnAll(bool is_here);  // whether it is so on every rank
   Status Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory);
   StatusOr<void*> Allocate(size_t bytes) const;
@@ -65,7 +67,8 @@ class RankContext final : public RankObjects {
 
   std::mutex call_mutex_;  // guards everything below
   int ordinal_ = -1;
-  int attempts_ = 0;  // to connect; equal on all ranks, for they fail together
+  int64_t may_share_ = -1;  // whether ranks may share a device, equal on all ranks; -1: not agreed on
+  int attempts_ = 0;        // to connect; equal on all ranks, for they fail together
   std::shared_ptr<Watch> watch_;
   abi::ncclComm_t comm_ = nullptr;
   abi::CUstream stream_ = nullptr;  // of the call at hand, then of the last one
@@ -73,7 +76,7 @@ class RankContext final : public RankObjects {
   std::shared_ptr<abi::cublasMpHandle> handle_;
   abi::cudaStream_t handle_stream_ = nullptr;
   std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;
-  // Calls of two patterns in one memory disturbed each other: a rank that is ahead writes to that of a rank behind.
+  // One for each pattern, as it ran on a GPU; whether calls of several may share one is not known.
   std::map<std::pair<GridShape, Pattern>, Memory> workspaces_;
   // What all ranks have agreed to take for a problem. As long as the other objects here, and longer than plans: whether
   // a call is collective must follow from the calls before it, not from what a process has kept.

@@ -20,6 +20,8 @@ class Rank {
   virtual abi::cudaStream_t stream(int64_t number) = 0;
   // The call was refused and did not reach the stream, which its peers may be waiting for.
   virtual void give_up(const std::string& why) = 0;
+  // Waits for the other ranks where they may share a device, as jaxmp does.
+  virtual Status meet() { return {}; }
   // Waits until the call is done.
   virtual Status synchronize() = 0;
   // Memory that the library can use; null where there is none.

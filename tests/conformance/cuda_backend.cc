@@ -1,6 +1,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <mutex>
 #include <optional>
@@ -26,8 +27,10 @@ abi::CUdeviceptr device_pointer(const void* memory) { return reinterpret_cast<ab
 
 class CudaRank final : public Rank {
  public:
-  CudaRank(abi::ncclComm_t comm, abi::CUstream stream) : comm_(comm), stream_(stream) {}
+  CudaRank(abi::ncclComm_t comm, abi::CUstream stream)
+      : comm_(comm), stream_(stream), scratch_(allocate(sizeof(int64_t))) {}
   ~CudaRank() override {
+    release(scratch_);
     (void)nccl().CommDestroy(comm_);
     (void)driver().StreamDestroy_v2(stream_);
   }
@@ -36,6 +39,13 @@ class CudaRank final : public Rank {
   abi::cudaStream_t stream(int64_t) override { return stream_; }
   void give_up(const std::string&) override {}  // what a rank is refused all of them are
 
+  Status meet() override {
+    if (!std::getenv("NCCL_MULTI_RANK_GPU_ENABLE")) return {};
+    if (!scratch_) return ResourceExhausted("no memory for the ranks to meet");
+    JAXMP_RETURN_IF_ERROR(
+        Check(nccl().AllReduce(scratch_, scratch_, 1, abi::ncclInt64, abi::ncclMax, comm_, stream_), "ncclAllReduce"));
+    return synchronize();
+  }
   Status synchronize() override { return Check(driver().StreamSynchronize(stream_), "cuStreamSynchronize"); }
 
   void* allocate(size_t bytes) override {
@@ -60,6 +70,7 @@ class CudaRank final : public Rank {
  private:
   abi::ncclComm_t comm_;
   abi::CUstream stream_;
+  void* scratch_;
 };
 
 // How the ranks get NCCL's id: in a process from each other, and between processes through a file that rank 0 makes.

@@ -161,6 +161,11 @@ bool CaseRun::call(int64_t index) {
   }
   Call x = ready();
   if (c_.change) c_.change(x);
+  if (const Status met = runner_.rank_.meet(); !met.ok()) {
+    outcome.stage = "run";
+    outcome.error = met.message();
+    return false;
+  }
   const bool is_taken = check(start(x, runner_.rank_.stream(index)), "Matmul");
   if (!is_taken) runner_.rank_.give_up(outcome.error);
   const Status done = runner_.rank_.synchronize();

@@ -123,6 +123,16 @@ struct Product {
     Log(product->ordinal, "~Matmul");
     product->Compute();
     fake_cuda_unshare(product->arguments);
+    std::lock_guard<std::mutex> lock(state().mutex);
+    --state().running[product->comm];
+  }
+
+  // On a GPU that ranks share, the real library's ranks do not wait for each other from one call to the next.
+  void Count() const {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    const bool is_shared = Knob("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0 && fake_nccl_nranks(comm) > 1;
+    if (++state().running[comm] > 1 && is_shared)
+      Fail("ranks that share a GPU have begun a call before the last ended");
   }
 
   void Compute() const {
@@ -373,6 +383,7 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   std::memcpy(x->alpha.data(), alpha, x->alpha.size());
   std::memcpy(x->beta.data(), beta, x->beta.size());
   auto* const product = new Product{x, comm, of.ordinal};
+  product->Count();
   (void)cuLaunchHostFunc(of.stream, Product::Run, product);
   return CUBLASMP_STATUS_SUCCESS;
 }

@@ -38,6 +38,7 @@ struct State {
   std::map<std::pair<const void*, int>, ncclComm_t> comms;  // of a group's first grid, by hostmp's group and the rank
   std::set<std::pair<void*, cublasMpGrid_t>> buffers;       // registered
   std::set<const void*> descriptors;
+  std::map<ncclComm_t, int> running;                    // products that have not ended, by the rank's communicator
   std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
   std::map<int, std::string> log;                       // by device
   cublasMpLoggerCallback_t logger = nullptr;

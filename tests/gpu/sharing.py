@@ -82,7 +82,34 @@ def apart():
     products.compare(got, want @ square + want)
 
 
+def microbatches():
+    """Gradients of microbatches, added: products that follow each other without a wait, beside XLA's collectives."""
+    mesh, rng = jax.make_mesh((nranks,), ("y",), axis_types=(AxisType.Explicit,)), np.random.default_rng(0)
+    xs, up, down = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((4, 64, 128), (128, 256), (256, 128)))
+
+    def layer(weights, x):
+        h = jaxmp.matmul(x, weights[0], out_sharding=P(None, "y"), implementation="cublasmp")
+        return jaxmp.matmul(h, weights[1], out_sharding=P("y", None), implementation="cublasmp")
+
+    @jax.jit
+    def step(weights, xs):
+        def add(total, x):
+            loss, grads = jax.value_and_grad(lambda w: jnp.sum(layer(w, x)) + jnp.sum(layer(w, -2 * x)))(weights)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), xs)
+
+    with jax.set_mesh(mesh):
+        weights = cases.put(up, mesh, P(None, "y")), cases.put(down, mesh, P("y", None))
+        grads, losses = step(weights, cases.put(xs, mesh, P(None, "y", None)))
+    ones = np.ones((64, 128), np.float32)
+    products.compare(losses, -np.sum(xs @ up @ down, axis=(1, 2)))
+    products.compare(grads[0], -np.sum([x.T @ (ones @ down.T) for x in xs], axis=0))
+    products.compare(grads[1], -np.sum([(x @ up).T @ ones for x in xs], axis=0))
+
+
 def everything():
+    microbatches()
     # cuBLASMp multiplies contiguous shards on square grids only.
     found = [among(case, nranks) for case in products.FOUR if case.pattern != "grid" or nranks == 4]
     plain = [case for case in found if case.name in ("ag-data", "rs-data", "ar-data", "grid")]
