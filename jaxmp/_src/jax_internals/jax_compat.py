@@ -127,27 +127,26 @@ def mesh_axes() -> tuple[tuple[str, int], ...]:
 axis_env: Callable[[], Any] = _core.get_axis_env
 
 
+def is_jit_disabled() -> bool:
+    """Whether jitted functions run as they are: under `jax.disable_jit`."""
+    return bool(_config.disable_jit.value)
+
+
 def is_vma_checked() -> bool:
     """Whether the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
 
 
-# The flags of JAX under which jaxmp's code is traced: operands of one operation are cast to vary over the same axes of
-# a shard_map, and what depends on no operand, as a device's place in the mesh, is not evaluated while it is traced.
-_KNOWN_FLAGS = ((_config.auto_pcast, True), (_config.eager_constant_folding, False))
-
-
 def under_known_flags(fn: F) -> F:
-    """`fn`, which traces under the flags that jaxmp's code knows, whatever the user has set."""
+    """`fn`, which traces under the flags of JAX that jaxmp's code knows, whatever the user has set: operands of one
+    operation are cast to vary over the same axes of a shard_map, and what depends on no operand, as a device's place in
+    the mesh, is not evaluated while it is traced."""
 
     @functools.wraps(fn)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        others = [flag(known) for flag, known in _KNOWN_FLAGS if flag.value is not known]
-        if not others:  # at each eager call
+        if _config.auto_pcast.value and not _config.eager_constant_folding.value:  # at each eager call
             return fn(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for flag in others:
-                stack.enter_context(flag)
+        with _config.auto_pcast(True), _config.eager_constant_folding(False):
             return fn(*args, **kwargs)
 
     return cast(F, traced)

@@ -24,7 +24,7 @@ from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 
-from jaxmp._src.jax_internals.jax_compat import varying_axes
+from jaxmp._src.jax_internals.jax_compat import is_jit_disabled, varying_axes
 
 Jaxpr = _core.Jaxpr
 
@@ -158,7 +158,7 @@ class Recording(_pe.DynamicJaxprTrace):
 
 def is_untraced() -> bool:
     """Whether functions run without a trace here: under `jax.disable_jit`, unless a caller is traced to a jaxpr."""
-    return bool(_config.disable_jit.value) and not isinstance(_core.trace_ctx.trace, _pe.DynamicJaxprTrace)
+    return is_jit_disabled() and not isinstance(_core.trace_ctx.trace, _pe.DynamicJaxprTrace)
 
 
 def is_type_of(aval: Any, x: Any) -> bool:

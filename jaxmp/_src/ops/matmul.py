@@ -126,6 +126,8 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
+    if not options and c is None and scaling is None and epilog is Epilog.NONE and eager_calls.is_simple(a, b):
+        return _of_two(a, b)  # type: ignore[no-any-return]
     request = Request("matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
@@ -136,6 +138,12 @@ def matmul(
     if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
         return _contract(request, entry)
     return product(request, entry, operands)
+
+
+@functools.partial(jax.jit, inline=True)
+def _of_two(a: jax.Array, b: jax.Array) -> Any:
+    """Their product, by JAX's own dispatch, which finds an eager call in less time than `eager_calls.find`."""
+    return matmul(a, b)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:

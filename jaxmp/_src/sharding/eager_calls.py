@@ -89,10 +89,19 @@ def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) 
 
 def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
     """Whether all operands are arrays of one device, and nobody speaks of a mesh."""
+    return request.out_sharding is request.in_shardings is request.mesh is None and _are_on_one_device(*operands)
+
+
+def _are_on_one_device(*operands: Any) -> bool:
     for x in operands:
         if type(x) is not jax_compat.ArrayImpl or not isinstance(x.sharding, SingleDeviceSharding):
             return False
-    return request.out_sharding is request.in_shardings is request.mesh is jax_compat.ambient_mesh() is None
+    return jax_compat.ambient_mesh() is None
+
+
+def is_simple(*operands: Any) -> bool:
+    """Whether JAX's own dispatch of a jitted function serves an eager call that has no options."""
+    return _are_on_one_device(*operands) and not (native.has_barrier or jax_compat.is_jit_disabled())
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:

@@ -43,8 +43,9 @@ def public(fn: F) -> F:
     def called(*args: Any, **kwargs: Any) -> Any:
         register_imported()
         args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
-        kwargs = {name: as_array(x) for name, x in kwargs.items()} if kwargs else kwargs
-        if not keywords.issuperset(kwargs):
+        if kwargs:
+            kwargs = {name: as_array(x) for name, x in kwargs.items()}
+        if kwargs and not keywords.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in parameters)
             raise TypeError(
                 f"{fn.__name__}() got an unexpected keyword argument {unknown!r}; {_remedy(unknown, parameters)}"
