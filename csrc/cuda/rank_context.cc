@@ -1,7 +1,6 @@
 #include "csrc/cuda/rank_context.h"
 
-#include <cstdlib>
-#include <cstring>
+#include <atomic>
 #include <limits>
 
 #include "csrc/cublasmp/status.h"
@@ -14,6 +13,8 @@ namespace {
 // What a rank that cannot go on brings to an agreement: more than any number of bytes.
 constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
 
+std::atomic<bool> may_ranks_share = false;
+
 // For what stays for the life of the process.
 template <typename T>
 std::shared_ptr<T> Unowned(T* object) {
@@ -21,6 +22,8 @@ std::shared_ptr<T> Unowned(T* object) {
 }
 
 }  // namespace
+
+void SetSharing(bool may_share) { may_ranks_share = may_share; }
 
 RankContext::RankContext(std::string key, int64_t group, int rank, int nranks)
     : key_(std::move(key)), group_(group), rank_(rank), nranks_(nranks) {}
@@ -47,13 +50,11 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
   return Meet();
 }
 
-// Ranks that share a device leave wrong results where one is ahead of another (docs/gpu.md). NCCL lets them share by
-// this variable alone, which may be set for some of them only.
+// Ranks that share a device leave wrong results where one is ahead of another (docs/gpu.md). NCCL's variable, which
+// lets them share, may be set for some of them only.
 Status RankContext::Meet() {
   if (nranks_ == 1 || may_share_ == 0) return {};
-  const char* const setting = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-  const bool is_set = setting && std::strcmp(setting, "0") != 0;
-  JAXMP_ASSIGN_OR_RETURN(may_share_, AllReduceMax(is_set ? 1 : 0, stream_));
+  JAXMP_ASSIGN_OR_RETURN(may_share_, AllReduceMax(may_ranks_share ? 1 : 0, stream_));
   return {};
 }
 

@@ -17,6 +17,9 @@
 
 namespace jaxmp::cuda {
 
+// Whether ranks of other processes may be on this process's devices; said ahead of its first call.
+void SetSharing(bool may_share);
+
 // Communicator, handle, grids and workspaces are made when a call first needs them, on the thread that brings that
 // call: making them is collective, and every rank comes to it at the same call of the same program. They stay for the
 // life of the process: destroying them is collective too, and nothing that ends (a plan, an executable) ends on all

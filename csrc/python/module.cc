@@ -20,6 +20,7 @@
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"
+#include "csrc/cuda/rank_context.h"
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/deferred_product.h"
 #include "csrc/ffi/host_grouped.h"
@@ -258,6 +259,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
+  m.def("set_sharing", &cuda::SetSharing, nb::arg("may_share"));
   m.def(
       "start_barrier",
       [](int process, int nprocesses, double timeout, int interrupts) {

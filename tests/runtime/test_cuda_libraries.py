@@ -177,7 +177,7 @@ def opening(wheels, monkeypatch):
 
 def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch, caplog):
     module = opening()
-    config = config_lib.parse({"JAXMP_TIMEOUT": "7"})
+    config = config_lib.parse({"JAXMP_TIMEOUT": "7", "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     monkeypatch.setattr(native, "config", lambda: config)
     caplog.set_level(logging.DEBUG, "jaxmp.cublasmp")
     assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == ("", "")
@@ -186,6 +186,7 @@ def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch,
     assert settings == [
         ("set_cublasmp_log", True),
         ("set_timeout", 7.0),
+        ("set_sharing", True),
         ("set_exchange", None),
         ("set_cuda_device_ids", {}),
     ]

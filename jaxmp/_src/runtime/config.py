@@ -72,7 +72,7 @@ _LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the variables of `VARIABLES` say, parsed and checked."""
+    """What the variables of `VARIABLES` say, and one of NCCL's, parsed and checked."""
 
     log: frozenset[str]
     plan_cache_size: int
@@ -82,6 +82,7 @@ class Config:
     gpu_timeout: float = 25.0
     instruction_set: str | None = None
     shares_memory: bool = True
+    ranks_share_gpus: bool = False
 
 
 @functools.cache
@@ -125,6 +126,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
         instruction_set or None,
         is_on("JAXMP_SHARED_MEMORY"),
+        environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0",
     )
 
 

@@ -135,6 +135,7 @@ def _open_cublasmp() -> str:
         return str(error)
     module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
     module.set_timeout(config().gpu_timeout if gpu_timeout is None else gpu_timeout)
+    module.set_sharing(config().ranks_share_gpus)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
     module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
     try:
