@@ -151,7 +151,7 @@ Status CheckNumbers(const Problem& problem) {
     if (range.value <= range.most) continue;
     return InvalidArgument("jaxmp: attribute ", range.name, " must be at most ", range.most, ", got ", range.value);
   }
-  if (problem.compute != Compute::k32I) return {};
+  if (problem.compute != Compute::k32I || problem.dtype_d != DType::kS32) return {};
   const std::pair<const char*, std::complex<double>> scalars[] = {{"alpha", problem.alpha}, {"beta", problem.beta}};
   for (const auto& [name, value] : scalars) {
     const bool fits = value.real() >= INT32_MIN && value.real() <= INT32_MAX;  // false for a NaN

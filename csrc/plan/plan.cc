@@ -66,7 +66,7 @@ Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
   const auto store = [&scalar](auto typed) { std::memcpy(scalar.bytes, &typed, sizeof(typed)); };
   const bool is_complex = problem_.dtype_a == DType::kC64 || problem_.dtype_a == DType::kC128;
   const bool is_double = IsDouble(problem_.compute);
-  if (problem_.compute == Compute::k32I) {
+  if (problem_.compute == Compute::k32I && problem_.dtype_d == DType::kS32) {
     store(static_cast<int32_t>(value.real()));
     return scalar;
   }

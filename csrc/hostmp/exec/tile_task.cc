@@ -76,10 +76,26 @@ class TileTask {
   void SumThenScale() {
     product_.tiling().k.empty() ? FillZero() : Multiply(false);
     const std::complex<double> alpha = call_.alpha * TensorScale();
-    if (alpha != 1.0) {
+    if (call_.scales_integers()) {
+      ScaleColumns(alpha.real());
+    } else if (alpha != 1.0) {
       ScaleSums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha, call_.accumulator(), call_.takes_scales());
     }
     for (const TileStore& store : stores_) store.AddC(true);
+  }
+
+  // Of sums of integers: in floats, times alpha and the scales of their rows and columns, which those hold who have these
+  // of the operands.
+  void ScaleColumns(double alpha) {
+    const ScaledProduct p = ScaledProductOf(product_.tiling().k.empty() ? CommonRange{} : product_.tiling().k.front());
+    const float* const of_rows = p.a.scales.of_outer(p.a.outer);
+    char* z = z_.data;
+    for (const auto& [n, x] : p.b) {
+      const float* const of_cols = x.scales.of_outer(x.outer);
+      for (int64_t col = 0; col < n; ++col, z += BytesOf(abi::CUDA_R_32F, z_.ld)) {
+        ScaleIntegers(z, of_rows, of_cols ? alpha * of_cols[col] : alpha, tile_.rows);
+      }
+    }
   }
 
   // Of A and B; the ranks agree on tensor-wide scales.

@@ -63,12 +63,18 @@ struct MatmulCall {
   const Axis& b_n() const { return is_b_plain() ? b.desc.cols : b.desc.rows; }
   // Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
   bool sums_over_ranks() const { return a_k().nprocs == nranks && b_k().nprocs == nranks; }
-  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type); }
+  abi::cudaDataType_t accumulator() const {
+    return is_mixed() || scales_integers() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type);
+  }
   // Whether operands are decoded: both, or one beside a wider one.
-  bool is_decoded() const { return is_mixed() || takes_scales(); }
+  bool is_decoded() const { return is_mixed() || (takes_scales() && !scales_integers()); }
   bool is_mixed() const { return Facts(a.desc.type).is_low_precision != Facts(b.desc.type).is_low_precision; }
   bool is_low_precision() const { return Facts(a.desc.type).is_low_precision && Facts(b.desc.type).is_low_precision; }
-  bool takes_scales() const { return is_low_precision() && IsScaled(a.desc.type); }
+  bool takes_scales() const { return is_low_precision() && (IsScaled(a.desc.type) || scales_integers()); }
+  // Whether exact sums of integers become floats, times their scales.
+  bool scales_integers() const {
+    return is_low_precision() && a.desc.type == abi::CUDA_R_8I && d.desc.type != abi::CUDA_R_32I;
+  }
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }
   bool stores_low_precision() const { return Facts(d.desc.type).is_low_precision; }

@@ -1,6 +1,7 @@
 #include "csrc/hostmp/numeric/scales.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "csrc/hostmp/cpu/dispatch.h"
 
@@ -30,7 +31,22 @@ void ScaleBlock(const Downconversion& out, float* values, int64_t count, int64_t
   for (int64_t i = 0; i < count; ++i) values[i] *= inverse;
 }
 
+JAXMP_DISPATCH(ScaleRun, (const int32_t* sums, const float* scales, double scale, int64_t count, float* to),
+               (sums, scales, scale, count, to), for (int64_t i = 0; i < count; ++i) {
+                 to[i] = static_cast<float>(sums[i] * (scales ? scales[i] * scale : scale));
+               })
+
 }  // namespace
+
+void ScaleIntegers(void* z, const float* scales, double scale, int64_t count) {
+  int32_t sums[kRowsAtOnce];
+  float* const to = static_cast<float*>(z);
+  for (int64_t i = 0; i < count; i += kRowsAtOnce) {
+    const int64_t run = std::min(kRowsAtOnce, count - i);
+    std::memcpy(sums, to + i, static_cast<size_t>(4 * run));
+    ScaleRunBest(sums, scales ? scales + i : nullptr, scale, run, to + i);
+  }
+}
 
 uint32_t DownconvertTile(const Downconversion& out) {
   alignas(64) float values[kRowsAtOnce];

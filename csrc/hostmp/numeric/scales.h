@@ -50,6 +50,10 @@ struct Scales {
     const uint8_t bits = static_cast<const uint8_t*>(data)[TiledOffset(inner, outer, inners)];
     return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? Ue8m0(bits) : Ue4m3(bits);
   }
+  // By outer index, or null where all of them share one.
+  const float* of_outer(int64_t outer) const {
+    return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32 ? static_cast<const float*>(data) + outer : nullptr;
+  }
   // Of a mode that scales sums: VEC128 is outer-major, BLK128x128 inner-major in columns of a multiple of 4.
   float OfSum(int64_t inner, int64_t outer, int64_t inners, int64_t outers) const {
     const float* const values = static_cast<const float*>(data);
@@ -58,6 +62,10 @@ struct Scales {
     return values[outer / 128 * RoundUp(inners, 4) + inner];
   }
 };
+
+// A column of int32 sums becomes floats: each times `scale`, and times its own of `scales`, unless that is null. In double,
+// where a product of scales stays in range, and rounded once.
+void ScaleIntegers(void* z, const float* scales, double scale, int64_t count);
 
 // What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
 // each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place

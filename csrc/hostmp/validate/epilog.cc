@@ -14,7 +14,7 @@ using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 Status CheckBiasAttributes(const cublasMpMatmulDescriptor& desc, MatmulCall* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
   call->bias_type = desc.is_set[kType] ? AttributeOf<cudaDataType_t>(desc, kType) : call->d.desc.type;
-  if (call->is_low_precision()) {
+  if (call->is_low_precision() && !call->scales_integers()) {
     JAXMP_RETURN_IF_ERROR(CheckLowPrecisionBias(*call));
   } else if (call->bias_type != call->d.desc.type) {
     return Unimplemented("the bias is ", NameOf(call->bias_type), " and D is ", NameOf(call->d.desc.type),

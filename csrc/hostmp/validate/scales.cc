@@ -17,14 +17,14 @@ bool IsPair(cudaDataType_t a, cudaDataType_t b) {
 }
 
 bool IsResult(cudaDataType_t a, cudaDataType_t b, cudaDataType_t d) {
-  if (a == CUDA_R_8I) return d == CUDA_R_32I;
   if (IsWide(d)) return true;
+  if (a == CUDA_R_8I) return d == CUDA_R_32I;
   if (a == CUDA_R_4F_E2M1) return d == CUDA_R_4F_E2M1;
   return d == CUDA_R_8F_E4M3 || (d == CUDA_R_8F_E5M2 && (a == d || b == d));
 }
 
 std::string ResultsOf(cudaDataType_t a, cudaDataType_t b) {
-  if (a == CUDA_R_8I) return "s32";
+  if (a == CUDA_R_8I) return "s32, f16, bf16 or f32";
   if (a == CUDA_R_4F_E2M1) return "f16, bf16, f32 or f4e2m1";
   const bool has_e5m2 = a == CUDA_R_8F_E5M2 || b == CUDA_R_8F_E5M2;
   return std::string("f16, bf16, f32, ") + (has_e5m2 ? "f8e4m3 or f8e5m2" : "or f8e4m3");
@@ -77,6 +77,10 @@ Status CheckUnits(const MatmulCall& call) {
 Status CheckModes(const MatmulCall& call) {
   const ScaleMode a = call.scale_a.mode, b = call.scale_b.mode;
   const std::string modes = StrCat("A_SCALE_MODE ", NameOf(a), " and B_SCALE_MODE ", NameOf(b));
+  if (call.scales_integers()) {
+    if (!BlockOf(a) && !BlockOf(b)) return {};
+    return Unimplemented(modes, " have blocks; s8 takes SCALAR_FP32 and OUTER_VEC_FP32");
+  }
   const bool both_blk = a == b && a == CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
   const bool mixes_128 = BlockOf(a) == 128 && BlockOf(b) == 128;
   if ((a != b && !mixes_128) || both_blk) {
@@ -171,9 +175,10 @@ Status CheckLowPrecisionBias(const MatmulCall& call) {
 }
 
 Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog) {
-  if (call.epilog == 0) return {};
+  if (call.epilog == 0 || (call.scales_integers() && epilog.gradient == Gradient::kNone)) return {};
   if (call.a.desc.type == CUDA_R_8I) {
-    return Unimplemented("epilog ", epilog.name, " has no form for s8; use DEFAULT");
+    return Unimplemented("epilog ", epilog.name, " has no form for s8 and D of ", NameOf(call.d.desc.type),
+                         "; use DEFAULT");
   }
   const bool is_gelu = epilog.activation == Activation::kGelu;
   if ((is_gelu && (!epilog.has_aux || epilog.is_derivative)) || epilog.gradient != Gradient::kNone) {
@@ -241,7 +246,7 @@ Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCal
       return InvalidArgument(name, " is not set, but its mode is ", NameOf(scales->mode));
     }
   }
-  return CheckUnits(*call);
+  return call->scales_integers() ? Status() : CheckUnits(*call);
 }
 
 }  // namespace jaxmp::hostmp

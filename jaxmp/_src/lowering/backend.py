@@ -87,7 +87,7 @@ def choose_for_batch(
     is_shared, is_low_precision = spec.group.nranks > 1, low_precision.is_low_precision(wide)
     is_known = isinstance(work, int)
     is_large = is_known and work >= LARGE_IN_BATCH
-    is_together = is_known and is_narrow and not spec.scales.are_of_factors
+    is_together = is_known and is_narrow and not (spec.scales.are_of_factors and low_precision.is_scaled(wide))
     if choice.implementation == "host" and is_together and not (is_shared and is_large):
         why = "both operands have a batch: one product for all of it"
         return Choice("host+xla" if is_shared else "host", why), True
@@ -187,7 +187,8 @@ def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     if precisions.sums_in_16_bits(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
     if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
-        return "cuBLASMp multiplies int8 to float32 only, not to int32"
+        not_to = "int32" if np.issubdtype(spec.out_dtype, np.integer) else "sums that scales multiply"
+        return f"cuBLASMp multiplies int8 to float32 only, not to {not_to}"
     return ""
 
 

@@ -199,7 +199,7 @@ class SeparateEpilog(ResolvedCall):
     @staticmethod
     def asked(product: Product) -> Product:
         spec, a, b = product
-        out = accumulator(low_precision.operand_type(a.dtype, b.dtype))
+        out = accumulator(low_precision.operand_type(a.dtype, b.dtype), spec.out_dtype)
         return Product(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
 
     def results(self, operands: Operands, **where: Any) -> Operands:

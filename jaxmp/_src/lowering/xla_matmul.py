@@ -62,12 +62,12 @@ def matmul(
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
-    is_low_precision = low_precision.is_low_precision(a.dtype)
-    if spec.distributions or (is_low_precision and (spec.scales.are_of_factors or processes)):
+    is_scaled = low_precision.is_scaled(a.dtype)
+    if spec.distributions or (is_scaled and (spec.scales.are_of_factors or processes)):
         local_product = None
     if 0 in (*a.shape, *b.shape):
         a, b = _decoded(a, b, operands, spec, acc)
-        z = jnp.zeros(extents(spec, a.shape, b.shape).d, acc)
+        z = jnp.zeros(extents(spec, a.shape, b.shape).d, np.float32 if _scales_sums(acc, spec) else acc)
         return apply_epilog(z, operands | {"a": a, "b": b}, spec)
     memory = processes.memory if processes else None
     memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
@@ -95,7 +95,8 @@ def matmul(
         return psum_scatter(z, spec.group.axes, scattered) if spec.group.nranks > 1 else z
 
     shards = computed(a, b, operands)
-    own = operands | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
+    of_sums = _gather_scales(spec, operands, all_gather) if _scales_sums(acc, spec) else operands
+    own = of_sums | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
     if chunks:
         z = chunks.gathered(*shards, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
         return apply_epilog(z, own, spec)
@@ -157,9 +158,11 @@ def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, pl
 def _decoded(
     a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Operands of fp8 and fp4 times their scales, in the accumulator's type, and others as they are."""
+    """Operands of fp8 and fp4 times their scales, and of int8, in the accumulator's type, and others as they are."""
     if not low_precision.is_low_precision(a.dtype):
         return a, b
+    if not low_precision.is_scaled(a.dtype):
+        return a.astype(acc), b.astype(acc)
     a = low_precision.dequantize(a, operands.get("scale_a"), spec.scales.a, acc)
     return a, low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
 
@@ -218,6 +221,8 @@ def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands
     `operands` are those of the call by name, of which a and b are this device's shards, which some epilogs sum; an
     "alpha" or "beta" among them is an array, and takes the place of the spec's.
     """
+    if _scales_sums(z.dtype, spec):
+        z = _scaled(z.astype(np.float32), operands)
     acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
     if alpha is not None or spec.alpha != 1:
         z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
@@ -241,6 +246,19 @@ def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands
         summed = (operands | outputs)[bias_grad.summed(row.gradient)]
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
     return {name: outputs[name] for name in spec.output_names}
+
+
+def _scales_sums(acc: np.dtype, spec: MatmulSpec) -> bool:
+    """Whether scales bring exact sums, of int8, to the result's type."""
+    return acc == np.int32 and spec.out_dtype.name in low_precision.WIDE
+
+
+def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
+    """z times the scales of its rows and columns."""
+    for name, dim in (("scale_a", 1), ("scale_b", 0)):
+        scale = operands.get(name, np.float32(1))
+        z = z * (lax.expand_dims(scale, (dim,)) if scale.ndim else scale)
+    return z
 
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
@@ -282,13 +300,24 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
     """The operands by name, with the scales of what is gathered."""
-    if spec.contraction.gathered is None or spec.group.nranks == 1:
+    product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
+    if product.is_block_grid:  # what is stored transposed has its rows where the grid has columns
+        for name, is_transposed, have, want in (
+            ("scale_a", spec.transpose_a, cols, rows),
+            ("scale_b", spec.transpose_b, rows, cols),
+        ):
+            if is_transposed and spec.scales.of(name) == low_precision.OUTER_VEC:
+                part = collectives.own_part(all_gather(operands[name], have, 0), 0, want)
+                operands = {**operands, name: part}
+    if product.gathered is None or spec.group.nranks == 1:
         return operands
-    which, dimension = spec.contraction.gathered
-    name, mode = f"scale_{which}", spec.scales.a if which == "a" else spec.scales.b
-    if mode not in low_precision.BLOCK and (mode != low_precision.OUTER_VEC or dimension):
+    which, dimension = product.gathered
+    name, mode, outer = f"scale_{which}", spec.scales.of(f"scale_{which}"), {"a": "m", "b": "n"}[which]
+    if mode not in low_precision.BLOCK and (
+        mode != low_precision.OUTER_VEC or getattr(product, which)[dimension] != outer
+    ):
         return operands
-    return {**operands, name: all_gather(operands[name], spec.group.axes, dimension)}
+    return {**operands, name: all_gather(operands[name], spec.group.axes, dimension * (mode in low_precision.BLOCK))}
 
 
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:

@@ -69,7 +69,7 @@ def matmul_batch_rule(
     size = next(operands[name].shape[0] for name in names if name in batched)
     if _folds_into_rows(spec, batched):
         for name in spec.operand_names:
-            if has_rows(name) and name not in batched:
+            if _folds(spec, name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
         outputs = bind_rows(spec.folded(size), operands)
     elif may_batch(spec) and batched.issuperset("ab"):
@@ -134,10 +134,15 @@ def _split_gradient(
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
-    if spec.scales.amax_d or spec.scales.amax_aux or not low_precision.is_of_tensor(spec.scales.a):
-        return False  # the maximum is one a product, and scales have rows of their own
-    is_fixed = all(has_rows(name) for name in batched - {"a"})
+    if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a in low_precision.BLOCK:
+        return False  # the maximum is one a product, and blocks may have rows of their own
+    is_fixed = all(_folds(spec, name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
+
+
+def _folds(spec: MatmulSpec, name: str) -> bool:
+    """Whether an operand beside a and b has a number for each row of a or of d."""
+    return has_rows(name) or (name == "scale_a" and spec.scales.a == low_precision.OUTER_VEC)
 
 
 def activation_grad_batch_rule(

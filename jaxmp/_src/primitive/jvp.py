@@ -122,8 +122,11 @@ def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
-    a = low_precision.dequantize(operands["a"], operands.get("scale_a"), spec.scales.a, dtype)
-    b = low_precision.dequantize(operands["b"], operands.get("scale_b"), spec.scales.b, dtype)
+    stored = ("a", spec.scales.a, spec.transpose_a), ("b", spec.scales.b, not spec.transpose_b)
+    a, b = (
+        low_precision.dequantize(operands[name], operands.get(f"scale_{name}"), mode, dtype, is_k_first=is_k_first)
+        for name, mode, is_k_first in stored
+    )
     call = fit_comm_options(spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog))
     extra = {name: operands[name] for name in call.operand_names}
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}

@@ -56,7 +56,7 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) ->
         rows = a.shape[:-1]
         a = fold_rows(a, len(rows), 0, 1)
     is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
-    accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
+    accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype), spec.out_dtype)
     swapped = spec.replace(transpose_a=is_transposed).swapped()
     transposed = swapped.bilinear(
         out_dtype=spec.out_dtype if is_plain else accumulated,  # cotangents have this type too

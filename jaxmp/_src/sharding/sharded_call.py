@@ -282,7 +282,8 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
-        return operand[: len(operand) - 2 + len(found)] if found else ()
+        own = dict(zip((span.dim for span in spans(spec, name[-1])), operand[-2:], strict=True))
+        return (*operand[:-2], *(own[span.dim] for span in found)) if found else ()
     if len(found) != 1:
         return plan.layout.d if found else ()
     dim = plan.layout.d[-2 if found[0].dim == "m" else -1]

@@ -50,7 +50,7 @@ Scale = jax.Array | np.ndarray | np.generic
 )
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The scales of float8 and float4 operands and results, and what else such a product returns: a pytree.
+    """The scales of float8, float4 and int8 operands and results, and what else such a product returns: a pytree.
 
     The mode follows from a scale's shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
 
@@ -60,6 +60,9 @@ class Scaling:
         (rows, k/16)          float8_e4m3fn    NVFP4 (a and b alike)
         (rows, k/128)         float32          1 x 128 blocks
         (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
+
+    int8 operands, stored either way, take the first two, in any mixture: rows lie across k, m of a and n of b. Their
+    sums are exact, and become float32 where the scales multiply them.
 
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
@@ -127,11 +130,11 @@ def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (a, b.astype(wide)) if a.dtype == wide else (a.astype(wide), b)
 
 
-def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
+def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
     """Types of D for operands of types a and b; empty where the two do not go together."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
-        return ("int32",)
+        return WIDE if has_scaling else ("int32",)
     if names == {FLOAT4}:
         return (*WIDE, FLOAT4)
     if names <= set(FLOAT8) and "float8_e4m3fn" in names:
@@ -142,8 +145,9 @@ def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
 # Scales --------------------------------------------------------------------------------------------------------
 
 
-def find_mode(argument: str, scale: ArrayType | None, shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """The mode of an operand's scale from its shape and dtype; `shape` is the operand's, (..., rows, k)."""
+def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool = False) -> str:
+    """The mode of the scale of an operand x, (..., rows, k) or (..., k, rows), from its shape and dtype."""
+    shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
         if is_float4:
@@ -165,6 +169,8 @@ def find_mode(argument: str, scale: ArrayType | None, shape: tuple[int, ...], dt
         del options[BLK128]  # rows fold, blocks of rows do not
     if is_float4:
         options = {VEC16: (*shape[:-1], k // 16)}
+    if np.dtype(dtype).name == INT8:
+        options = {SCALAR: (), OUTER_VEC: (*shape[:-2], shape[-1]) if is_k_first else shape[:-1]}
     blocked = {BLOCK[mode] for mode in options if mode in BLOCK and k % BLOCK[mode]}
     options = {mode: wanted for mode, wanted in options.items() if BLOCK.get(mode) not in blocked}
     for mode, wanted in options.items():
@@ -211,10 +217,14 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, count)).reshape(*x.shape[:-1], x.shape[-1] * count)
 
 
-def dequantize(x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike) -> jax.Array:
+def dequantize(
+    x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
+) -> jax.Array:
     """x times its scales, in `dtype`; multiplied in float32 at least, for the range of the scales."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
+    if is_k_first:
+        return dequantize(x.mT, scale, mode, dtype).mT
     wide = x.astype(jnp.promote_types(dtype, jnp.float32))
     if mode == VEC32:  # 2^-127 is no normal number, and XLA takes it for 0 on CPUs
         is_least = lax.bitcast_convert_type(scale, jnp.uint8) == 0

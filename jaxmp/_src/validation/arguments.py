@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec import levels, precisions
+from jaxmp._src.spec import levels, low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.extents import check_local_shapes
 from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, accumulator, interned
@@ -99,13 +99,13 @@ def validated(
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
     shape = (*a.shape[:-2], *found.d)
     c_dtype = bias_dtype = out
-    if is_low_precision:
+    if low_precision.is_scaled(operand):
         c_dtype, bias_dtype = scale_checks.side_dtypes(out, c, (request.epilog_inputs or {}).get("bias"))
     if c is not None or request.beta is not None:
         scalars["beta"] = check_c(c, request.beta, c_dtype, shape)
     traced = {name: x for name, x in scalars.items() if isinstance(x, jax.Array)}
     changes = scalars | dict.fromkeys(traced, 1.0) | {"has_c": c is not None, "traced": tuple(traced)}
-    changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype} if is_low_precision else {}
+    changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype} if c_dtype != out or bias_dtype != out else {}
     inputs: dict[str, Any] = {}
     if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
         of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)

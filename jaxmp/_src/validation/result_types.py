@@ -180,7 +180,7 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     mixes = is_mixed(*both) and not has_scaling
     is_low = any(map(is_scaled, both)) or all(map(is_low_precision, both))
     if is_low and (not mixes or preferred is None):  # without a type JAX promotes neither float8 nor float4
-        return CallTypes(a.dtype, _of_low_precision(*both, preferred), True, mixes)
+        return CallTypes(a.dtype, _of_low_precision(*both, preferred, has_scaling), True, mixes)
     takes_pair = preferred is not None and is_mixed(*both)
     try:
         operand = operand_type(*both) if takes_pair else np.dtype(jnp.result_type(a, b))
@@ -203,17 +203,17 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     return CallTypes(preferred if is_integer else operand, preferred, False, mixes)
 
 
-def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None) -> np.dtype:
+def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
     """The type of D for operands of 8 bits and fewer, which are never promoted."""
-    allowed = result_dtypes(a, b)
+    allowed = result_dtypes(a, b, has_scaling)
     if not allowed:
         raise (NoPromotion if preferred is None else NoKernel)(
             f"{{a}} is {a.name} and {{b}} is {b.name}; "
             "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
             "convert one of them"
         )
-    if preferred is None and len(allowed) == 1:
-        return np.dtype(allowed[0])
+    if preferred is None and a == _INT8:
+        return np.dtype(allowed[-1])
     if preferred is None:
         raise NoPromotion(
             f"operands of {a.name} and {b.name} need preferred_element_type; available: {', '.join(allowed)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,20 @@ import numpy as np
 
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import BLK128, FLOAT4, FLOAT8, INT8, NONE, SCALAR, VEC16, VEC32, VEC128, Scaling
+from jaxmp._src.spec.epilogs import RULES
+from jaxmp._src.spec.low_precision import (
+    BLK128,
+    FLOAT4,
+    FLOAT8,
+    INT8,
+    NONE,
+    SCALAR,
+    VEC16,
+    VEC32,
+    VEC128,
+    WIDE,
+    Scaling,
+)
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.validation.operand_checks import check_dtype, check_flag
@@ -47,6 +61,8 @@ def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
             f"transpose_b={spec.transpose_b}"
         )
     allowed: tuple[str, ...] = ("NONE",) if dtype.name == INT8 else _EPILOGS
+    if dtype.name == INT8 and out.name in WIDE:
+        allowed = tuple(epilog.name for epilog, row in RULES.items() if not row.gradient)
     allowed += _GELU_AUX if is_scaled and out.name != FLOAT4 else ()
     if spec.epilog.name not in allowed:
         raise NotAvailable(
@@ -63,23 +79,25 @@ def resolve_scales(
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
         )
-    if not low_precision.is_scaled(a.dtype):
+    is_int8 = scaling is not None and a.dtype.name == b.dtype.name == INT8
+    if not low_precision.is_scaled(a.dtype) and not is_int8:
         if scaling is not None:
             raise InvalidType(
-                f"only float8 and float4 operands take scaling, but {{a}} has dtype {a.dtype}; drop scaling"
+                f"only float8, float4 and int8 operands take scaling, but {{a}} has dtype {a.dtype} and {{b}} "
+                f"{b.dtype}; drop scaling"
             )
         return {}, {}
     out = np.dtype(spec.out_dtype)
     scaling = Scaling() if scaling is None else scaling
     amax, aux_amax = (check_flag(f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
     modes = {
-        "a": low_precision.find_mode("scaling.a", scaling.a, tuple(a.shape), a.dtype),
-        "b": low_precision.find_mode("scaling.b", scaling.b, tuple(b.shape), b.dtype),
+        "a": low_precision.find_mode("scaling.a", scaling.a, a, is_k_first=spec.transpose_a),
+        "b": low_precision.find_mode("scaling.b", scaling.b, b, is_k_first=not spec.transpose_b),
         "c": _check_scalar("c", scaling.c),
         "d": _check_scalar("d", scaling.d),
         "aux": _check_scalar("aux", scaling.aux),
     }
-    _check_modes(modes, out)
+    _check_int8(scaling) if is_int8 else _check_modes(modes, out)
     of_aux = {"aux_dtype": scaling.aux_dtype, "aux": scaling.aux, "aux_amax": aux_amax}
     aux = _resolve_aux(spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (VEC16, VEC32)
@@ -101,6 +119,13 @@ def _check_scalar(argument: str, scale: Any) -> str:
         got = f"shape {scale.shape} of {scale.dtype}" if hasattr(scale, "dtype") else type(scale).__name__
         raise InvalidValue(f"scaling.{argument} must be a float32 scalar of shape (), got {got}")
     return SCALAR
+
+
+def _check_int8(scaling: Scaling) -> None:
+    """Raise where more is said of int8 operands than their scales."""
+    rest = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)[2:]}
+    if said := [name for name, value in rest.items() if value is not None and value is not False]:
+        raise InvalidValue(f"scaling.{said[0]} is of float8 and float4 operands, but {{a}} has dtype int8; drop it")
 
 
 def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
