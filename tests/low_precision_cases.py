@@ -24,6 +24,7 @@ E4M3, E5M2, FP4, E8M0 = (
 )
 TN = {"transpose_b": True}
 F32 = {"preferred_element_type": jnp.float32}
+INT8 = np.dtype(np.int8)
 IMPLEMENTATIONS = ("host", "xla")
 
 
@@ -99,6 +100,9 @@ SCALE_MODES = [
     Mode("blk128-vec128", "blk128", "vec128", unit=128),
     Mode("mxfp8", "mx", "mx", unit=128),
     Mode("nvfp4", "nv", "nv", FP4, 128),
+    Mode("int8", "rows", "rows", INT8, 5),
+    Mode("int8-mixture", "scalar", "rows", INT8, 3),
+    Mode("int8-rows-of-a", "rows", "none", INT8, 7),
 ]
 
 

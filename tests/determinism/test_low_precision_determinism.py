@@ -88,17 +88,17 @@ def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, impleme
 
 
 def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
-    rows = SCALE_MODES[3]
+    blocks = SCALE_MODES[4]
     for name, message in (
         (
             "rs-transposed",
-            "has scales of whole tensors only where columns of the result are gathered or scattered over 'y'",
+            "has scales of whole tensors and rows only where columns of the result are gathered or scattered over 'y'",
         ),
-        ("rs", "has scales of whole tensors only where operands are gathered over 4 ranks"),
+        ("rs", "has scales of whole tensors and rows only where operands are gathered over 4 ranks"),
     ):
-        case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
-        operands = drawn(rng, rows, *case.extents)
-        with pytest.raises(NotImplementedError, match=f"{message}; got scaling.a of outer_vec_fp32"):
+        case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
+        operands = drawn(rng, blocks, *case.extents)
+        with pytest.raises(NotImplementedError, match=f"{message}; got scaling.a of vec128_fp32"):
             call_sharded(case, *operands, AxisType.Explicit, determinism="batch", implementation="xla", **F32)
 
     a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)

@@ -145,7 +145,7 @@ class Gathered(ResolvedCall):
     def results(self, operands: Operands, **where: Any) -> Operands:
         spec, platform = self.spec, where["platform"]
         if spec.group.nranks > 1:
-            operands = operands | xla_matmul.gather_for_part(spec, operands, platform)
+            operands = xla_matmul.gather_for_part(spec, operands, platform)
         outputs = self.inner.emit(operands)
         # Over these axes the ranks have summed other rows of op(a).
         axes = spec.contraction.sharded("d", "m")

@@ -95,7 +95,7 @@ def matmul(
         return psum_scatter(z, spec.group.axes, scattered) if spec.group.nranks > 1 else z
 
     shards = computed(a, b, operands)
-    of_sums = _gather_scales(spec, operands, all_gather) if _scales_sums(acc, spec) else operands
+    of_sums = _scales_of_part(spec, operands, all_gather) if _scales_sums(acc, spec) else operands
     own = of_sums | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
     if chunks:
         z = chunks.gathered(*shards, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
@@ -262,14 +262,17 @@ def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
 
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
-    """a and b with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
+    """The operands with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k,
+    and their scales."""
     a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
     if not product.sums:
-        a, b = _gather_operands(spec, a, b, functools.partial(_all_gather, platform=platform))
-        return {"a": a, "b": b}
+        gather = functools.partial(_all_gather, platform=platform)
+        a, b = _gather_operands(spec, a, b, gather)
+        return _scales_of_part(spec, operands, gather) | {"a": a, "b": b}
     k = product.a.index("k")
     a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else _all_gather(a, axes, k, platform)
-    return {"a": a, "b": _all_gather(b, axes, product.b.index("k"), platform)}
+    b = _all_gather(b, axes, product.b.index("k"), platform)
+    return _scales_of_part(spec, operands, functools.partial(_all_gather, platform=platform)) | {"a": a, "b": b}
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
@@ -300,15 +303,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
     """The operands by name, with the scales of what is gathered."""
-    product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
-    if product.is_block_grid:  # what is stored transposed has its rows where the grid has columns
-        for name, is_transposed, have, want in (
-            ("scale_a", spec.transpose_a, cols, rows),
-            ("scale_b", spec.transpose_b, rows, cols),
-        ):
-            if is_transposed and spec.scales.of(name) == low_precision.OUTER_VEC:
-                part = collectives.own_part(all_gather(operands[name], have, 0), 0, want)
-                operands = {**operands, name: part}
+    product = spec.contraction
     if product.gathered is None or spec.group.nranks == 1:
         return operands
     which, dimension = product.gathered
@@ -317,7 +312,23 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
         mode != low_precision.OUTER_VEC or getattr(product, which)[dimension] != outer
     ):
         return operands
-    return {**operands, name: all_gather(operands[name], spec.group.axes, dimension * (mode in low_precision.BLOCK))}
+    along = dimension if mode in low_precision.BLOCK else 0
+    return operands | {name: all_gather(operands[name], spec.group.axes, along)}
+
+
+def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
+    """The operands by name, with the scales of rows and columns of this rank's part of D."""
+    product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
+    moved = []  # (name, axes over which it is gathered, axes of which this rank takes its part)
+    if product.scattered is not None:
+        moved = [(("scale_a", "scale_b")[product.scattered], (), rows)]
+    elif product.is_block_grid:  # what is stored transposed has its rows where the grid has columns
+        moved = [("scale_a", cols, rows)] * spec.transpose_a + [("scale_b", rows, cols)] * spec.transpose_b
+    for name, have, want in moved:
+        if spec.scales.of(name) == low_precision.OUTER_VEC:
+            x = all_gather(operands[name], have, 0) if have else operands[name]
+            operands = operands | {name: collectives.own_part(x, 0, want)}
+    return operands if moved else _gather_scales(spec, operands, all_gather)
 
 
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:

@@ -29,13 +29,11 @@ from jaxmp._src.validation.scale_checks import check_stored
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
     """One device's part of a planned call."""
-    a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
-        plan, spec, a, b = _untransposed(plan, spec, a, b)
+        plan, spec, operands = _untransposed(plan, spec, operands)
     # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
     if spec.global_order and not spec.contraction.is_grid and not plan.is_partial:
-        spec = _with_order(plan, spec, a)
-    operands = operands | {"a": a, "b": b}
+        spec = _with_order(plan, spec, operands["a"])
     if plan.is_transposed:
         outputs = _bind_transposed(plan, spec, operands)
     else:
@@ -95,8 +93,8 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
 
 
 def _untransposed(
-    plan: Contraction, spec: MatmulSpec, a: jax.Array, b: jax.Array
-) -> tuple[Contraction, MatmulSpec, jax.Array, jax.Array]:
+    plan: Contraction, spec: MatmulSpec, operands: Operands
+) -> tuple[Contraction, MatmulSpec, Operands]:
     """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
@@ -105,14 +103,17 @@ def _untransposed(
     if spec.rule.gradient:
         raise spec.level.refusal(f"has no epilog {spec.epilog.name} {why}", "take another out_sharding")
     check_gathered_scales(spec, why)
-    k, n = (1, 0) if spec.transpose_b else (0, 1)
+    a, b, (k, n) = operands["a"], operands["b"], (1, 0) if spec.transpose_b else (0, 1)
+    of_columns = ["scale_b"] * (spec.scales.b == low_precision.OUTER_VEC)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.gathers:
+            operands = operands | {name: gathered(plan.row_axes, operands[name], 0, spec.source_line) for name in of_columns}
             b = gathered(plan.row_axes, b, n, spec.source_line)
         else:
+            operands = operands | {name: collectives.own_part(operands[name], 0, plan.row_axes) for name in of_columns}
             a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = collectives.all_to_all(b, plan.row_axes, n, k, source_line=spec.source_line)
-    return plan.local(), spec.ungrouped(), a, b
+    return plan.local(), spec.ungrouped(), operands | {"a": a, "b": b}
 
 
 def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
