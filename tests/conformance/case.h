@@ -85,7 +85,10 @@ struct Case : test::BaseCase {
 
   std::string name() const;
   // Of the sums, of alpha and of beta.
-  cudaDataType_t accumulator() const { return in_b == in ? hostmp::AccumulatorOf(in) : CUDA_R_32F; }
+  cudaDataType_t accumulator() const {
+    const bool is_scaled = in == CUDA_R_8I && out != CUDA_R_32I;
+    return in_b == in && !is_scaled ? hostmp::AccumulatorOf(in) : CUDA_R_32F;
+  }
 };
 
 // The cases for this many ranks, always in the same order.

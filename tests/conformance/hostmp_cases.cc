@@ -130,6 +130,27 @@ void add_every_mixed(int nranks, const Add& add) {
   }
 }
 
+// ---- int8 times the scales of rows and columns, which those hold who have these of the operands
+
+void add_scaled_integers(int nranks, const Add& add) {
+  constexpr int kRows = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32, kOne = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
+  for (cudaDataType_t out : kWide) {
+    for (Case c : layouts_on("scaled integers", nranks, CUDA_R_8I, out)) {
+      const bool is_cyclic = c.pattern == Pattern::kCyclic;
+      set_extents(&c, 13, 11, 17);
+      for (const auto& [a, b] : {std::pair(kRows, kRows), {kRows, kOne}, {kUnscaled, kRows}}) {
+        c.scale_a = a, c.scale_b = b;
+        is_cyclic ? add(c) : add_transposed(c, add);
+      }
+      c.has_c = true, c.alpha = 2, c.beta = -1, c.extra_ld = 3;
+      c.epilog = is_cyclic ? 0 : CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS;
+      add(c);
+      c.k = 0;
+      add(c);
+    }
+  }
+}
+
 // ---- epilogs of random numbers
 
 void add_random(Case c, const char* topic, int epilog, const Add& add) {
@@ -221,7 +242,8 @@ std::vector<Case> hostmp_cases(int nranks) {
   if (nranks == 6) add_odd(nranks, add);
   if (nranks > 4) return cases;
   for (auto part :
-       {add_odd, add_shapes, add_large, add_scalars, add_every_mixed, add_random_epilogs, add_refusals_of_hostmp}) {
+       {add_odd, add_shapes, add_large, add_scalars, add_every_mixed, add_scaled_integers, add_random_epilogs,
+        add_refusals_of_hostmp}) {
     part(nranks, add);
   }
   if (nranks == 4) add_rounding(add);

@@ -283,6 +283,9 @@ void add_narrow_of_hostmp(const Refusals& refuse) {
     refuse.set(c, variant.c_str(), expected, says, {{ATTRIBUTE(A_SCALE_MODE), a}, {ATTRIBUTE(B_SCALE_MODE), b}});
   };
   const Case stored = refuse.narrow(kE4M3), wide = refuse.narrow(CUDA_R_32F);
+  integers = refuse.base(CUDA_R_8I, CUDA_R_32F);
+  modes(integers, 4, 4, kUnsupported, {"VEC128_FP32", "have blocks"});
+  modes(integers, 0, 3, kInvalid, {"B_SCALE_POINTER is not set"});
   modes(stored, 5, 5, kUnsupported, {"BLK128x128", "do not go together"});
   modes(stored, 1, 1, kUnsupported, {"VEC16_UE4M3", "do not fit f8e4m3"});
   modes(stored, 3, 3, kUnsupported, {"OUTER_VEC", "not f8e4m3"});

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import BlockCyclic, Epilog
+from jaxmp import BlockCyclic, Epilog, Scaling
 from jaxmp.testing import assert_bitwise_equal
 
 RAN: collections.Counter = collections.Counter()
@@ -44,6 +44,7 @@ def everything():
     for case in ONE_OF_EACH:
         for transposition in ("NT", "TN", "TT"):
             placed(case.replace(transposition=transposition, per_shard=(1, 2, 3)), "explicit")
+            times_scales(case.replace(transposition=transposition, per_shard=(2, 3, 5)))
         placed(case, "in_shardings")
         placed(case, "partitioner")
         placed(case, "shard_map")
@@ -87,6 +88,23 @@ def placed(case, mode_id, **options):
         got = mode.run(mode.product(case, **options), *operands(case, mode, a, b))
         compare(got, np.matmul(*case.op(a, b)))
     RAN[f"placed {mode_id}"] += 1
+
+
+def times_scales(case):
+    """int8, of which sums over processes are exact, times the scales of the rows and columns that each one holds."""
+    rng, mode, (m, n, _) = np.random.default_rng(9), modes.BY_ID["explicit"], case.extents
+    a, b = (rng.integers(-128, 128, x.shape, np.int8) for x in case.integers(rng))
+    s, t = (np.exp2(rng.integers(-2, 3, rows)).astype(np.float32) for rows in (m, n))
+    op_a, op_b = (x.astype(np.int32) for x in case.op(a, b))
+    outer = case.stored[0][case.transposition[0] == "T"], case.stored[1][case.transposition[1] == "N"]
+    for options in ({}, {"determinism": "topology"}, {"implementation": "xla"}):
+        with mode.scope(case):
+            placed = [cases.put(x, case.jax_mesh(), P(dim)) for x, dim in zip((s, t), outer, strict=True)]
+            got = jax.jit(
+                lambda a, b, s, t, options=options: mode.product(case, scaling=Scaling(a=s, b=t), **options)(a, b)
+            )(*operands(case, mode, a, b), *placed)
+            compare(got, (op_a @ op_b).astype(np.float32) * s[:, None] * t)
+        RAN["times scales"] += 1
 
 
 def operands_that_move():

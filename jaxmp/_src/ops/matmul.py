@@ -106,7 +106,7 @@ def matmul(
       implementation: "host", "xla" or "cublasmp"; None: chosen by rule, see `jaxmp.explain`.
       determinism: what d's bits may depend on: "run_to_run", "batch" (in a row, its own inputs alone) or "topology"
         (nor on the mesh); see docs/determinism.md.
-      scaling, comm: a `jaxmp.Scaling` for float8 and float4 operands, a `jaxmp.CommOptions` for cuBLASMp.
+      scaling, comm: a `jaxmp.Scaling` for float8, float4 and int8 operands, a `jaxmp.CommOptions` for cuBLASMp.
 
     Returns:
       d, (..., m, n); with an AUX or BGRAD epilog, or an amax, `(d, {name: array})`. See docs/matmul.md for all details.
