@@ -140,7 +140,8 @@ void add_scaled_integers(int nranks, const Add& add) {
       set_extents(&c, 13, 11, 17);
       for (const auto& [a, b] : {std::pair(kRows, kRows), {kRows, kOne}, {kUnscaled, kRows}}) {
         c.scale_a = a, c.scale_b = b;
-        is_cyclic ? add(c) : add_transposed(c, add);
+        if (!is_cyclic) add_transposed(c, add);
+        if (is_cyclic && b == kRows) add(c);
       }
       c.has_c = true, c.alpha = 2, c.beta = -1, c.extra_ld = 3;
       c.epilog = is_cyclic ? 0 : CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS;

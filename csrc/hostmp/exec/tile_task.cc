@@ -89,10 +89,10 @@ class TileTask {
   void ScaleColumns(double alpha) {
     const ScaledProduct p = ScaledProductOf(product_.tiling().k.empty() ? CommonRange{} : product_.tiling().k.front());
     const float* const of_rows = p.a.scales.of_outer(p.a.outer);
-    char* z = z_.data;
+    float* z = reinterpret_cast<float*>(z_.data);
     for (const auto& [n, x] : p.b) {
       const float* const of_cols = x.scales.of_outer(x.outer);
-      for (int64_t col = 0; col < n; ++col, z += BytesOf(abi::CUDA_R_32F, z_.ld)) {
+      for (int64_t col = 0; col < n; ++col, z += z_.ld) {
         ScaleIntegers(z, of_rows, of_cols ? alpha * of_cols[col] : alpha, tile_.rows);
       }
     }

@@ -31,22 +31,16 @@ void ScaleBlock(const Downconversion& out, float* values, int64_t count, int64_t
   for (int64_t i = 0; i < count; ++i) values[i] *= inverse;
 }
 
-JAXMP_DISPATCH(ScaleRun, (const int32_t* sums, const float* scales, double scale, int64_t count, float* to),
-               (sums, scales, scale, count, to), for (int64_t i = 0; i < count; ++i) {
-                 to[i] = static_cast<float>(sums[i] * (scales ? scales[i] * scale : scale));
+JAXMP_DISPATCH(ScaleRun, (float* z, const float* __restrict scales, double scale, int64_t count),
+               (z, scales, scale, count), for (int64_t i = 0; i < count; ++i) {
+                 int32_t sum;
+                 std::memcpy(&sum, z + i, sizeof(sum));
+                 z[i] = static_cast<float>(sum * (scales ? scales[i] * scale : scale));
                })
 
 }  // namespace
 
-void ScaleIntegers(void* z, const float* scales, double scale, int64_t count) {
-  int32_t sums[kRowsAtOnce];
-  float* const to = static_cast<float*>(z);
-  for (int64_t i = 0; i < count; i += kRowsAtOnce) {
-    const int64_t run = std::min(kRowsAtOnce, count - i);
-    std::memcpy(sums, to + i, static_cast<size_t>(4 * run));
-    ScaleRunBest(sums, scales ? scales + i : nullptr, scale, run, to + i);
-  }
-}
+void ScaleIntegers(float* z, const float* scales, double scale, int64_t count) { ScaleRunBest(z, scales, scale, count); }
 
 uint32_t DownconvertTile(const Downconversion& out) {
   alignas(64) float values[kRowsAtOnce];

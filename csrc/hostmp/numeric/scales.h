@@ -65,7 +65,7 @@ struct Scales {
 
 // A column of int32 sums becomes floats: each times `scale`, and times its own of `scales`, unless that is null. In double,
 // where a product of scales stays in range, and rounded once.
-void ScaleIntegers(void* z, const float* scales, double scale, int64_t count);
+void ScaleIntegers(float* z, const float* scales, double scale, int64_t count);
 
 // What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
 // each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
