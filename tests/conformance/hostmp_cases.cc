@@ -242,9 +242,8 @@ std::vector<Case> hostmp_cases(int nranks) {
   if (nranks > 1) add_masks(nranks, add);
   if (nranks == 6) add_odd(nranks, add);
   if (nranks > 4) return cases;
-  for (auto part :
-       {add_odd, add_shapes, add_large, add_scalars, add_every_mixed, add_scaled_integers, add_random_epilogs,
-        add_refusals_of_hostmp}) {
+  for (auto part : {add_odd, add_shapes, add_large, add_scalars, add_every_mixed, add_scaled_integers,
+                    add_random_epilogs, add_refusals_of_hostmp}) {
     part(nranks, add);
   }
   if (nranks == 4) add_rounding(add);

@@ -4,6 +4,8 @@ Without these a scale could multiply another block than its own, on one device o
 from the one that JAX defines.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,3 +106,61 @@ def test_scaled_dot_general(mode, size, rng):
     for found in results:
         for d, each in zip(found, wanted, strict=False):
             np.testing.assert_allclose(d, each, rtol=1e-5, atol=1e-4)
+
+
+# Scales behind exact sums of int8, as models write them (AQT, qwix).
+
+
+def _by_rows_and_columns(x, w, s, t, bias):
+    z = lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+    return jax.nn.relu(z.astype(jnp.float32) * s[:, None] * t[None, :] + bias[None, :])
+
+
+def _by_kept_dimensions(x, w, s, t, bias):
+    z = jnp.einsum("mk,nk->mn", x, w.T, preferred_element_type=jnp.int32).astype(jnp.float32)
+    return jax.nn.relu(t.reshape(1, -1) * (z * s[:, None]))
+
+
+def _by_the_tensor(x, w, s, t, bias):
+    z = jnp.matmul(x, w, preferred_element_type=jnp.int32).astype(jnp.float32)
+    return jax.nn.relu((z * s[0] * t[None, :] * s[1]).astype(jnp.bfloat16))
+
+
+def _by_blocks_of_columns(x, w, s, t, bias):
+    z = jnp.matmul(x, w, preferred_element_type=jnp.int32).astype(jnp.float32)
+    return jax.nn.relu(z * s[:, None] * jnp.repeat(t[: t.size // 2], 2)[None, :])
+
+
+LAYERS = {
+    _by_rows_and_columns: "int8 x int8 -> float32, scales outer_vec_fp32 x outer_vec_fp32",
+    _by_kept_dimensions: "int8 x int8 -> float32, scales outer_vec_fp32 x outer_vec_fp32",
+    _by_the_tensor: "int8 x int8 -> bfloat16, scales scalar_fp32 x outer_vec_fp32",
+    _by_blocks_of_columns: "",
+}
+
+
+@pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_layers_of_int8(layer, axis_type, rng):
+    x, w = rng.integers(-128, 128, (8, 16), np.int8), rng.integers(-128, 128, (16, 12), np.int8)
+    args = x, w, powers(rng, (8,)), powers(rng, (12,)), small(rng, 12, np.float32)
+    want, specs, fused_layer = layer(*map(jnp.asarray, args)), (P("x"), P(), P("x"), P(), P()), jaxmp.fuse(layer)
+    mesh = axis_type and jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        if mesh:
+            args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        np.testing.assert_array_equal(jax.jit(fused_layer)(*args), want)
+        found = jaxmp.explain(fused_layer, quiet=True)(*args)
+    is_left = layer is _by_blocks_of_columns and not mesh  # XLA multiplies by t, and applies relu
+    assert (found.calls, found.left) == ((0, 1) if is_left else (1, 0))
+    assert layer is _by_blocks_of_columns or found.rows[0].dtypes == LAYERS[layer]
+
+
+def test_gradients_of_scales_of_int8(rng):
+    x, w = rng.integers(-3, 4, (8, 16), np.int8), rng.integers(-3, 4, (16, 12), np.int8)
+    args = x, w, powers(rng, (8,)), powers(rng, (12,)), small(rng, 12, np.float32)
+    for derive in (lambda f: jax.grad(jaxmp.fuse(f), (2, 3, 4)), lambda f: jaxmp.fuse(jax.grad(f, (2, 3, 4)))):
+        got = derive(lambda *args: jnp.sum(_by_rows_and_columns(*args)))(*map(jnp.asarray, args))
+        want = jax.grad(lambda *args: jnp.sum(_by_rows_and_columns(*args)), (2, 3, 4))(*map(jnp.asarray, args))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -31,16 +31,19 @@ void ScaleBlock(const Downconversion& out, float* values, int64_t count, int64_t
   for (int64_t i = 0; i < count; ++i) values[i] *= inverse;
 }
 
-JAXMP_DISPATCH(ScaleRun, (float* z, const float* __restrict scales, double scale, int64_t count),
-               (z, scales, scale, count), for (int64_t i = 0; i < count; ++i) {
-                 int32_t sum;
-                 std::memcpy(&sum, z + i, sizeof(sum));
-                 z[i] = static_cast<float>(sum * (scales ? scales[i] * scale : scale));
-               })
+JAXMP_DISPATCH(
+    ScaleRun, (float* z, const float* __restrict scales, double scale, int64_t count), (z, scales, scale, count),
+    for (int64_t i = 0; i < count; ++i) {
+      int32_t sum;
+      std::memcpy(&sum, z + i, sizeof(sum));
+      z[i] = static_cast<float>(sum * (scales ? scales[i] * scale : scale));
+    })
 
 }  // namespace
 
-void ScaleIntegers(float* z, const float* scales, double scale, int64_t count) { ScaleRunBest(z, scales, scale, count); }
+void ScaleIntegers(float* z, const float* scales, double scale, int64_t count) {
+  ScaleRunBest(z, scales, scale, count);
+}
 
 uint32_t DownconvertTile(const Downconversion& out) {
   alignas(64) float values[kRowsAtOnce];

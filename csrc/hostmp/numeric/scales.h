@@ -63,8 +63,8 @@ struct Scales {
   }
 };
 
-// A column of int32 sums becomes floats: each times `scale`, and times its own of `scales`, unless that is null. In double,
-// where a product of scales stays in range, and rounded once.
+// A column of int32 sums becomes floats: each times `scale`, and times its own of `scales`, unless that is null. In
+// double, where a product of scales stays in range, and rounded once.
 void ScaleIntegers(float* z, const float* scales, double scale, int64_t count);
 
 // What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.spec import epilogs, levels
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.levels import Level
+from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import Request
@@ -36,7 +37,8 @@ class Options:
 def inputs(product: Product) -> tuple[Any, ...]:
     """The values that a product's call takes."""
     extra = (product.bias, product.c)
-    return (product.x.value, product.w.value, *(v for v in extra if v is not None))
+    scales = (scale.value for scale in product.scales)
+    return (product.x.value, product.w.value, *(v for v in extra if v is not None), *scales)
 
 
 def outputs(product: Product) -> tuple[Any, ...]:
@@ -49,6 +51,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     rest = iter(extra)
     bias = None if product.bias is None else next(rest)
     c = None if product.c is None else next(rest)
+    scaling = _scaling(product, rest)
     x, w = _in_type(product.x, x), _in_type(product.w, w)
     shared = _shared(product, options)
     if product.is_shared_by_name:
@@ -61,7 +64,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
     if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.epilog):
         return [_general(product, options.level, x, w, shared)]
-    shared["transpose_b"] = product.w.contract == (1,)
+    shared |= {"transpose_b": product.w.contract == (1,), "scaling": scaling}
     inputs = None if bias is None else {"bias": bias}
     if c is not None:
         shared |= {"epilog": epilogs.for_activation(None, bias is not None), "epilog_inputs": inputs, "beta": 1.0}
@@ -72,6 +75,20 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
         d, more = matmul(x, w, **shared)
         return [d, *more.values()]
     return [linear(x, w, bias, activation=product.activation, **shared)]
+
+
+def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
+    """The scales of a product, of whose rows or columns each has numbers, or of both one."""
+    rows = product.result.aval.shape[:-1]
+    found: dict[str, jax.Array] = {}
+    for scale, value in zip(product.scales, values, strict=True):
+        factor = lax.squeeze(value, [i for i, d in enumerate(scale.dims) if d is None])
+        is_of_b = scale.varying == (len(rows),)
+        if scale.varying and not is_of_b:
+            factor = lax.expand_dims(factor, [i for i, extent in enumerate(rows) if extent == 1])
+        name = "b" if is_of_b else "a"
+        found[name] = found[name] * factor if name in found else factor
+    return Scaling(found.get("a"), found.get("b")) if found else None
 
 
 def gradient(product: Product, kept: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:

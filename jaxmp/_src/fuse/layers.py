@@ -37,7 +37,7 @@ def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Gr
 
 def _is_layer(product: Product) -> bool:
     """Whether it is x @ w, perhaps with a bias and an activation."""
-    is_plain = product.alpha is None and product.collective is None
+    is_plain = product.alpha is None and product.collective is None and not product.scales
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
     return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
 

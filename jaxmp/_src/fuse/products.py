@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
+from jaxmp._src.fuse.scales import Parts, Scale, repeated
 from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec import low_precision
@@ -42,6 +43,7 @@ class Product:
     collective: Any = None  # the equation behind it, inside shard_map
     is_resharded: bool = False  # its result, outside
     alpha: Any = None
+    scales: tuple[Scale, ...] = ()  # of int8, along dimensions of the result
     bias: Any = None
     activation: ActivationName | None = None
     preactivation: Any = None  # where other equations read it as well
@@ -77,7 +79,8 @@ class Product:
 
     @property
     def epilog(self) -> str:
-        names = [("c", self.c), ("bias", self.bias), (self.activation or "", self.activation)]
+        names = [("scales", self.scales or None), ("c", self.c), ("bias", self.bias)]
+        names.append((self.activation or "", self.activation))
         return "+".join(name for name, value in names if value is not None and name)
 
     @property
@@ -106,6 +109,7 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
     product = _with_collective(graph, product, manual=manual)
+    product = _with_scales(graph, product) if epilogs else product
     if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
         return product
     product = _with_alpha(graph, product)
@@ -211,6 +215,38 @@ def _scatters(product: Product, eqn: Any) -> bool:
     dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
     operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
     return operand.folds(operand.free[i])
+
+
+def _with_scales(graph: Graph, product: Product) -> Product:
+    """Exact sums of int8 that become float32 and are multiplied by numbers of rows and of columns."""
+    found, shape = _next(graph, product, "convert_element_type"), product.result.aval.shape
+    is_int8 = {product.lhs.dtype.name, product.rhs.dtype.name} == {"int8"} and product.dtype == np.int32
+    if not is_int8 or not product.is_matrix or product.is_shared_by_name or found is None:
+        return product
+    scaled = _after(product, *found, dtype=np.dtype(found[1].params["new_dtype"]))
+    while scaled.dtype == np.float32 and (found := _next(graph, scaled, "mul")) is not None:
+        others, parts = [v for v in found[1].invars if v is not scaled.result], Parts(shape)
+        if len(others) != 1 or jax_tracing.is_literal(others[0]):
+            break
+        value, along = repeated(graph, others[0], parts, [[(i,)] for i in range(len(shape))])
+        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # of a part of a dimension the call has no scale
+        scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
+        rows, operand = len(shape) - 1, product.x.value.aval
+        if scale.varying == (rows,):
+            operand, lies = product.w.value.aval, scale.along({rows: product.w.free[0]})
+        elif scale.varying in ((), tuple(i for i in range(rows) if shape[i] > 1)):
+            lies = scale
+        else:
+            break
+        if value.aval.dtype != np.float32 or not lies.lies_as(operand):
+            break
+        scaled = _after(scaled, *found, scales=(*scaled.scales, scale))
+    if not scaled.scales:
+        return product
+    found = _next(graph, scaled, "convert_element_type")
+    if found is None or found[1].params["new_dtype"].name not in low_precision.WIDE:
+        return scaled
+    return _after(scaled, *found, dtype=np.dtype(found[1].params["new_dtype"]))
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:

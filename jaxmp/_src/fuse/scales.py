@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
+from jaxmp._src.jax_internals import jax_tracing
 
 Dims = tuple[int, ...]
 # A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
@@ -93,3 +95,29 @@ class Parts:
         at = [over.index(part) for part in own]
         x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
         return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
+
+
+def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
+    """What an array repeats, whose dimensions have these parts where they are not 1, and along which parts."""
+
+    def varying(v: Any, dims: Any) -> Any:
+        return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))
+
+    found = v, varying(v, dims) if v.aval.shape else ()
+    while (eqn := graph.made_by(found[0])) is not None:
+        if len(eqn.invars) != 1 or jax_tracing.is_literal(eqn.invars[0]):
+            break
+        x, own = eqn.invars[0], None
+        if eqn.primitive.name == "broadcast_in_dim":
+            own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
+        elif eqn.primitive.name == "reshape" and is_made_by(graph, x, "broadcast_in_dim"):
+            own = parts.reshaped(found[1], x.aval.shape)
+        if own is None:
+            break
+        found = x, varying(x, own)
+    return found
+
+
+def is_made_by(graph: Graph, v: Any, name: str) -> bool:
+    eqn = graph.made_by(v)
+    return eqn is not None and eqn.primitive.name == name

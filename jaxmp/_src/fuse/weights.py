@@ -27,7 +27,7 @@ from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, read, spliced
 from jaxmp._src.fuse.operands import is_explicit
 from jaxmp._src.fuse.products import SUMS
-from jaxmp._src.fuse.scales import Part, Parts, Scale
+from jaxmp._src.fuse.scales import Part, Parts, Scale, repeated
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.spec import low_precision
@@ -313,33 +313,7 @@ def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any]
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue
-        value, along = _repeated(graph, other, parts, dims)
+        value, along = repeated(graph, other, parts, dims)
         if sum(map(len, parts.of(along))) < sum(map(len, parts.of(dims))):
             return v, (value, along)
     return None
-
-
-def _repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
-    """What an array repeats, whose dimensions have these parts where they are not 1, and along which parts."""
-
-    def varying(v: Any, dims: Any) -> Any:
-        return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))
-
-    found = v, varying(v, dims) if v.aval.shape else ()
-    while (eqn := graph.made_by(found[0])) is not None:
-        if len(eqn.invars) != 1 or jax_tracing.is_literal(eqn.invars[0]):
-            break
-        x, own = eqn.invars[0], None
-        if eqn.primitive.name == "broadcast_in_dim":
-            own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
-        elif eqn.primitive.name == "reshape" and _is_made_by(graph, x, "broadcast_in_dim"):
-            own = parts.reshaped(found[1], x.aval.shape)
-        if own is None:
-            break
-        found = x, varying(x, own)
-    return found
-
-
-def _is_made_by(graph: Graph, v: Any, name: str) -> bool:
-    eqn = graph.made_by(v)
-    return eqn is not None and eqn.primitive.name == name

@@ -319,7 +319,8 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
 def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
     """The operands by name, with the scales of rows and columns of this rank's part of D."""
     product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
-    moved = []  # (name, axes over which it is gathered, axes of which this rank takes its part)
+    # (name, axes over which it is gathered, axes of which this rank takes its part)
+    moved: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
     if product.scattered is not None:
         moved = [(("scale_a", "scale_b")[product.scattered], (), rows)]
     elif product.is_block_grid:  # what is stored transposed has its rows where the grid has columns

@@ -92,9 +92,7 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
         }
 
 
-def _untransposed(
-    plan: Contraction, spec: MatmulSpec, operands: Operands
-) -> tuple[Contraction, MatmulSpec, Operands]:
+def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tuple[Contraction, MatmulSpec, Operands]:
     """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
@@ -107,10 +105,10 @@ def _untransposed(
     of_columns = ["scale_b"] * (spec.scales.b == low_precision.OUTER_VEC)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.gathers:
-            operands = operands | {name: gathered(plan.row_axes, operands[name], 0, spec.source_line) for name in of_columns}
+            operands = operands | {x: gathered(plan.row_axes, operands[x], 0, spec.source_line) for x in of_columns}
             b = gathered(plan.row_axes, b, n, spec.source_line)
         else:
-            operands = operands | {name: collectives.own_part(operands[name], 0, plan.row_axes) for name in of_columns}
+            operands = operands | {x: collectives.own_part(operands[x], 0, plan.row_axes) for x in of_columns}
             a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = collectives.all_to_all(b, plan.row_axes, n, k, source_line=spec.source_line)
     return plan.local(), spec.ungrouped(), operands | {"a": a, "b": b}

@@ -317,8 +317,8 @@ _BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # as by defau
 
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
-    """Type in which products of `dtype` are summed, or of what is added to them: float32 where scales bring sums of int8
-    into a wide type `out`."""
+    """Type in which products of `dtype` are summed and added to; of int8 float32 where scales bring them to a wide type
+    `out`."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:
         return np.dtype(np.float32)

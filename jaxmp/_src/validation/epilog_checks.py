@@ -151,6 +151,7 @@ def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
     """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
-            f"has scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of {spec.scales.b}",
+            f"has scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "
+            f"{spec.scales.b}",
             "take those",
         )
