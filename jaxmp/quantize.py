@@ -261,4 +261,4 @@ def _mode(name: str, q: Array, scale: Any) -> str:
     if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
         return low_precision.SCALAR
     with naming(f"quantize.{name}"):
-        return low_precision.find_mode("scale", scale, tuple(q.shape), q.dtype)
+        return low_precision.find_mode("scale", scale, q)

@@ -145,8 +145,9 @@ def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tupl
 # Scales --------------------------------------------------------------------------------------------------------
 
 
-def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool = False) -> str:
-    """The mode of the scale of an operand x, (..., rows, k) or (..., k, rows), from its shape and dtype."""
+def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
+    """The mode of the scale of x, (..., rows, k) or (..., k, rows), from its shape and dtype; `is_k_first` says which x
+    is as an operand of a call."""
     shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -169,7 +170,7 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
         del options[BLK128]  # rows fold, blocks of rows do not
     if is_float4:
         options = {VEC16: (*shape[:-1], k // 16)}
-    if np.dtype(dtype).name == INT8:
+    if np.dtype(dtype).name == INT8 and is_k_first is not None:
         options = {SCALAR: (), OUTER_VEC: (*shape[:-2], shape[-1]) if is_k_first else shape[:-1]}
     blocked = {BLOCK[mode] for mode in options if mode in BLOCK and k % BLOCK[mode]}
     options = {mode: wanted for mode, wanted in options.items() if BLOCK.get(mode) not in blocked}
