@@ -59,7 +59,7 @@ TEST(RefusesWhatIsNoProblem) {
     CHECK_CONTAINS(Refusal(With(cyclic, {{"layout_a", L{block, 4, 0, 0}}})), "must hold blocks of 1 to 2^40");
     CHECK_CONTAINS(Refusal(With(cyclic, {{"layout_d", L{2, block, 0, 0}}})), "must hold blocks of 1 to 2^40");
   }
-  const Attributes integers = With(product, {{"compute", S("32I")}});
+  const Attributes integers = With(product, {{"compute", S("32I")}, {"dtype_d", S("s32")}});
   for (double alpha : {0.5, 3e9, -1e300, std::nan("")}) {
     CHECK_CONTAINS(Refusal(With(integers, {{"alpha", std::vector<double>{alpha, 0}}})),
                    "alpha must be an integer of 32 bits");
