@@ -187,8 +187,7 @@ def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     if precisions.sums_in_16_bits(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
     if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
-        not_to = "int32" if np.issubdtype(spec.out_dtype, np.integer) else "sums that scales multiply"
-        return f"cuBLASMp multiplies int8 to float32 only, not to {not_to}"
+        return "cuBLASMp multiplies int8 to float32 only, not to int32"
     return ""
 
 
