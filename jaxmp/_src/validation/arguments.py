@@ -98,14 +98,14 @@ def validated(
     scalars = {"alpha": check_scalar("alpha", request.alpha, out)}
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
     shape = (*a.shape[:-2], *found.d)
-    c_dtype = bias_dtype = out
-    if low_precision.is_scaled(operand):
+    c_dtype, bias_dtype, has_types = out, out, low_precision.is_scaled(operand)
+    if has_types:
         c_dtype, bias_dtype = scale_checks.side_dtypes(out, c, (request.epilog_inputs or {}).get("bias"))
     if c is not None or request.beta is not None:
         scalars["beta"] = check_c(c, request.beta, c_dtype, shape)
     traced = {name: x for name, x in scalars.items() if isinstance(x, jax.Array)}
     changes = scalars | dict.fromkeys(traced, 1.0) | {"has_c": c is not None, "traced": tuple(traced)}
-    changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype} if c_dtype != out or bias_dtype != out else {}
+    changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype} if has_types else {}
     inputs: dict[str, Any] = {}
     if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
         of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)
