@@ -194,7 +194,7 @@ class SeparateEpilog(ResolvedCall):
 
     @staticmethod
     def why_taken(product: Product, capabilities: Capabilities) -> str | None:
-        return why_no_epilog(product.spec, capabilities) or None
+        return (product.spec.epilog and why_no_epilog(product.spec, capabilities)) or None
 
     @staticmethod
     def asked(product: Product) -> Product:
