@@ -84,8 +84,8 @@ class TileTask {
     for (const TileStore& store : stores_) store.AddC(true);
   }
 
-  // Of sums of integers: in floats, times alpha and the scales of their rows and columns, which those ranks hold who
-  // have these of the operands.
+  // Sums of integers become floats, times alpha and the scales of their row and column. A rank holds the scales of the
+  // rows and columns of its part of an operand.
   void ScaleColumns(double alpha) {
     const ScaledProduct p = ScaledProductOf(product_.tiling().k.empty() ? CommonRange{} : product_.tiling().k.front());
     const float* const of_rows = p.a.scales.of_outer(p.a.outer);

@@ -50,7 +50,7 @@ struct Scales {
     const uint8_t bits = static_cast<const uint8_t*>(data)[TiledOffset(inner, outer, inners)];
     return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? Ue8m0(bits) : Ue4m3(bits);
   }
-  // By outer index, or null where all of them share one.
+  // The scales from an outer index on; null where all share one.
   const float* of_outer(int64_t outer) const {
     return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32 ? static_cast<const float*>(data) + outer : nullptr;
   }

@@ -78,7 +78,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
-    """The scales of a product, of whose rows or columns each has numbers, or of both one."""
+    """A product's scales as its call takes them: those of rows and of the whole product as a's, of columns as b's."""
     rows = product.result.aval.shape[:-1]
     found: dict[str, jax.Array] = {}
     for scale, value in zip(product.scales, values, strict=True):

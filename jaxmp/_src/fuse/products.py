@@ -229,7 +229,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         if len(others) != 1 or jax_tracing.is_literal(others[0]):
             break
         value, along = repeated(graph, others[0], parts, [[(i,)] for i in range(len(shape))])
-        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # of a part of a dimension the call has no scale
+        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: blocks of a dimension
         scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
         rows, operand = len(shape) - 1, product.x.value.aval
         if scale.varying == (rows,):

@@ -265,14 +265,14 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
     """The operands with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k,
     and their scales."""
     a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
-    if not product.sums:
-        gather = functools.partial(_all_gather, platform=platform)
+    gather = functools.partial(_all_gather, platform=platform)
+    if product.sums:
+        k = product.a.index("k")
+        a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else gather(a, axes, k)
+        b = gather(b, axes, product.b.index("k"))
+    else:
         a, b = _gather_operands(spec, a, b, gather)
-        return _scales_of_part(spec, operands, gather) | {"a": a, "b": b}
-    k = product.a.index("k")
-    a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else _all_gather(a, axes, k, platform)
-    b = _all_gather(b, axes, product.b.index("k"), platform)
-    return _scales_of_part(spec, operands, functools.partial(_all_gather, platform=platform)) | {"a": a, "b": b}
+    return _scales_of_part(spec, operands, gather) | {"a": a, "b": b}
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
@@ -307,13 +307,12 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
     if product.gathered is None or spec.group.nranks == 1:
         return operands
     which, dimension = product.gathered
-    name, mode, outer = f"scale_{which}", spec.scales.of(f"scale_{which}"), {"a": "m", "b": "n"}[which]
-    if mode not in low_precision.BLOCK and (
-        mode != low_precision.OUTER_VEC or getattr(product, which)[dimension] != outer
-    ):
+    name = f"scale_{which}"
+    has_blocks = spec.scales.of(name) in low_precision.BLOCK
+    has_rows = spec.scales.of(name) == low_precision.OUTER_VEC and getattr(product, which)[dimension] != "k"
+    if not (has_blocks or has_rows):
         return operands
-    along = dimension if mode in low_precision.BLOCK else 0
-    return operands | {name: all_gather(operands[name], spec.group.axes, along)}
+    return operands | {name: all_gather(operands[name], spec.group.axes, dimension if has_blocks else 0)}
 
 
 def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:

@@ -265,9 +265,10 @@ def dense(request: Request, activation: Activation | None) -> Any:
 
 def _wraps(request: Request) -> bool:
     """Whether sums wrap around in a type of at most 8 bits, as jnp has it, ahead of an activation."""
+    if request.implementation is not None or request.scaling is not None:
+        return False
     dtypes = [x.dtype for x in (request.a, request.b) if has_numbers(x)]
-    is_left = request.implementation is not None or request.scaling is not None
-    if is_left or not all(map(_is_narrow, dtypes)) or all(x == np.bool_ for x in dtypes):
+    if not all(map(_is_narrow, dtypes)) or all(x == np.bool_ for x in dtypes):
         return False
     preferred = check_preferred(request.preferred_element_type)
     return preferred is None or _is_narrow(preferred)

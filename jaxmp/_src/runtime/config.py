@@ -126,7 +126,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
         instruction_set or None,
         is_on("JAXMP_SHARED_MEMORY"),
-        environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0",
+        environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") not in ("", "0"),
     )
 
 

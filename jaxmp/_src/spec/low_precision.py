@@ -158,7 +158,9 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
             )
         return NONE
     if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
-        raise InvalidType(f"{argument} must be an array, got {type(scale).__name__}")
+        raise InvalidType(
+            f"{argument} must be an array, got {type(scale).__name__}; convert it with jnp.asarray(..., jnp.float32)"
+        )
     options = {
         SCALAR: (),
         OUTER_VEC: shape[:-1],
