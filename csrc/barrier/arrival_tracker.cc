@@ -6,8 +6,37 @@
 namespace jaxmp::barrier {
 namespace {
 
-// Calls whose failure is remembered for those who come late.
-constexpr size_t kFailuresKept = 8;
+// Runs that are remembered at a call, of each process. More than XLA has under way at once.
+constexpr size_t kRunsKept = 64;
+// Runs whose failure is remembered, of each process.
+constexpr size_t kFailuresKept = 16;
+// Two runs of one program are at most so far apart. The numbers of two programs are 2^31 apart on average.
+constexpr Run kNear = 1 << 16;
+
+// How many runs `run` is after `other`, if both are of one program.
+std::optional<int32_t> Distance(Run run, Run other) {
+  const auto distance = static_cast<int32_t>(run - other);
+  if (distance <= -static_cast<int32_t>(kNear) || distance >= static_cast<int32_t>(kNear)) return std::nullopt;
+  return distance;
+}
+
+template <typename Runs>
+auto Find(Runs& runs, Run run) -> decltype(&runs[0]) {
+  const auto found = std::find_if(runs.rbegin(), runs.rend(), [run](const auto& each) { return each.run == run; });
+  return found == runs.rend() ? nullptr : &*found;
+}
+
+// The record of a run, which is made if there is none.
+template <typename Record>
+Record& Get(std::deque<Record>& runs, Run run) {
+  if (Record* found = Find(runs, run)) return *found;
+  if (runs.size() == kRunsKept) runs.pop_front();
+  runs.emplace_back();
+  runs.back().run = run;
+  return runs.back();
+}
+
+Run RunOf(const Origin& origin) { return static_cast<Run>(origin.run); }
 
 }  // namespace
 
@@ -20,27 +49,33 @@ void ArrivalTracker::Expect(const CallSignature& signature) {
   }
 }
 
-Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token) {
-  Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), 0};
+Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
+                               size_t position, uint64_t token) {
+  Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), RunOf(origin), 0};
   Entry& entry = entries_[arrival.members().key];
-  arrival.count = ++entry.arrived[signature->devices[position]];
-  if (signature->has_tokens) entry.tokens[arrival.count].by_position[static_cast<int64_t>(position)] = token;
+  const auto is_near = [&arrival](Run first) { return Distance(arrival.run, first).has_value(); };
+  if (std::none_of(entry.first.begin(), entry.first.end(), is_near)) entry.first.push_back(arrival.run);
+  OwnRun& run = Get(entry.runs, arrival.run);
+  arrival.count = ++run.arrived[signature->devices[position]];
+  if (signature->has_tokens) run.tokens[arrival.count][static_cast<int64_t>(position)] = token;
   return arrival;
 }
 
 bool ArrivalTracker::IsAmbiguous(const CallSignature& signature, size_t position, const Origin& origin) {
   Entry& entry = entries_[signature.members[static_cast<size_t>(signature.groups[position])].key];
-  const Origin before = std::exchange(entry.origins[signature.devices[position]], origin);
-  return before.run == origin.run && before.instruction && before.instruction != origin.instruction;
+  const void*& instruction = Get(entry.runs, RunOf(origin)).instructions[signature.devices[position]];
+  const void* before = std::exchange(instruction, origin.instruction);
+  return before && before != origin.instruction;
 }
 
 std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
   const CallSignature& signature = *arrival.signature;
   Entry& entry = entries_.at(arrival.members().key);
-  if (arrival.count <= entry.announced) return std::nullopt;
+  OwnRun& run = Get(entry.runs, arrival.run);
+  if (arrival.count <= run.announced) return std::nullopt;
   Message message;
   if (signature.has_tokens) {
-    const std::map<int64_t, uint64_t>& tokens = entry.tokens[arrival.count].by_position;
+    const std::map<int64_t, uint64_t>& tokens = run.tokens[arrival.count];
     for (int64_t position : arrival.members().positions) {
       if (signature.processes[static_cast<size_t>(position)] != process_) continue;
       const auto found = tokens.find(position);
@@ -49,10 +84,11 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
       message.tokens.push_back(found->second);
     }
   }
-  entry.announced = arrival.count;
+  run.announced = arrival.count;
   message.kind = Kind::kArrival;
   message.place = arrival.members().place;
   message.key = arrival.members().key;
+  message.run = arrival.run;
   message.count = arrival.count;
   message.digest = signature.digest;
   if (entry.described.insert(signature.digest).second) message.text = signature.call + "\n" + signature.fields;
@@ -60,14 +96,21 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
 }
 
 std::string ArrivalTracker::Hear(int process, const Message& arrival) {
-  Entry& entry = entries_[arrival.key];
-  Said& said = entry.said[process];
-  said.count = arrival.count;
-  said.digest = arrival.digest;
-  said.place[arrival.count] = arrival.place;
-  last_at_[arrival.place][process] = arrival.key;
+  const auto number = static_cast<Run>(arrival.run);
+  PeerRun& run = Get(entries_[arrival.key].peers[process].runs, number);
+  run.count = arrival.count;
+  run.digest = arrival.digest;
+  run.place = arrival.place;
   for (size_t i = 0; i + 1 < arrival.tokens.size(); i += 2) {
-    entry.tokens[arrival.count].by_position[static_cast<int64_t>(arrival.tokens[i])] = arrival.tokens[i + 1];
+    run.tokens[arrival.count][static_cast<int64_t>(arrival.tokens[i])] = arrival.tokens[i + 1];
+  }
+  last_at_[arrival.place][process] = arrival.key;
+  std::set<Run>& latest = latest_[process];
+  const auto near = latest.lower_bound(number - std::min(number, kNear));
+  const bool is_known = near != latest.end() && Distance(number, *near);
+  if (!is_known || *near < number) {
+    if (is_known) latest.erase(near);
+    latest.insert(number);
   }
   Text& text = texts_[arrival.digest];
   if (!arrival.text.empty()) {
@@ -77,51 +120,113 @@ std::string ArrivalTracker::Hear(int process, const Message& arrival) {
   return text.call;
 }
 
-bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
-  if (process == process_) return arrival.signature->has_tokens && entry(arrival).announced < arrival.count;
-  const std::map<int, Said>& said = entry(arrival).said;
-  const auto found = said.find(process);
-  return found == said.end() || found->second.count < arrival.count;
+// ---- which runs belong together
+
+const ArrivalTracker::OwnRun* ArrivalTracker::Entry::own(Run run) const { return Find(runs, run); }
+
+const ArrivalTracker::PeerRun* ArrivalTracker::Entry::theirs(int process, Run run) const {
+  const auto peer = peers.find(process);
+  if (peer == peers.end()) return nullptr;
+  for (Run shift : peer->second.shifts) {
+    if (const PeerRun* found = Find(peer->second.runs, run + shift)) return found;
+  }
+  return nullptr;
 }
 
-void ArrivalTracker::Settle(const Arrival& arrival) {
-  for (auto& [process, said] : entries_.at(arrival.members().key).said) {
-    said.place.erase(said.place.begin(), said.place.lower_bound(arrival.count));
+bool ArrivalTracker::Entry::HasOwn(const Peer& peer, Run theirs) const {
+  return std::any_of(peer.shifts.begin(), peer.shifts.end(), [&](Run shift) { return own(theirs - shift); });
+}
+
+const ArrivalTracker::PeerRun* ArrivalTracker::Entry::WaitingPeer(int process) const {
+  const auto peer = peers.find(process);
+  if (peer == peers.end() || peer->second.runs.empty()) return nullptr;
+  const PeerRun& last = peer->second.runs.back();
+  for (Run shift : peer->second.shifts) {
+    const OwnRun* mine = own(last.run - shift);
+    if (mine && mine->announced >= last.count) return nullptr;
   }
+  return &last;
+}
+
+int64_t ArrivalTracker::Entry::NumberOf(Run run) const {
+  for (Run each : first) {
+    if (const std::optional<int32_t> distance = Distance(run, each)) return int64_t{*distance} + 1;
+  }
+  return 0;
+}
+
+// The first run of the peer's that belongs to none of this process's, and is of a program that this process has not.
+void ArrivalTracker::PairPrograms(const Arrival& arrival) {
+  Entry& entry = entries_.at(arrival.members().key);
+  for (auto& [process, peer] : entry.peers) {
+    if (entry.theirs(process, arrival.run)) continue;
+    for (const PeerRun& theirs : peer.runs) {
+      const Run shift = theirs.run - arrival.run;
+      const auto is_near = [&theirs](const OwnRun& mine) { return Distance(theirs.run, mine.run).has_value(); };
+      const bool is_own = theirs.place != arrival.members().place &&
+                          own_places_.count({arrival.members().key, theirs.place}) != 0;
+      if (is_own || entry.HasOwn(peer, theirs.run) || HasFailed(process, theirs.run)) continue;
+      if (std::any_of(entry.runs.begin(), entry.runs.end(), is_near)) continue;
+      if (std::any_of(peer.shifts.begin(), peer.shifts.end(), [shift](Run each) { return Distance(shift, each); })) {
+        continue;
+      }
+      peer.shifts.push_back(shift);
+      break;
+    }
+  }
+}
+
+bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
+  if (process == process_) {
+    return arrival.signature->has_tokens && entry(arrival).own(arrival.run)->announced < arrival.count;
+  }
+  const PeerRun* theirs = entry(arrival).theirs(process, arrival.run);
+  return !theirs || theirs->count < arrival.count;
 }
 
 std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
   std::vector<uint64_t> taken;
-  if (!arrival.signature->has_tokens) return taken;
-  std::map<uint64_t, TokensOfCall>& tokens = entries_.at(arrival.members().key).tokens;
-  TokensOfCall& found = tokens.at(arrival.count);
+  const CallSignature& signature = *arrival.signature;
+  if (!signature.has_tokens) return taken;
+  Entry& entry = entries_.at(arrival.members().key);
+  OwnRun& mine = Get(entry.runs, arrival.run);
   size_t nlocal = 0;
   for (int64_t position : arrival.members().positions) {
-    taken.push_back(found.by_position[position]);
-    nlocal += arrival.signature->processes[static_cast<size_t>(position)] == process_;
+    const auto process = static_cast<int>(signature.processes[static_cast<size_t>(position)]);
+    nlocal += process == process_;
+    const auto& tokens = process == process_ ? mine.tokens : entry.theirs(process, arrival.run)->tokens;
+    taken.push_back(tokens.at(arrival.count).at(position));
   }
-  if (++found.takers == nlocal) tokens.erase(arrival.count);
+  if (++mine.takers[arrival.count] < nlocal) return taken;
+  mine.takers.erase(arrival.count);
+  mine.tokens.erase(arrival.count);
+  for (int process : arrival.members().processes) {
+    if (process == process_) continue;
+    Find(entry.peers[process].runs, entry.theirs(process, arrival.run)->run)->tokens.erase(arrival.count);
+  }
   return taken;
 }
 
+// ---- how ranks differ
+
 std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {
-  const auto [processes, positions, key, place] = arrival.members();
+  const auto& [processes, positions, key, place] = arrival.members();
   if (const auto last = last_at_.find(place); last != last_at_.end()) {
     for (const auto& [process, other_key] : last->second) {
-      const Entry& other = entries_.at(other_key);
-      if (other_key == key || !Awaits(arrival, process) || !other.IsAhead(process)) continue;
-      const Said& theirs = other.said.at(process);  // its last arrival there may be at another place of a later program
-      const auto at = theirs.place.find(theirs.count);
-      if (at == theirs.place.end() || at->second != place) continue;
-      return Differences(process, text(other, process).fields, process_, arrival.signature->fields) +
+      if (other_key == key || !Awaits(arrival, process)) continue;
+      const PeerRun* theirs = entries_.at(other_key).WaitingPeer(process);
+      // Its last arrival there may be at another place of a later program.
+      if (!theirs || theirs->place != place || HasFailed(process, theirs->run)) continue;
+      return Differences(process, text(theirs->digest).fields, process_, arrival.signature->fields) +
              (own_places_.count({other_key, place}) ? HasBoth() : "");
     }
   }
-  for (const auto& [process, said] : entry(arrival).said) {
-    const auto theirs = said.place.find(arrival.count);
-    if (theirs == said.place.end() || theirs->second == place || !own_places_.count({key, theirs->second})) continue;
-    if (!own_places_.count({key, place})) continue;
-    return DifferentPrograms(arrival, process, text(entry(arrival), process), true);
+  for (int process : processes) {
+    if (process == process_ || !Awaits(arrival, process)) continue;
+    const PeerRun* theirs = entry(arrival).WaitingPeer(process);
+    if (!theirs || theirs->place == place || HasFailed(process, theirs->run)) continue;
+    if (!own_places_.count({key, theirs->place}) || !own_places_.count({key, place})) continue;
+    return DifferentPrograms(arrival, process, text(theirs->digest), true);
   }
   return std::nullopt;
 }
@@ -129,15 +234,62 @@ std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) 
 std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int process) const {
   const uint64_t mine = arrival.members().key;
   for (const auto& [key, other] : entries_) {
-    if (key == mine || !other.IsAhead(process) || other.failed.count(other.said.at(process).count)) continue;
-    if (AreInOneProgram(mine, key)) continue;
-    const Text found = text(other, process);
+    if (key == mine || AreInOneProgram(mine, key)) continue;
+    const PeerRun* theirs = other.WaitingPeer(process);
+    if (!theirs || HasFailed(process, theirs->run)) continue;
+    const Text found = text(theirs->digest);
     const bool has_both = std::any_of(programs_.begin(), programs_.end(),
                                       [theirs = key](const auto& program) { return program.second.count(theirs); });
     return DifferentPrograms(arrival, process, found, has_both) + "; " +
            Differences(process, found.fields, process_, arrival.signature->fields);
   }
   return std::nullopt;
+}
+
+// A thread's runs are on a device one after the other. So a process of one device has left the run at all its calls, and
+// a process of several devices has left it at this call.
+std::optional<std::string> ArrivalTracker::HasPassed(const Arrival& arrival, int process) const {
+  const Entry& here = entry(arrival);
+  const auto peer = here.peers.find(process);
+  std::vector<Run> later;
+  for (const OwnRun& each : process == process_ ? here.runs : std::deque<OwnRun>()) {
+    const std::map<int64_t, uint64_t>& arrived = here.own(arrival.run)->arrived;
+    const auto has_left = [&arrived](const auto& device) { return arrived.count(device.first) == 0; };
+    if (std::any_of(each.arrived.begin(), each.arrived.end(), has_left)) later.push_back(each.run);
+  }
+  if (peer != here.peers.end()) {
+    for (const PeerRun& each : peer->second.runs) later.push_back(each.run);
+  }
+  const auto latest = latest_.find(process);
+  if (arrival.signature->is_sequential && latest != latest_.end()) {
+    later.insert(later.end(), latest->second.begin(), latest->second.end());
+  }
+  for (Run shift : peer == here.peers.end() ? std::vector<Run>{0} : peer->second.shifts) {
+    for (Run theirs : later) {
+      const std::optional<int32_t> ahead = Distance(theirs, arrival.run + shift);
+      if (!ahead || *ahead <= 0) continue;
+      const int64_t number = here.NumberOf(arrival.run);
+      return "rank " + std::to_string(process) + " has come to run " + std::to_string(number + *ahead) +
+             " of the program and not to this call in run " + std::to_string(number) + ", in which rank " +
+             std::to_string(process_) + " waits";
+    }
+  }
+  return std::nullopt;
+}
+
+// A peer that has given up such a call may still be in XLA's collective, until it comes to its next call.
+bool ArrivalTracker::IsBehind(const Arrival& arrival, int process) const {
+  const auto waits_behind = [&](const Entry& other) {
+    const PeerRun* theirs = other.WaitingPeer(process);
+    if (!theirs || !theirs->tokens.empty()) return false;
+    const std::vector<Run>& shifts = other.peers.at(process).shifts;
+    return std::any_of(shifts.begin(), shifts.end(), [&](Run shift) {
+      const std::optional<int32_t> distance = Distance(theirs->run - shift, arrival.run);
+      return distance && *distance < 0;
+    });
+  };
+  if (!arrival.signature->is_sequential) return waits_behind(entry(arrival));
+  return std::any_of(entries_.begin(), entries_.end(), [&](const auto& each) { return waits_behind(each.second); });
 }
 
 bool ArrivalTracker::AreInOneProgram(uint64_t one, uint64_t other) const {
@@ -156,30 +308,36 @@ std::string ArrivalTracker::HasBoth() const {
   return ", and rank " + std::to_string(process_) + " has both programs; all ranks must call them in one order";
 }
 
-bool ArrivalTracker::Entry::IsAhead(int process) const {
-  const auto found = said.find(process);
-  return found != said.end() && found->second.count > announced;
-}
-
-void ArrivalTracker::Fail(const Arrival& arrival, const Status& status) {
-  std::map<uint64_t, Status>& failed = entries_.at(arrival.members().key).failed;
-  failed.emplace(arrival.count, status);
-  if (failed.size() > kFailuresKept) failed.erase(failed.begin());
-}
-
-void ArrivalTracker::HearFailure(const Message& failure) {
-  entries_[failure.key].failed.emplace(failure.count, FailedPrecondition("jaxmp.DistributedError: ", failure.text));
-}
-
-const Status* ArrivalTracker::failure(const Arrival& arrival) const {
-  const std::map<uint64_t, Status>& failed = entry(arrival).failed;
-  const auto found = failed.find(arrival.count);
-  return found == failed.end() ? nullptr : &found->second;
-}
-
-ArrivalTracker::Text ArrivalTracker::text(const Entry& entry, int process) const {
-  const auto found = texts_.find(entry.said.at(process).digest);
+ArrivalTracker::Text ArrivalTracker::text(uint64_t digest) const {
+  const auto found = texts_.find(digest);
   return found == texts_.end() ? Text() : found->second;
+}
+
+// ---- runs that were given up
+
+void ArrivalTracker::Fail(int process, Run run, Kind kind, const std::string& text) {
+  std::deque<Failure>& failed = failed_[process];
+  if (Find(failed, run)) return;
+  failed.push_back({run, kind, text});
+  if (failed.size() > kFailuresKept) failed.pop_front();
+}
+
+bool ArrivalTracker::HasFailed(int process, Run run) const {
+  const auto found = failed_.find(process);
+  return found != failed_.end() && Find(found->second, run);
+}
+
+const ArrivalTracker::Failure* ArrivalTracker::failure(const Arrival& arrival) const {
+  const std::map<int, Peer>& peers = entry(arrival).peers;
+  for (int process : arrival.members().processes) {
+    const auto failed = failed_.find(process);
+    if (failed == failed_.end()) continue;
+    const auto peer = peers.find(process);
+    for (Run shift : peer == peers.end() ? std::vector<Run>{0} : peer->second.shifts) {
+      if (const Failure* found = Find(failed->second, arrival.run + shift)) return found;
+    }
+  }
+  return nullptr;
 }
 
 }  // namespace jaxmp::barrier

@@ -1,31 +1,46 @@
-// Which process has come to which call, and how often: the record alone, without sockets, clocks and threads.
+// Records which process has come to which call of which run. It has no sockets, clocks or threads.
 //
-// A rank's i-th arrival at a call meets everybody's i-th. That is exact because a call is one instruction of the
-// compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them): a device runs its programs one after the
-// other and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on
-// every rank. Equal calls of several programs count together: all ranks call those programs in one order, under
-// whatever names, or hear that they do not.
+// A run is one execution of a compiled program. XLA numbers it when the program is dispatched and hands the number to
+// every call in it, also in loops and inner jits (`xla::ffi::RunId`). The numbers of a program start at a fingerprint
+// of the program, so equal programs have equal numbers on every process. Arrivals at a call meet only within one run,
+// and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one instruction of
+// the compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them), and within a run a device comes to one
+// instruction again only in the next iteration of a loop.
+//
+// A run that ends early on one process (an interrupt, a callback that raises) leaves no count behind. The next run has
+// another number everywhere.
+//
+// Worked example: rank 1's run 7 raises before its call, and rank 0's run 7 waits there. Rank 1 comes with run 8, which
+// meets nothing of run 7. Rank 0 gives run 7 up (HasPassed), and its run 8 meets rank 1's.
+//
+// Ranks may run programs that differ, with equal calls: under another name, or eagerly. The numbers of two such
+// programs keep a constant distance, a shift, from the first call at which they meet.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/barrier/call_signature.h"
 #include "csrc/barrier/messages.h"
-#include "csrc/base/status.h"
 
 namespace jaxmp::barrier {
 
-// A device of this process at a call, for the count-th time.
+// XLA's number of a run. It wraps around.
+using Run = uint32_t;
+
+// A device of this process at a call, for the count-th time in a run.
 struct Arrival {
   std::shared_ptr<const CallSignature> signature;
   size_t group;
+  Run run;
   uint64_t count;
 
   const CallSignature::Group& members() const { return signature->members[group]; }
@@ -38,57 +53,80 @@ class ArrivalTracker {
   // A program of this process has this call.
   void Expect(const CallSignature& signature);
   // The device at `position` has come, to a collective with a token.
-  Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token = 0);
+  Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, size_t position,
+                 uint64_t token = 0);
   // Whether the device has come in this run from another instruction.
   bool IsAmbiguous(const CallSignature& signature, size_t position, const Origin& origin);
-  // What tells the peers that this process has come, unless it has done so before, or of a collective waits for another
-  // device of its own.
+  // The message that tells the peers that this process has come. None if it has come before, or if a collective still
+  // waits for another device of this process.
   std::optional<Message> Announcement(const Arrival& arrival);
-  // A peer has come; the call to which it came, for people.
+  // Records the arrival of a peer and returns the name of the call, for people.
   std::string Hear(int process, const Message& arrival);
 
-  // Whether `process` has yet to come; of this one, whether another of its devices has, to a collective.
+  // Finds the runs of the peers that belong to an arrival, where their programs differ from this one.
+  void PairPrograms(const Arrival& arrival);
+  // Whether `process` has yet to come. For this process: whether another of its devices has, to a collective.
   bool Awaits(const Arrival& arrival, int process) const;
-  // Of a settled collective, once for each device of this process: the tokens of all devices, by their places among the
-  // group's positions.
+  // The tokens of all devices, ordered as the positions of the group. Call it once for each device of this process,
+  // after all have come to a collective.
   std::vector<uint64_t> TakeTokens(const Arrival& arrival);
-  // All have come, and nothing is compared any more.
-  void Settle(const Arrival& arrival);
 
-  // How a peer differs: one that waits at another call in the same place of a program of this name, or at an equal call
-  // of another program that this process has as well.
+  // How a peer differs: it waits at another call in the same place of a program of this name, or at an equal call of
+  // another program that this process has as well.
   std::optional<std::string> Disagreement(const Arrival& arrival) const;
   // How `process`, which is awaited, waits for this one at another call, where no program of this process has both, so
   // that no order of independent calls explains it.
   std::optional<std::string> Crossing(const Arrival& arrival, int process) const;
+  // How `process`, which is awaited, has gone on to a later run of the program, if it has. Its own run of this number
+  // has ended, or another thread of it is slow.
+  std::optional<std::string> HasPassed(const Arrival& arrival, int process) const;
+  // Whether `process`, which is awaited, waits in an earlier run of the program for this process, which has not come.
+  bool IsBehind(const Arrival& arrival, int process) const;
 
-  void Fail(const Arrival& arrival, const Status& status);
-  // A peer has given up.
-  void HearFailure(const Message& failure);
-  const Status* failure(const Arrival& arrival) const;
+  // `process` has given up a run; `kind` and `text` as in its message.
+  void Fail(int process, Run run, Kind kind, const std::string& text);
+  struct Failure {
+    Run run;
+    Kind kind;
+    std::string text;
+  };
+  // Why a process of the group, this one or a peer, has given up the run of an arrival. Null if none has.
+  const Failure* failure(const Arrival& arrival) const;
 
  private:
-  // What one peer has said about one call.
-  struct Said {
-    uint64_t count = 0, digest = 0;      // how often it has come, and what it said then
-    std::map<uint64_t, uint64_t> place;  // by count, of the calls that are not settled here
+  // A run of this process at one call.
+  struct OwnRun {
+    Run run = 0;
+    uint64_t announced = 0;
+    std::map<int64_t, uint64_t> arrived;          // by device
+    std::map<int64_t, const void*> instructions;  // of the last arrival with a token, by device
+    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and position
+    std::map<uint64_t, size_t> takers;                       // by count: devices that have taken the tokens
   };
-  struct TokensOfCall {
-    std::map<int64_t, uint64_t> by_position;  // in the mesh
-    size_t takers = 0;                        // devices of this process that have taken them
+  // What a peer has said of one run at one call.
+  struct PeerRun {
+    Run run = 0;
+    uint64_t count = 0, digest = 0, place = 0;               // of the last arrival
+    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and position
+  };
+  struct Peer {
+    std::deque<PeerRun> runs;       // in the order in which they were heard
+    std::vector<Run> shifts = {0};  // from a run of this process to the peer's, for each pair of programs
   };
 
   // One call on one set of devices.
   struct Entry {
-    bool IsAhead(int process) const;  // whether the peer has come more often than this process
+    std::deque<OwnRun> runs;          // in the order in which they came
+    std::map<int, Peer> peers;        // by process
+    std::set<uint64_t> described;     // digests whose text the peers have
+    std::vector<Run> first;           // runs of this process, of each program: people count runs from there
 
-    std::map<int64_t, uint64_t> arrived;  // by device of this process
-    std::map<int64_t, Origin> origins;    // of the last arrival with a token, by device of this process
-    uint64_t announced = 0;
-    std::map<uint64_t, TokensOfCall> tokens;  // by count
-    std::map<int, Said> said;                 // by peer
-    std::set<uint64_t> described;             // digests whose text the peers have
-    std::map<uint64_t, Status> failed;        // by count
+    const OwnRun* own(Run run) const;
+    const PeerRun* theirs(int process, Run run) const;   // the peer's run that belongs to this process's
+    bool HasOwn(const Peer& peer, Run theirs) const;     // whether this process has a run that belongs to the peer's
+    // The last run of the peer, if it waits there for this process.
+    const PeerRun* WaitingPeer(int process) const;
+    int64_t NumberOf(Run run) const;  // of a run of this process, for people
   };
 
   struct Text {
@@ -96,7 +134,8 @@ class ArrivalTracker {
   };
 
   const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
-  Text text(const Entry& entry, int process) const;
+  Text text(uint64_t digest) const;
+  bool HasFailed(int process, Run run) const;
   bool AreInOneProgram(uint64_t one, uint64_t other) const;
   // A process that has both programs knows that the ranks differ in their order.
   std::string DifferentPrograms(const Arrival& arrival, int process, const Text& theirs, bool has_both) const;
@@ -106,6 +145,8 @@ class ArrivalTracker {
   std::map<uint64_t, Entry> entries_;
   std::map<uint64_t, Text> texts_;                       // by digest, of what peers have said
   std::map<uint64_t, std::map<int, uint64_t>> last_at_;  // by place and peer: the key of its last call there
+  std::map<int, std::set<Run>> latest_;                  // by peer: the latest run of each of its programs
+  std::map<int, std::deque<Failure>> failed_;            // by process: runs that it has given up
   std::map<uint64_t, std::set<uint64_t>> programs_;      // of this process: the keys of their calls
   std::set<std::pair<uint64_t, uint64_t>> own_places_;   // of this process: (key, place) of calls
 };

@@ -119,8 +119,9 @@ void StopBarrier() {
     s->is_running = false;
     const Status stopped = FailedPrecondition("jaxmp.distributed was shut down");
     for (barrier::Waiting& waiting : s->waiting) {
-      const Status* failed = s->arrivals.failure(waiting.arrival);
-      settled.push_back({std::move(waiting.done), failed ? *failed : stopped, {}});
+      const auto* failed = s->arrivals.failure(waiting.arrival);
+      settled.push_back({std::move(waiting.done),
+                         failed ? FailedPrecondition("jaxmp.DistributedError: ", failed->text) : stopped, {}});
     }
     s->waiting.clear();
   }
@@ -145,7 +146,7 @@ std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>&
     done(InvalidArgument(signature->call, ": the mesh has no position ", position), {});
     return std::nullopt;
   }
-  // Whoever waits resumes on a thread of ours, whoever comes last goes on at once: both compute alike.
+  // Restores the caller's float state: waiting ranks resume on our threads, the last rank continues on its own.
   const barrier::Done resume = [state = FloatState::Current(), done = std::move(done)](
                                    const Status& status, const std::vector<uint64_t>& tokens) {
     const ScopedFloatState scope(state);
@@ -169,7 +170,7 @@ std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>&
                                    ": two instructions of the compiled program have the number of this call, so that "
                                    "ranks cannot tell their operands apart; JAXMP_SHARED_MEMORY=off does without it");
     } else {
-      const barrier::Arrival arrival = s->arrivals.Arrive(signature, at, token);
+      const barrier::Arrival arrival = s->arrivals.Arrive(signature, origin, at, token);
       for (int process : arrival.members().processes) s->Want(process);
       s->last_call = signature->call;
       if (const std::optional<Message> news = s->arrivals.Announcement(arrival)) s->Send(arrival, *news);
@@ -195,7 +196,7 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
   Come(signature, origin, position, token, std::move(done));
 }
 
-Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, int64_t position) {
+Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position) {
   struct Wait {
     std::mutex mutex;
     std::condition_variable is_over;
@@ -203,13 +204,15 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, i
     bool has_gone_on = false;
   };
   const auto wait = std::make_shared<Wait>();
-  const auto waiting = Come(signature, {}, position, 0, [wait](const Status& status, const std::vector<uint64_t>&) {
+  const auto waiting = Come(signature, origin, position, 0, [wait](const Status& status, const std::vector<uint64_t>&) {
     const std::lock_guard<std::mutex> lock(wait->mutex);
     wait->outcome = status;
     wait->is_over.notify_one();
     if (status.ok() || !wait->has_gone_on) return;
     const Locked s;
-    if (s->is_running && !s->late_failure) s->late_failure = status;
+    if (!s->is_running || s->late_failure) return;
+    s->late_failure = status;
+    if (s->failure.empty()) s->failure = status.message().substr(std::string("jaxmp.DistributedError: ").size());
   });
   const Clock::time_point since = Clock::now();
   std::unique_lock<std::mutex> lock(wait->mutex);

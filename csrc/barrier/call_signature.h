@@ -38,7 +38,8 @@ struct CallSignature {
   uint64_t digest = 0;  // of what people are told: the call and its fields
 };
 
-// Where a device comes from to a call: the instruction of an executable, and the run of that.
+// From where a device comes to a call: the instruction of an executable, and XLA's number of the run. The number is
+// the same on every process that runs an equal program.
 struct Origin {
   const void* instruction = nullptr;
   int64_t run = 0;

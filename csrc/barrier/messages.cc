@@ -11,8 +11,8 @@
 namespace jaxmp::barrier {
 namespace {
 
-// What precedes tokens and text: the number of tokens, the length of the text, the kind, the four numbers.
-constexpr size_t kHead = 2 * sizeof(uint32_t) + sizeof(Kind) + 4 * sizeof(uint64_t);
+// What precedes tokens and text: the number of tokens, the length of the text, the kind, the five numbers.
+constexpr size_t kHead = 2 * sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
 constexpr uint32_t kLongestText = 1 << 20, kMostTokens = 1 << 20;
 
 }  // namespace
@@ -24,7 +24,7 @@ std::string Encode(const Message& message) {
   put(static_cast<uint32_t>(message.tokens.size()));
   put(static_cast<uint32_t>(text.size()));
   put(message.kind);
-  for (uint64_t number : {message.place, message.key, message.count, message.digest}) put(number);
+  for (uint64_t number : {message.place, message.key, message.run, message.count, message.digest}) put(number);
   for (uint64_t token : message.tokens) put(token);
   return bytes + text;
 }
@@ -47,7 +47,7 @@ Decoded Decode(std::string* bytes, Message* message) {
   const size_t whole = kHead + ntokens * sizeof(uint64_t) + size;
   if (bytes->size() < whole) return Decoded::kIncomplete;
   message->kind = static_cast<Kind>(kind);
-  for (uint64_t* number : {&message->place, &message->key, &message->count, &message->digest}) {
+  for (uint64_t* number : {&message->place, &message->key, &message->run, &message->count, &message->digest}) {
     take(number);
   }
   message->tokens.resize(ntokens);

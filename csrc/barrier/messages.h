@@ -8,9 +8,9 @@
 namespace jaxmp::barrier {
 
 enum class Kind : uint8_t {
-  kArrival,    // the sender has come to `key` for the count-th time
-  kFailure,    // the sender has given up its count-th call of `key`; text says why
-  kInterrupt,  // the same, by its user, whose job may go on
+  kArrival,    // the sender has come to `key` for the count-th time in its run
+  kFailure,    // the sender has given up its run of the program; text says why
+  kAbandon,    // the same, and the job may go on: an interrupt, or a run that another rank has left
   kPing,
   kPong,     // text: the call to which the sender came last
   kGoodbye,  // the sender leaves; text says why
@@ -19,7 +19,7 @@ enum class Kind : uint8_t {
 // The numbers are in the sender's byte order: a job has one kind of machine.
 struct Message {
   Kind kind = Kind::kPing;
-  uint64_t place = 0, key = 0, count = 0, digest = 0;
+  uint64_t place = 0, key = 0, run = 0, count = 0, digest = 0;
   std::vector<uint64_t> tokens;  // of an arrival at a collective: position in the mesh, token, position, token, ...
   std::string text;  // of an arrival: the call, a newline, its fields; empty where the receiver has seen the digest
 };

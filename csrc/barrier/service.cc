@@ -12,6 +12,9 @@ namespace {
 
 // How long two processes may wait for each other at different calls before that counts as a disagreement.
 constexpr std::chrono::milliseconds kCrossed(500);
+// For this share of the deadline a process may be a run ahead before the ranks that wait in the earlier run give it up.
+// Another thread of that process may still come with the earlier run.
+constexpr double kPassed = 0.1;
 // Seconds for which gloo waits for the others where it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
@@ -76,7 +79,8 @@ void Service::Send(const Arrival& arrival, const Message& message) {
 // ---- is everybody there?
 
 std::optional<Status> Service::Outcome(const Arrival& arrival) {
-  if (const Status* failed = arrivals.failure(arrival)) return *failed;
+  arrivals.PairPrograms(arrival);
+  if (const auto* failed = arrivals.failure(arrival)) return GiveUp(arrival, failed->text, failed->kind);
   if (auto why = arrivals.Disagreement(arrival)) return Fail(arrival, *why);
   bool are_all_here = true;
   for (int process : arrival.members().processes) {
@@ -87,7 +91,6 @@ std::optional<Status> Service::Outcome(const Arrival& arrival) {
       return Fail(arrival, "rank " + std::to_string(process) + " " + peers[process].gone);
   }
   if (!are_all_here) return std::nullopt;
-  arrivals.Settle(arrival);
   return Status();
 }
 
@@ -98,13 +101,16 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   if (auto outcome = Outcome(arrival)) return outcome;
   // A collective of XLA's may be waiting already, which nothing but its peers ends.
   if (is_interrupted && arrival.signature->has_tokens) {
-    return Fail(arrival, "rank " + std::to_string(options.process) + " was interrupted by the user", Kind::kInterrupt);
+    return Fail(arrival, "rank " + std::to_string(options.process) + " was interrupted by the user", Kind::kAbandon);
   }
   const bool is_late = Seconds(waited) > options.timeout;
   for (auto& [process, peer] : peers) peer.Ping(now);
   for (int process : arrival.members().processes) {
-    if (process == options.process || !arrivals.Awaits(arrival, process)) continue;
-    if (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed)) continue;
+    if (!arrivals.Awaits(arrival, process)) continue;
+    if (Seconds(waited) > kPassed * options.timeout) {
+      if (auto why = arrivals.HasPassed(arrival, process)) return Fail(arrival, *why, Kind::kAbandon);
+    }
+    if (process == options.process || (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed))) continue;
     if (auto why = arrivals.Crossing(arrival, process)) return Fail(arrival, *why);
   }
   if (is_late) return Fail(arrival, Missing(waiting, now));
@@ -119,6 +125,7 @@ bool Service::IsHeld(const Arrival& arrival, Clock::duration waited) {
       return true;
     }
     if (arrival.signature->is_sequential && waited < 2 * kCrossed && arrivals.Crossing(arrival, process)) return true;
+    if (arrivals.IsBehind(arrival, process) || arrivals.HasPassed(arrival, process)) return true;
   }
   return false;
 }
@@ -143,17 +150,19 @@ std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
 
 // This process gives up, and tells the others.
 Status Service::Fail(const Arrival& arrival, const std::string& why, Kind kind) {
-  const std::string text = arrival.signature->call + ": " + why;
-  const Status status = FailedPrecondition("jaxmp.DistributedError: ", text);
+  return GiveUp(arrival, arrival.signature->call + ": " + why, kind);
+}
+
+// Each call of a run that has failed tells its own peers, which may be others than the peers of the first one.
+Status Service::GiveUp(const Arrival& arrival, const std::string& text, Kind kind) {
   if (failure.empty() && kind == Kind::kFailure) failure = text;
-  arrivals.Fail(arrival, status);
+  arrivals.Fail(options.process, arrival.run, kind, text);
   Message message;
   message.kind = kind;
-  message.key = arrival.members().key;
-  message.count = arrival.count;
+  message.run = arrival.run;
   message.text = text;
   Send(arrival, message);
-  return status;
+  return FailedPrecondition("jaxmp.DistributedError: ", text);
 }
 
 std::vector<Resumed> Service::Settle() {
@@ -242,11 +251,9 @@ void Service::Handle(int process, const Message& message) {
       from.last_call = arrivals.Hear(process, message);
       return;
     case Kind::kFailure:
-      arrivals.HearFailure(message);
-      if (failure.empty()) failure = message.text;
-      return;
-    case Kind::kInterrupt:
-      arrivals.HearFailure(message);
+    case Kind::kAbandon:
+      arrivals.Fail(process, static_cast<Run>(message.run), message.kind, message.text);
+      if (failure.empty() && message.kind == Kind::kFailure) failure = message.text;
       return;
     case Kind::kPing: {
       Message pong;

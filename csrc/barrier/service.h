@@ -67,9 +67,9 @@ struct Service {
   void Want(int process);
   // To all other processes of the call.
   void Send(const Arrival& arrival, const Message& message);
-  // Whether an arrival that has waited for so long should not go on into its collective yet: it waits for a process
-  // that has come to no call so far, where the transport may have to be opened, or seems to run another program, with
-  // which it must not meet.
+  // Whether an arrival that has waited for so long should not go on into its collective yet. Either the transport may
+  // have to be opened, because it waits for a process that has come to no call so far. Or it must not meet a process
+  // that seems to run another program, or is in another run.
   bool IsHeld(const Arrival& arrival, Clock::duration waited);
   // Has the thread look at what has changed.
   void Wake();
@@ -97,6 +97,7 @@ struct Service {
  private:
   std::optional<Status> OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now);
   Status Fail(const Arrival& arrival, const std::string& why, Kind kind = Kind::kFailure);
+  Status GiveUp(const Arrival& arrival, const std::string& text, Kind kind);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
   std::vector<Resumed> Settle();
   void DrainInterrupts();

@@ -46,12 +46,12 @@ StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictiona
   return Prepare(std::move(signature));
 }
 
-// The device's position in the mesh, the argument of this index.
+// The device's position in the mesh: the first element of the argument of this index.
 StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
   const auto position = args.get<ffi::AnyBuffer>(index);
   if (position.has_error()) return InvalidArgument(position.error().message());
-  if (position->element_type() != ffi::S32 || position->element_count() != 1) {
-    return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  if (position->element_type() != ffi::S32 || position->element_count() == 0) {
+    return InvalidArgument("jaxmp: argument position must be int32, and begin with the device's index in the mesh");
   }
   return *static_cast<const int32_t*>(position->untyped_data());
 }
@@ -85,14 +85,15 @@ Status CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
   return {};
 }
 
-Status Wait(const ProcessBarrierSite& site, const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+Status Wait(const ProcessBarrierSite& site, const ffi::RunId& run, const ffi::RemainingArgs& args,
+            ffi::RemainingRets& rets) {
   JAXMP_RETURN_IF_ERROR(CopyOperands(args, rets));
   JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, rets.size()));
-  return ArriveForAMoment(site.signature, position);
+  return ArriveForAMoment(site.signature, {&site, run.run_id}, position);
 }
 
-ffi::Error RunBarrier(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  return ToError(Wait(*site, args, rets));
+ffi::Error RunBarrier(ProcessBarrierSite* site, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return ToError(Wait(*site, run, args, rets));
 }
 
 // ---- a collective
@@ -237,7 +238,7 @@ XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {
   return Instantiate<ProcessBarrierSite, MakeBarrierSite>(frame);
 }
 XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<ProcessBarrierSite, RunBarrier>(frame);
+  return Execute<ProcessBarrierSite, RunBarrier, ffi::RunId>(frame);
 }
 
 XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame) {

@@ -110,7 +110,7 @@ TEST(CallsOfProcessesOfAnyKindAreAnsweredWithAnError) {
 }
 
 TEST(BytesOfAnyKindAreMessagesOrRefused) {
-  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, {6, 7}, "matmul at train.py:41\nm=1"};
+  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, {6, 7}, "matmul at train.py:41\nm=1"};
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     Fuzzer fuzzer(seed + 400000);
     std::string bytes = barrier::Encode(good) + barrier::Encode(good);

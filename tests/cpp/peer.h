@@ -48,8 +48,9 @@ class Peer {
     const std::string bytes = Encode(message);
     CHECK_EQ(write(fd_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   }
-  void Come(const CallSignature& signature, uint64_t count, const std::vector<uint64_t>& tokens = {}) {
-    Send({Kind::kArrival, signature.members[0].place, signature.members[0].key, count, signature.digest, tokens,
+  void Come(const CallSignature& signature, uint64_t count, const std::vector<uint64_t>& tokens = {},
+            uint64_t run = 0) {
+    Send({Kind::kArrival, signature.members[0].place, signature.members[0].key, run, count, signature.digest, tokens,
           signature.call + "\n" + signature.fields});
   }
   Message Next() {

@@ -39,14 +39,14 @@ std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t in
 }
 
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
-            std::function<void(const Status&)> done) {
-  ArriveWithToken(signature, {}, position, 0,
+            std::function<void(const Status&)> done, int64_t run = 0) {
+  ArriveWithToken(signature, {nullptr, run}, position, 0,
                   [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
 }
 
-std::future<std::string> Come(const std::shared_ptr<const CallSignature>& signature) {
+std::future<std::string> Come(const std::shared_ptr<const CallSignature>& signature, int64_t run = 0) {
   auto promise = std::make_shared<std::promise<std::string>>();
-  Arrive(signature, 0, [promise](const Status& status) { promise->set_value(status.message()); });
+  Arrive(signature, 0, [promise](const Status& status) { promise->set_value(status.message()); }, run);
   return promise->get_future();
 }
 
@@ -92,6 +92,72 @@ TEST(IndependentCallsMayComeInAnyOrder) {
   CHECK_EQ(first.get(), "");
 }
 
+// Rank 1's run 1 has ended before the call. Its run 2 meets nothing of run 1 here, and is met by run 2.
+TEST(ARunThatARankHasLeftIsGivenUp) {
+  for (const bool is_at_this_call : {true, false}) {
+    Peer peer;
+    const auto call = Make("jit_f", 0, "k=4"), other = Make("jit_f", 1, "k=8");
+    for (const auto& each : {call, other}) ExpectCall(*each);
+    auto left = Come(call, 1);
+    const auto& theirs = is_at_this_call ? call : other;
+    peer.Come(*theirs, 1, {}, 2);
+    CHECK_EQ(left.get(),
+             "jaxmp.DistributedError: matmul at train.py:41: rank 1 has come to run 2 of the program and not to this "
+             "call in run 1, in which rank 0 waits");
+    CHECK_EQ(Come(theirs, 2).get(), "");
+    CHECK_EQ(BarrierFailure(), "");  // the job goes on
+  }
+}
+
+// With several devices a process is in several runs: one device's next run says nothing of the others' calls.
+TEST(AnotherDeviceMayBeARunAhead) {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4", /*is_sequential=*/false), other = Make("jit_f", 1, "k=8", false);
+  for (const auto& each : {call, other}) ExpectCall(*each);
+  auto waits = Come(call, 1);
+  peer.Come(*other, 1, {}, 2);
+  Pause(300);
+  CHECK(!IsReady(waits));
+  peer.Come(*call, 1, {}, 1);
+  CHECK_EQ(waits.get(), "");
+}
+
+// Two threads of one process: the later run comes first, and each meets its own.
+TEST(OverlappingRunsAreToldApart) {
+  Peer peer;
+  CallSignature signature = *Make("jit_f", 0, "k=4");
+  signature.has_tokens = true;
+  const auto call = std::make_shared<const CallSignature>(signature);
+  std::vector<std::future<uint64_t>> got;
+  for (int64_t run = 2; run >= 1; --run) {
+    auto promise = std::make_shared<std::promise<uint64_t>>();
+    got.push_back(promise->get_future());
+    ArriveWithToken(call, {&signature, run}, 0, 0, [promise](const Status&, const std::vector<uint64_t>& tokens) {
+      promise->set_value(tokens.size() == 2 ? tokens[1] : 0);
+    });
+  }
+  for (uint64_t run = 1; run <= 2; ++run) peer.Come(*call, 1, {1, 100 + run}, run);
+  CHECK_EQ(got[0].get(), uint64_t{102});
+  CHECK_EQ(got[1].get(), uint64_t{101});
+}
+
+// A call that fails ends its run at all the other calls, also of a peer that comes to one later.
+TEST(OneFailureEndsTheWholeRun) {
+  Peer peer;
+  const auto one = Make("jit_f", 0, "k=4"), other = Make("jit_f", 1, "k=8");
+  for (const auto& each : {one, other}) ExpectCall(*each);
+  auto waits = Come(other, 3);
+  Message failure;
+  failure.kind = Kind::kAbandon;
+  failure.run = 3;
+  failure.text = "matmul at train.py:41: rank 1 was interrupted by the user";
+  peer.Send(failure);
+  CHECK_CONTAINS(waits.get(), "rank 1 was interrupted by the user");
+  CHECK_CONTAINS(Come(one, 3).get(), "rank 1 was interrupted by the user");
+  peer.Come(*one, 1, {}, 4);
+  CHECK_EQ(Come(one, 4).get(), "");
+}
+
 TEST(DifferentFieldsAreNamed) {
   Peer peer;
   peer.Come(*Make("jit_f", 0, "m=1\nk=4095"), 1);
@@ -104,8 +170,13 @@ TEST(DifferentFieldsAreNamed) {
 // A decorator without functools.wraps, or an eager call, on one rank.
 TEST(EqualCallsMeetUnderDifferentNames) {
   Peer peer;
-  peer.Come(*Make("jit_wrapper", 0, "k=4"), 1);
-  CHECK_EQ(Come(Make("jit_f", 0, "k=4")).get(), "");
+  constexpr uint64_t kTheirs = 1'000'000;
+  for (uint64_t run = 7; run <= 9; ++run) {
+    peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + run);
+    CHECK_EQ(Come(Make("jit_f", 0, "k=4"), static_cast<int64_t>(run)).get(), "");
+  }
+  peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + 11);
+  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4"), 10).get(), "rank 1 has come to run 5 of the program");
   peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, of which this process has none
   CHECK_EQ(Come(Make("jit_f", 0, "k=8")).get(), "");
 }
@@ -115,7 +186,7 @@ TEST(EqualProgramsInAnotherOrderAreNamed) {
   Peer peer;
   const auto one = Make("jit_one", 0, "k=4"), other = Make("jit_other", 1, "k=4");
   for (const auto& call : {one, other}) ExpectCall(*call);
-  peer.Come(*other, 1);
+  peer.Come(*other, 1, {}, 1'000'000);
   CHECK_CONTAINS(Come(one).get(),
                  "the ranks run their programs in different orders: rank 1 waits in matmul at train.py:42, rank 0 in "
                  "matmul at train.py:41, and rank 0 has both programs; all ranks must call them in one order");
@@ -161,7 +232,7 @@ TEST(ARankThatEndsIsNamedAtOnce) {
   for (const bool says_so : {false, true}) {
     Peer peer;
     auto outcome = Come(Make("jit_f", 0, "k=4"));
-    if (says_so) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, {}, "it raised ValueError: bad luck"});
+    if (says_so) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, "it raised ValueError: bad luck"});
     peer.Close();
     CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
     CHECK_EQ(PeerStates()[0].is_clean, false);
@@ -171,7 +242,7 @@ TEST(ARankThatEndsIsNamedAtOnce) {
 // At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
 TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
-  for (const char* text : {"", "rank 2 has ended without a word"}) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, {}, text});
+  for (const char* text : {"", "rank 2 has ended without a word"}) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, text});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   CHECK_CONTAINS(outcome.get(), "rank 1 has ended");
   for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) Pause(5);
@@ -181,7 +252,7 @@ TEST(ALaterReasonReplacesAGoodEnd) {
 TEST(WhatAPeerGivesUpIsGivenUpHere) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
-  peer.Send({Kind::kFailure, 0, call->members[0].key, 1, 0, {}, "matmul at train.py:41: rank 2 has not come"});
+  peer.Send({Kind::kFailure, 0, 0, 0, 0, 0, {}, "matmul at train.py:41: rank 2 has not come"});
   peer.Come(*call, 1);
   Pause(100);
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
@@ -249,7 +320,7 @@ void Meet(Peer& peer) {
   const auto first = Make("jit_first", 0, "k=2");
   ExpectCall(*first);
   peer.Come(*first, 1);
-  CHECK(ArriveForAMoment(first, 0).ok());
+  CHECK(ArriveForAMoment(first, {}, 0).ok());
 }
 
 // Ahead of a collective of XLA's: what is known in a moment is the outcome.
@@ -257,10 +328,10 @@ TEST(AMomentIsEnoughForWhoComesAtOneTime) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
   peer.Come(*call, 1);
-  CHECK(ArriveForAMoment(call, 0).ok());
+  CHECK(ArriveForAMoment(call, {}, 0).ok());
   peer.Come(*Make("jit_f", 0, "k=5"), 1);
   Pause(100);
-  CHECK_CONTAINS(ArriveForAMoment(call, 0).message(), "rank 1 has k=5, rank 0 has k=4");
+  CHECK_CONTAINS(ArriveForAMoment(call, {}, 0).message(), "rank 1 has k=5, rank 0 has k=4");
   CHECK_EQ(LateFailure(), "");
 }
 
@@ -268,13 +339,32 @@ TEST(WhoComesLateIsWaitedForInTheCollective) {
   Peer peer;
   const auto call = Make("jit_first", 1, "k=4");
   ExpectCall(*call);
-  CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, 0).ok()); }) >= kTimeout / 2);
+  CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, {}, 0).ok()); }) >= kTimeout / 2);
   Meet(peer);
   for (uint64_t count = 1; count <= 2; ++count) {
-    CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, 0).ok()); }) < kTimeout / 2);
+    CHECK(Seconds([&] { CHECK(ArriveForAMoment(call, {}, 0).ok()); }) < kTimeout / 2);
   }
   for (uint64_t count = 1; count <= 3; ++count) peer.Come(*call, count);
   Pause(100);
+  CHECK_EQ(LateFailure(), "");
+}
+
+// XLA's collectives do not tell one run from another: the rank that is ahead waits until the other one comes or ends.
+TEST(ARankThatIsARunAheadEntersNoCollective) {
+  Peer peer;
+  const auto call = Make("jit_first", 1, "k=4");
+  ExpectCall(*call);
+  Meet(peer);
+  peer.Come(*call, 1, {}, 1);
+  Pause(100);
+  auto ahead = std::async(std::launch::async, [&call] { return ArriveForAMoment(call, {nullptr, 2}, 0).message(); });
+  Pause(500);
+  CHECK(!IsReady(ahead));
+  peer.Come(*call, 1, {}, 2);
+  CHECK_EQ(ahead.get(), "");
+  // and the one that is behind gives its run up
+  peer.Come(*call, 1, {}, 4);
+  CHECK_CONTAINS(ArriveForAMoment(call, {nullptr, 3}, 0).message(), "rank 1 has come to run 3 of the program");
   CHECK_EQ(LateFailure(), "");
 }
 
@@ -284,12 +374,12 @@ TEST(ALateFailureFailsEveryFurtherCall) {
   for (const bool has_ended : {false, true}) {
     Peer peer;
     Meet(peer);
-    CHECK(ArriveForAMoment(call, 0).ok());
+    CHECK(ArriveForAMoment(call, {}, 0).ok());
     has_ended ? peer.Close() : peer.Come(*Make("jit_f", 0, "k=5"), 1);
     for (int i = 0; i < 200 && LateFailure().empty(); ++i) Pause(5);
     const std::string want = has_ended ? "rank 1 has ended without a word" : "rank 1 has k=5, rank 0 has k=4";
     CHECK_CONTAINS(LateFailure(), want);
-    CHECK_CONTAINS(ArriveForAMoment(next, 0).message(), want);
+    CHECK_CONTAINS(ArriveForAMoment(next, {}, 0).message(), want);
     CHECK_CONTAINS(Come(next).get(), want);
   }
 }
@@ -299,10 +389,10 @@ TEST(AMomentIsLongerBesideAnotherProgram) {
   Peer peer;
   peer.Come(*Make("jit_g", 5, "k=4"), 1);
   Pause(100);
-  CHECK_CONTAINS(ArriveForAMoment(Make("jit_f", 0, "k=8"), 0).message(), "the ranks run different programs");
+  CHECK_CONTAINS(ArriveForAMoment(Make("jit_f", 0, "k=8"), {}, 0).message(), "the ranks run different programs");
   // With several devices a process may be in two programs.
   const auto several = Make("jit_h", 0, "k=8", /*is_sequential=*/false);
-  CHECK(ArriveForAMoment(several, 0).ok());
+  CHECK(ArriveForAMoment(several, {nullptr, 1'000'000}, 0).ok());
   StopBarrier();
   CHECK_EQ(LateFailure(), "");
 }

@@ -20,9 +20,9 @@ from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.extents import extents
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
-# XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
-# call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
-# make every program wait for its turn, in a microsecond.
+# XLA:CPU runs a program of less than a thousand operations at its dispatch. An error then comes out of the dispatch
+# and not out of the wait for the result, and JAX's fast path makes a ValueError of it. This many more operations make
+# XLA run the program later. They take a microsecond to run, and one elementwise kernel to compile.
 _UNCHEAP = 1024
 # Every mesh axis as (name, size).
 MeshAxes = tuple[tuple[str, int], ...]
@@ -155,9 +155,9 @@ class Site:
         return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
     def position(self) -> jax.Array:
-        """This device's position in the mesh."""
+        """Returns an int32 array, the first element of which is this device's position in the mesh."""
         position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
-        return position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
+        return lax.iota(np.int32, _UNCHEAP) + position
 
     def attributes(self, call: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a barrier or a collective of a call, asked for once for each."""

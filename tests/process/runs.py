@@ -1,0 +1,244 @@
+"""Runs that end early on one rank, and runs that overlap, drawn at random.
+
+Run by `ranks.py runs` on each rank, and by itself for many schedules. Each schedule calls one program several times.
+Every step has its own operands, so each element of a result tells of which step it is. In some steps one rank is
+interrupted, raises in a callback, or comes late; in some schedules two threads call the program in turns, or several
+steps are dispatched before the first one is waited for. A step may fail with an error. A result without an error has
+to be of its own step, and after each schedule two steps without a fault have to succeed on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from job import run as run_job
+
+import jaxmp
+
+M, LATE, SOON = 24, 0.3, 0.1
+PROGRAMS = ("two", "chain", "loop", "gradient", "inner")
+FAULTS = ("raise first", "raise between", "interrupt", "late", "none")
+
+
+def draw(rng: random.Random, nprocesses: int) -> dict:
+    """A schedule: the program, how its steps are called, and for each step (fault, rank)."""
+    how = rng.choice(("steps", "steps", "steps", "ahead", "threads"))
+    faults = FAULTS if how == "steps" else ("raise first", "raise between", "late", "none")
+    steps = [(rng.choice((*faults, "none", "none")), rng.randrange(nprocesses)) for _ in range(rng.randint(3, 6))]
+    program = rng.choice(PROGRAMS)
+    if program == "loop":  # XLA's own collectives bring the tokens round in a loop, and a rank left there ends the job
+        steps = [(fault if fault in ("late", "none") else "late", rank) for fault, rank in steps]
+    return {"program": program, "how": how, "steps": steps}
+
+
+class Callbacks:
+    """What the callbacks of this rank do in each step of the schedule that is running."""
+
+    def __init__(self, process: int) -> None:
+        self.process, self.plan, self.running = process, {}, None
+
+    def interrupt(self, i):
+        if self.running == i:  # not the step after it
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def first(self, i, x):
+        fault, rank = self.plan.get(int(i), ("none", 0))
+        if fault == "raise first" and rank == self.process:
+            raise OSError("a file cannot be read")
+        if fault == "late" and rank == self.process:
+            time.sleep(LATE)
+        if fault == "interrupt":  # the interrupted rank waits in the call for one that is late
+            if rank == self.process:
+                threading.Timer(SOON, self.interrupt, (int(i),)).start()
+            else:
+                time.sleep(LATE)
+        return x
+
+    def between(self, i, x):
+        if self.plan.get(int(i)) == ("raise between", self.process):
+            raise OSError("a file cannot be read")
+        return x
+
+
+def programs(mesh, callbacks: Callbacks):
+    """By name: a function of a step's number, its operand and the identity matrix. All elements of the results are the
+    step's number."""
+
+    def through(callback, i, x):
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), i, x)
+
+    def multiply(x, b):
+        return jaxmp.all_gather_matmul(x, b, "x")
+
+    def rows(d, b):
+        return jaxmp.matmul_reduce_scatter(d, b.T, "x")
+
+    def two(i, x, b):
+        x = through(callbacks.first, i, x)
+        return multiply(x, b), multiply(through(callbacks.between, i, 2 * x), b) / 2
+
+    def chain(i, x, b):
+        d = multiply(through(callbacks.first, i, x), b)
+        return multiply(through(callbacks.between, i, rows(d, b)), b)
+
+    def loop(i, x, b):
+        def body(x, j):
+            x = lax.cond(j == 0, lambda x: through(callbacks.first, i, x), lambda x: x, x)
+            x = lax.cond(j == 1, lambda x: through(callbacks.between, i, x), lambda x: x, x)
+            return rows(multiply(x, b), b), None
+
+        return multiply(lax.scan(body, x, jnp.arange(3))[0], b)
+
+    def gradient(i, x, b):
+        x = through(callbacks.first, i, x)
+        return jax.grad(lambda x, b: multiply(x, b).sum(), argnums=1)(x, b) / M
+
+    def inner(i, x, b):
+        once = jax.jit(multiply)
+        x = through(callbacks.first, i, x)
+        return once(x, b) + 0 * once(through(callbacks.between, i, 2 * x), b)
+
+    def compiled(local):
+        specs = {"in_specs": (P(), P("x"), P(None, "x")), "out_specs": P(None, "x"), "check_vma": False}
+        return jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+
+    return {f.__name__: compiled(f) for f in (two, chain, loop, gradient, inner)}
+
+
+def main(initialize, process):
+    asked = json.loads(os.environ.get("RUNS", "{}"))
+    initialize()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    callbacks = Callbacks(process)
+    functions = programs(mesh, callbacks)
+    put = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+    identity = put(np.eye(M, dtype=np.float32), P(None, "x"))
+    numbers = itertools.count(1)
+    wrong = told = good = 0
+
+    def dispatch(name, i):
+        return functions[name](np.int32(i), put(np.full((M, M), i, np.float32), P("x")), identity)
+
+    def check(i, results):
+        nonlocal wrong, good
+        values = {v for d in jax.tree.leaves(results) for s in d.addressable_shards for v in np.unique(s.data).tolist()}
+        good += 1
+        if values != {i}:
+            wrong += 1
+            print(f"WRONG step {i}: {sorted(values)[:8]} in {drawn}")
+
+    def step(name, i):
+        nonlocal told
+        callbacks.running = i
+        try:
+            check(i, dispatch(name, i))
+        except (KeyboardInterrupt, ValueError, jax.errors.JaxRuntimeError) as error:
+            told += 1
+            if asked.get("verbose"):
+                print(f"step {i}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        finally:
+            callbacks.running = None
+
+    def ahead(name, steps):
+        nonlocal told
+        dispatched = []
+        for i in steps:
+            try:
+                dispatched.append((i, dispatch(name, i)))
+            except (ValueError, jax.errors.JaxRuntimeError):
+                told += 1
+        for i, results in dispatched:
+            try:
+                check(i, results)
+            except (ValueError, jax.errors.JaxRuntimeError):
+                told += 1
+
+    def threads(name, steps):
+        """Two threads, whose calls begin in one order on every rank; the first may still run when the second begins."""
+        turn = threading.Condition()
+        at = 0
+
+        def work(own):
+            nonlocal at
+            for place in own:
+                with turn:
+                    turn.wait_for(lambda place=place: at == place)
+                    running = threading.Thread(target=step, args=(name, steps[place]))
+                    running.start()
+                    time.sleep(0.01)
+                    at += 1
+                    turn.notify_all()
+                running.join()
+
+        pair = [threading.Thread(target=work, args=(range(first, len(steps), 2),)) for first in (0, 1)]
+        for thread in pair:
+            thread.start()
+        for thread in pair:
+            thread.join()
+
+    for seed in range(asked.get("seed", 0), asked.get("seed", 0) + asked.get("schedules", 6)):
+        drawn = draw(random.Random(seed), jax.process_count())
+        print(f"schedule {seed}: {drawn}")
+        steps = [next(numbers) for _ in drawn["steps"]]
+        callbacks.plan = dict(zip(steps, drawn["steps"], strict=True))
+        name = drawn["program"]
+        with contextlib.suppress(KeyboardInterrupt):
+            if drawn["how"] == "steps":
+                for i in steps:
+                    step(name, i)
+            else:
+                (ahead if drawn["how"] == "ahead" else threads)(name, steps)
+        before = told
+        for _ in range(2):
+            step(name, next(numbers))
+        if told != before:
+            wrong += 1
+            print(f"WRONG schedule {seed}: the steps after it fail, {drawn}")
+    print(f"RAN {good} steps, {told} were told, {wrong} are wrong")
+    assert not wrong
+
+
+def start():
+    """Jobs of two and four processes until the schedules have run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failed = done = 0
+    for nprocesses, ndevices in itertools.cycle(((2, 1), (2, 2), (4, 1))):
+        if done >= options.schedules:
+            break
+        schedules = min(50, options.schedules - done)
+        asked = {"seed": options.seed + done, "schedules": schedules}
+        env = {"all": {"RUNS": json.dumps(asked), "JAXMP_TIMEOUT": "5"}}
+        with tempfile.TemporaryDirectory() as folder:
+            job, ranks = run_job(Path(folder), "runs", nprocesses, ndevices=ndevices, env=env, deadline=900)
+            if any(rank.status for rank in ranks):
+                failed += 1
+                print(job.all_logs())
+            print(*(line for rank in ranks for line in rank.log.splitlines() if line.startswith("RAN")), sep="\n")
+        done += schedules
+        print(f"{nprocesses} processes of {ndevices} devices: {done} schedules so far, {failed} jobs failed", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    start()
