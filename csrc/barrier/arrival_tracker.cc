@@ -46,19 +46,31 @@ void ArrivalTracker::Expect(const CallSignature& signature) {
   for (const CallSignature::Group& group : signature.members) {
     programs_[signature.program_hash].insert(group.key);
     if (!is_eager) own_places_.insert({group.key, group.place});
+    for (int64_t at : group.positions) entries_[group.key].devices.insert(signature.devices[static_cast<size_t>(at)]);
   }
 }
 
 Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
                                size_t position, uint64_t token) {
-  Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), RunOf(origin), 0};
+  const int64_t device = signature->devices[position];
+  Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), device, RunOf(origin), 0};
   Entry& entry = entries_[arrival.members().key];
   const auto is_near = [&arrival](Run first) { return Distance(arrival.run, first).has_value(); };
   if (std::none_of(entry.first.begin(), entry.first.end(), is_near)) entry.first.push_back(arrival.run);
   OwnRun& run = Get(entry.runs, arrival.run);
-  arrival.count = ++run.arrived[signature->devices[position]];
-  if (signature->has_tokens) run.tokens[arrival.count][static_cast<int64_t>(position)] = token;
+  arrival.count = ++run.arrived[device];
+  if (signature->has_tokens) run.tokens[arrival.count][device] = token;
+  Note(device, arrival.run);
   return arrival;
+}
+
+void ArrivalTracker::Note(int64_t device, Run run) {
+  std::set<Run>& latest = latest_[device];
+  const auto near = latest.lower_bound(run - std::min(run, kNear));
+  const bool is_known = near != latest.end() && Distance(run, *near);
+  if (is_known && *near >= run) return;
+  if (is_known) latest.erase(near);
+  latest.insert(run);
 }
 
 bool ArrivalTracker::IsAmbiguous(const CallSignature& signature, size_t position, const Origin& origin) {
@@ -74,18 +86,18 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
   OwnRun& run = Get(entry.runs, arrival.run);
   if (arrival.count <= run.announced) return std::nullopt;
   Message message;
-  if (signature.has_tokens) {
-    const std::map<int64_t, uint64_t>& tokens = run.tokens[arrival.count];
-    for (int64_t position : arrival.members().positions) {
-      if (signature.processes[static_cast<size_t>(position)] != process_) continue;
-      const auto found = tokens.find(position);
-      if (found == tokens.end()) return std::nullopt;
-      message.tokens.push_back(static_cast<uint64_t>(position));
-      message.tokens.push_back(found->second);
-    }
+  message.kind = signature.has_tokens ? Kind::kArrival : Kind::kFirst;
+  const std::map<int64_t, uint64_t> tokens =
+      signature.has_tokens ? run.tokens[arrival.count] : std::map<int64_t, uint64_t>{{arrival.device, 0}};
+  for (const auto& [device, token] : tokens) {
+    message.tokens.push_back(static_cast<uint64_t>(device));
+    message.tokens.push_back(token);
   }
+  const auto is_own = [&](int64_t at) { return signature.processes[static_cast<size_t>(at)] == process_; };
+  const std::vector<int64_t>& positions = arrival.members().positions;
+  const auto nown = static_cast<size_t>(std::count_if(positions.begin(), positions.end(), is_own));
+  if (signature.has_tokens && tokens.size() < nown) return std::nullopt;
   run.announced = arrival.count;
-  message.kind = Kind::kArrival;
   message.place = arrival.members().place;
   message.key = arrival.members().key;
   message.run = arrival.run;
@@ -96,22 +108,17 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
 }
 
 std::string ArrivalTracker::Hear(int process, const Message& arrival) {
-  const auto number = static_cast<Run>(arrival.run);
-  PeerRun& run = Get(entries_[arrival.key].peers[process].runs, number);
+  PeerRun& run = Get(entries_[arrival.key].peers[process].runs, static_cast<Run>(arrival.run));
+  run.kind = arrival.kind;
   run.count = arrival.count;
   run.digest = arrival.digest;
   run.place = arrival.place;
   for (size_t i = 0; i + 1 < arrival.tokens.size(); i += 2) {
-    run.tokens[arrival.count][static_cast<int64_t>(arrival.tokens[i])] = arrival.tokens[i + 1];
+    const auto device = static_cast<int64_t>(arrival.tokens[i]);
+    if (arrival.kind == Kind::kArrival) run.tokens[arrival.count][device] = arrival.tokens[i + 1];
+    Note(device, run.run);
   }
   last_at_[arrival.place][process] = arrival.key;
-  std::set<Run>& latest = latest_[process];
-  const auto near = latest.lower_bound(number - std::min(number, kNear));
-  const bool is_known = near != latest.end() && Distance(number, *near);
-  if (!is_known || *near < number) {
-    if (is_known) latest.erase(near);
-    latest.insert(number);
-  }
   Text& text = texts_[arrival.digest];
   if (!arrival.text.empty()) {
     const size_t end = std::min(arrival.text.find('\n'), arrival.text.size());
@@ -127,14 +134,9 @@ const ArrivalTracker::OwnRun* ArrivalTracker::Entry::own(Run run) const { return
 const ArrivalTracker::PeerRun* ArrivalTracker::Entry::theirs(int process, Run run) const {
   const auto peer = peers.find(process);
   if (peer == peers.end()) return nullptr;
-  for (Run shift : peer->second.shifts) {
-    if (const PeerRun* found = Find(peer->second.runs, run + shift)) return found;
-  }
-  return nullptr;
-}
-
-bool ArrivalTracker::Entry::HasOwn(const Peer& peer, Run theirs) const {
-  return std::any_of(peer.shifts.begin(), peer.shifts.end(), [&](Run shift) { return own(theirs - shift); });
+  const std::deque<PeerRun>& all = peer->second.runs;
+  const auto found = std::find_if(all.begin(), all.end(), [run](const PeerRun& each) { return each.own == run; });
+  return found == all.end() ? nullptr : &*found;
 }
 
 const ArrivalTracker::PeerRun* ArrivalTracker::Entry::WaitingPeer(int process) const {
@@ -155,25 +157,36 @@ int64_t ArrivalTracker::Entry::NumberOf(Run run) const {
   return 0;
 }
 
-// The first run of the peer's that belongs to none of this process's, and is of a program that this process has not.
-void ArrivalTracker::PairPrograms(const Arrival& arrival) {
+void ArrivalTracker::PairRuns(const Arrival& arrival) {
   Entry& entry = entries_.at(arrival.members().key);
   for (auto& [process, peer] : entry.peers) {
     if (entry.theirs(process, arrival.run)) continue;
-    for (const PeerRun& theirs : peer.runs) {
-      const Run shift = theirs.run - arrival.run;
-      const auto is_near = [&theirs](const OwnRun& mine) { return Distance(theirs.run, mine.run).has_value(); };
-      const bool is_own = theirs.place != arrival.members().place &&
-                          own_places_.count({arrival.members().key, theirs.place}) != 0;
-      if (is_own || entry.HasOwn(peer, theirs.run) || HasFailed(process, theirs.run)) continue;
-      if (std::any_of(entry.runs.begin(), entry.runs.end(), is_near)) continue;
-      if (std::any_of(peer.shifts.begin(), peer.shifts.end(), [shift](Run each) { return Distance(shift, each); })) {
-        continue;
-      }
-      peer.shifts.push_back(shift);
-      break;
+    PeerRun* found = nullptr;
+    for (Run shift : peer.shifts) {
+      PeerRun* const theirs = Find(peer.runs, arrival.run + shift);
+      if (theirs && !theirs->own) found = theirs;
     }
+    for (PeerRun& theirs : peer.runs) {
+      if (found) break;
+      if (!IsOtherProgram(arrival, process, theirs)) continue;
+      peer.shifts.push_back(theirs.run - arrival.run);
+      found = &theirs;
+    }
+    if (found) found->own = arrival.run;
   }
+}
+
+// Whether the peer's run, which belongs to none of this process, is of a program that this process does not have.
+bool ArrivalTracker::IsOtherProgram(const Arrival& arrival, int process, const PeerRun& theirs) const {
+  const CallSignature::Group& call = arrival.members();
+  if (theirs.own || HasFailed(process, theirs.run)) return false;
+  if (theirs.place != call.place && own_places_.count({call.key, theirs.place})) return false;
+  const Entry& here = entry(arrival);
+  const std::vector<Run>& shifts = here.peers.at(process).shifts;
+  const auto is_near = [&theirs](const OwnRun& mine) { return Distance(theirs.run, mine.run).has_value(); };
+  return std::none_of(here.runs.begin(), here.runs.end(), is_near) &&
+         std::none_of(shifts.begin(), shifts.end(),
+                      [&](Run shift) { return Distance(theirs.run - arrival.run, shift).has_value(); });
 }
 
 bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
@@ -195,7 +208,7 @@ std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
     const auto process = static_cast<int>(signature.processes[static_cast<size_t>(position)]);
     nlocal += process == process_;
     const auto& tokens = process == process_ ? mine.tokens : entry.theirs(process, arrival.run)->tokens;
-    taken.push_back(tokens.at(arrival.count).at(position));
+    taken.push_back(tokens.at(arrival.count).at(signature.devices[static_cast<size_t>(position)]));
   }
   if (++mine.takers[arrival.count] < nlocal) return taken;
   mine.takers.erase(arrival.count);
@@ -246,32 +259,23 @@ std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int 
   return std::nullopt;
 }
 
-// A thread's runs are on a device one after the other. So a process of one device has left the run at all its calls, and
-// a process of several devices has left it at this call.
+// A device runs the programs of one thread one after the other. In a later run it has left this one.
 std::optional<std::string> ArrivalTracker::HasPassed(const Arrival& arrival, int process) const {
+  const CallSignature& signature = *arrival.signature;
   const Entry& here = entry(arrival);
   const auto peer = here.peers.find(process);
-  std::vector<Run> later;
-  for (const OwnRun& each : process == process_ ? here.runs : std::deque<OwnRun>()) {
-    const std::map<int64_t, uint64_t>& arrived = here.own(arrival.run)->arrived;
-    const auto has_left = [&arrived](const auto& device) { return arrived.count(device.first) == 0; };
-    if (std::any_of(each.arrived.begin(), each.arrived.end(), has_left)) later.push_back(each.run);
-  }
-  if (peer != here.peers.end()) {
-    for (const PeerRun& each : peer->second.runs) later.push_back(each.run);
-  }
-  const auto latest = latest_.find(process);
-  if (arrival.signature->is_sequential && latest != latest_.end()) {
-    later.insert(later.end(), latest->second.begin(), latest->second.end());
-  }
-  for (Run shift : peer == here.peers.end() ? std::vector<Run>{0} : peer->second.shifts) {
-    for (Run theirs : later) {
-      const std::optional<int32_t> ahead = Distance(theirs, arrival.run + shift);
-      if (!ahead || *ahead <= 0) continue;
-      const int64_t number = here.NumberOf(arrival.run);
-      return "rank " + std::to_string(process) + " has come to run " + std::to_string(number + *ahead) +
-             " of the program and not to this call in run " + std::to_string(number) + ", in which rank " +
-             std::to_string(process_) + " waits";
+  for (int64_t at : arrival.members().positions) {
+    const auto latest = latest_.find(signature.devices[static_cast<size_t>(at)]);
+    if (signature.processes[static_cast<size_t>(at)] != process || latest == latest_.end()) continue;
+    for (Run shift : peer == here.peers.end() ? std::vector<Run>{0} : peer->second.shifts) {
+      for (Run theirs : latest->second) {
+        const std::optional<int32_t> ahead = Distance(theirs, arrival.run + shift);
+        if (!ahead || *ahead <= 0) continue;
+        const int64_t number = here.NumberOf(arrival.run);
+        return "rank " + std::to_string(process) + " has come to run " + std::to_string(number + *ahead) +
+               " of the program and not to this call in run " + std::to_string(number) + ", in which rank " +
+               std::to_string(process_) + " waits";
+      }
     }
   }
   return std::nullopt;
@@ -279,17 +283,16 @@ std::optional<std::string> ArrivalTracker::HasPassed(const Arrival& arrival, int
 
 // A peer that has given up such a call may still be in XLA's collective, until it comes to its next call.
 bool ArrivalTracker::IsBehind(const Arrival& arrival, int process) const {
-  const auto waits_behind = [&](const Entry& other) {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const auto& each) {
+    const Entry& other = each.second;
     const PeerRun* theirs = other.WaitingPeer(process);
-    if (!theirs || !theirs->tokens.empty()) return false;
+    if (!theirs || theirs->kind != Kind::kFirst || !other.devices.count(arrival.device)) return false;
     const std::vector<Run>& shifts = other.peers.at(process).shifts;
     return std::any_of(shifts.begin(), shifts.end(), [&](Run shift) {
       const std::optional<int32_t> distance = Distance(theirs->run - shift, arrival.run);
       return distance && *distance < 0;
     });
-  };
-  if (!arrival.signature->is_sequential) return waits_behind(entry(arrival));
-  return std::any_of(entries_.begin(), entries_.end(), [&](const auto& each) { return waits_behind(each.second); });
+  });
 }
 
 bool ArrivalTracker::AreInOneProgram(uint64_t one, uint64_t other) const {

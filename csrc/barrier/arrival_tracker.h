@@ -40,6 +40,7 @@ using Run = uint32_t;
 struct Arrival {
   std::shared_ptr<const CallSignature> signature;
   size_t group;
+  int64_t device;
   Run run;
   uint64_t count;
 
@@ -63,8 +64,8 @@ class ArrivalTracker {
   // Records the arrival of a peer and returns the name of the call, for people.
   std::string Hear(int process, const Message& arrival);
 
-  // Finds the runs of the peers that belong to an arrival, where their programs differ from this one.
-  void PairPrograms(const Arrival& arrival);
+  // Finds the runs of the peers that belong to the run of an arrival.
+  void PairRuns(const Arrival& arrival);
   // Whether `process` has yet to come. For this process: whether another of its devices has, to a collective.
   bool Awaits(const Arrival& arrival, int process) const;
   // The tokens of all devices, ordered as the positions of the group. Call it once for each device of this process,
@@ -98,16 +99,18 @@ class ArrivalTracker {
   struct OwnRun {
     Run run = 0;
     uint64_t announced = 0;
-    std::map<int64_t, uint64_t> arrived;          // by device
-    std::map<int64_t, const void*> instructions;  // of the last arrival with a token, by device
-    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and position
+    std::map<int64_t, uint64_t> arrived;                     // by device
+    std::map<int64_t, const void*> instructions;             // of the last arrival with a token, by device
+    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
     std::map<uint64_t, size_t> takers;                       // by count: devices that have taken the tokens
   };
   // What a peer has said of one run at one call.
   struct PeerRun {
     Run run = 0;
-    uint64_t count = 0, digest = 0, place = 0;               // of the last arrival
-    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and position
+    std::optional<Run> own;                                  // the run of this process that it belongs to
+    Kind kind = Kind::kArrival;                              // of the last arrival, as the other numbers
+    uint64_t count = 0, digest = 0, place = 0;
+    std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
   };
   struct Peer {
     std::deque<PeerRun> runs;       // in the order in which they were heard
@@ -118,12 +121,12 @@ class ArrivalTracker {
   struct Entry {
     std::deque<OwnRun> runs;          // in the order in which they came
     std::map<int, Peer> peers;        // by process
+    std::set<int64_t> devices;        // of the call, once a program of this process has it
     std::set<uint64_t> described;     // digests whose text the peers have
     std::vector<Run> first;           // runs of this process, of each program: people count runs from there
 
     const OwnRun* own(Run run) const;
-    const PeerRun* theirs(int process, Run run) const;   // the peer's run that belongs to this process's
-    bool HasOwn(const Peer& peer, Run theirs) const;     // whether this process has a run that belongs to the peer's
+    const PeerRun* theirs(int process, Run run) const;  // the peer's run that belongs to this process's
     // The last run of the peer, if it waits there for this process.
     const PeerRun* WaitingPeer(int process) const;
     int64_t NumberOf(Run run) const;  // of a run of this process, for people
@@ -133,6 +136,8 @@ class ArrivalTracker {
     std::string call, fields;
   };
 
+  void Note(int64_t device, Run run);
+  bool IsOtherProgram(const Arrival& arrival, int process, const PeerRun& theirs) const;
   const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
   Text text(uint64_t digest) const;
   bool HasFailed(int process, Run run) const;
@@ -145,7 +150,7 @@ class ArrivalTracker {
   std::map<uint64_t, Entry> entries_;
   std::map<uint64_t, Text> texts_;                       // by digest, of what peers have said
   std::map<uint64_t, std::map<int, uint64_t>> last_at_;  // by place and peer: the key of its last call there
-  std::map<int, std::set<Run>> latest_;                  // by peer: the latest run of each of its programs
+  std::map<int64_t, std::set<Run>> latest_;              // by device: its latest run of each program
   std::map<int, std::deque<Failure>> failed_;            // by process: runs that it has given up
   std::map<uint64_t, std::set<uint64_t>> programs_;      // of this process: the keys of their calls
   std::set<std::pair<uint64_t, uint64_t>> own_places_;   // of this process: (key, place) of calls

@@ -8,7 +8,8 @@
 namespace jaxmp::barrier {
 
 enum class Kind : uint8_t {
-  kArrival,    // the sender has come to `key` for the count-th time in its run
+  kArrival,    // the sender has come to `key` for the count-th time in its run, with all its devices
+  kFirst,      // the same, to a collective of XLA's, with the first of its devices
   kFailure,    // the sender has given up its run of the program; text says why
   kAbandon,    // the same, and the job may go on: an interrupt, or a run that another rank has left
   kPing,
@@ -20,7 +21,7 @@ enum class Kind : uint8_t {
 struct Message {
   Kind kind = Kind::kPing;
   uint64_t place = 0, key = 0, run = 0, count = 0, digest = 0;
-  std::vector<uint64_t> tokens;  // of an arrival at a collective: position in the mesh, token, position, token, ...
+  std::vector<uint64_t> tokens;  // of an arrival: device, token, device, token, ...
   std::string text;  // of an arrival: the call, a newline, its fields; empty where the receiver has seen the digest
 };
 

@@ -79,7 +79,7 @@ void Service::Send(const Arrival& arrival, const Message& message) {
 // ---- is everybody there?
 
 std::optional<Status> Service::Outcome(const Arrival& arrival) {
-  arrivals.PairPrograms(arrival);
+  arrivals.PairRuns(arrival);
   if (const auto* failed = arrivals.failure(arrival)) return GiveUp(arrival, failed->text, failed->kind);
   if (auto why = arrivals.Disagreement(arrival)) return Fail(arrival, *why);
   bool are_all_here = true;
@@ -248,6 +248,7 @@ void Service::Handle(int process, const Message& message) {
   Peer& from = peers[process];
   switch (message.kind) {
     case Kind::kArrival:
+    case Kind::kFirst:
       from.last_call = arrivals.Hear(process, message);
       return;
     case Kind::kFailure:

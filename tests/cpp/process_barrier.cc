@@ -109,13 +109,13 @@ TEST(ARunThatARankHasLeftIsGivenUp) {
   }
 }
 
-// With several devices a process is in several runs: one device's next run says nothing of the others' calls.
+// A process is in several runs with several devices: the next run of one device says nothing of another device.
 TEST(AnotherDeviceMayBeARunAhead) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4", /*is_sequential=*/false), other = Make("jit_f", 1, "k=8", false);
   for (const auto& each : {call, other}) ExpectCall(*each);
   auto waits = Come(call, 1);
-  peer.Come(*other, 1, {}, 2);
+  peer.Come(*other, 1, /*tokens=*/{2, 0}, 2);
   Pause(300);
   CHECK(!IsReady(waits));
   peer.Come(*call, 1, {}, 1);
@@ -163,7 +163,7 @@ TEST(DifferentFieldsAreNamed) {
   peer.Come(*Make("jit_f", 0, "m=1\nk=4095"), 1);
   CHECK_EQ(Come(Make("jit_f", 0, "m=1\nk=4096")).get(),
            "jaxmp.DistributedError: matmul at train.py:41: rank 1 has k=4095, rank 0 has k=4096");
-  CHECK(peer.Next().kind == Kind::kArrival);
+  CHECK(peer.Next().kind == Kind::kFirst);
   CHECK(peer.Next().kind == Kind::kFailure);
 }
 

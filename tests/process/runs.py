@@ -10,7 +10,6 @@ to be of its own step, and after each schedule two steps without a fault have to
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -52,11 +51,15 @@ class Callbacks:
     """What the callbacks of this rank do in each step of the schedule that is running."""
 
     def __init__(self, process: int) -> None:
-        self.process, self.plan, self.running = process, {}, None
+        self.process, self.plan, self.running, self.interrupted = process, {}, None, None
 
     def interrupt(self, i):
-        if self.running == i:  # not the step after it
-            os.kill(os.getpid(), signal.SIGINT)
+        self.interrupted = i
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def on_interrupt(self, *_):
+        if self.running == self.interrupted:  # not between steps, and not in the step after it
+            raise KeyboardInterrupt
 
     def first(self, i, x):
         fault, rank = self.plan.get(int(i), ("none", 0))
@@ -125,9 +128,9 @@ def programs(mesh, callbacks: Callbacks):
 def main(initialize, process):
     asked = json.loads(os.environ.get("RUNS", "{}"))
     initialize()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
     callbacks = Callbacks(process)
+    signal.signal(signal.SIGINT, callbacks.on_interrupt)
     functions = programs(mesh, callbacks)
     put = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
     identity = put(np.eye(M, dtype=np.float32), P(None, "x"))
@@ -147,15 +150,17 @@ def main(initialize, process):
 
     def step(name, i):
         nonlocal told
-        callbacks.running = i
         try:
-            check(i, dispatch(name, i))
+            callbacks.running = i
+            results = dispatch(name, i)
+            jax.block_until_ready(results)
+            callbacks.running = None
+            check(i, results)
         except (KeyboardInterrupt, ValueError, jax.errors.JaxRuntimeError) as error:
+            callbacks.running = None
             told += 1
             if asked.get("verbose"):
                 print(f"step {i}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-        finally:
-            callbacks.running = None
 
     def ahead(name, steps):
         nonlocal told
@@ -200,12 +205,11 @@ def main(initialize, process):
         steps = [next(numbers) for _ in drawn["steps"]]
         callbacks.plan = dict(zip(steps, drawn["steps"], strict=True))
         name = drawn["program"]
-        with contextlib.suppress(KeyboardInterrupt):
-            if drawn["how"] == "steps":
-                for i in steps:
-                    step(name, i)
-            else:
-                (ahead if drawn["how"] == "ahead" else threads)(name, steps)
+        if drawn["how"] == "steps":
+            for i in steps:
+                step(name, i)
+        else:
+            (ahead if drawn["how"] == "ahead" else threads)(name, steps)
         before = told
         for _ in range(2):
             step(name, next(numbers))
