@@ -1,7 +1,7 @@
 """Runs that end early on one rank, and runs that overlap, drawn at random.
 
 Run by `ranks.py runs` on each rank, and by itself for many schedules. Each schedule calls one program several times.
-Every step has its own operands, so each element of a result tells of which step it is. In some steps one rank is
+Every step has its own operands, so each element of a result names its step. In some steps one rank is
 interrupted, raises in a callback, or comes late; in some schedules two threads call the program in turns, or several
 steps are dispatched before the first one is waited for. A step may fail with an error. A result without an error has
 to be of its own step, and after each schedule two steps without a fault have to succeed on every rank.
@@ -53,10 +53,6 @@ class Callbacks:
     def __init__(self, process: int) -> None:
         self.process, self.plan, self.running, self.interrupted = process, {}, None, None
 
-    def interrupt(self, i):
-        self.interrupted = i
-        os.kill(os.getpid(), signal.SIGINT)
-
     def on_interrupt(self, *_):
         if self.running == self.interrupted:  # not between steps, and not in the step after it
             raise KeyboardInterrupt
@@ -68,10 +64,11 @@ class Callbacks:
         if fault == "late" and rank == self.process:
             time.sleep(LATE)
         if fault == "interrupt":  # the interrupted rank waits in the call for one that is late
-            if rank == self.process:
-                threading.Timer(SOON, self.interrupt, (int(i),)).start()
-            else:
+            if rank != self.process:
                 time.sleep(LATE)
+            elif self.interrupted != int(i):  # once, and not for each device
+                self.interrupted = int(i)
+                threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGINT)).start()
         return x
 
     def between(self, i, x):
@@ -159,8 +156,7 @@ def main(initialize, process):
         except (KeyboardInterrupt, ValueError, jax.errors.JaxRuntimeError) as error:
             callbacks.running = None
             told += 1
-            if asked.get("verbose"):
-                print(f"step {i}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            print(f"step {i}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
     def ahead(name, steps):
         nonlocal told
@@ -199,11 +195,12 @@ def main(initialize, process):
         for thread in pair:
             thread.join()
 
-    for seed in range(asked.get("seed", 0), asked.get("seed", 0) + asked.get("schedules", 6)):
-        drawn = draw(random.Random(seed), jax.process_count())
-        print(f"schedule {seed}: {drawn}")
+    first, count = asked.get("seed", 0), asked.get("schedules", 0)
+    schedules = asked.get("given", []) + [draw(random.Random(first + i), jax.process_count()) for i in range(count)]
+    for number, drawn in enumerate(schedules):
+        print(f"schedule {number}: {drawn}")
         steps = [next(numbers) for _ in drawn["steps"]]
-        callbacks.plan = dict(zip(steps, drawn["steps"], strict=True))
+        callbacks.plan = dict(zip(steps, map(tuple, drawn["steps"]), strict=True))
         name = drawn["program"]
         if drawn["how"] == "steps":
             for i in steps:
@@ -215,8 +212,8 @@ def main(initialize, process):
             step(name, next(numbers))
         if told != before:
             wrong += 1
-            print(f"WRONG schedule {seed}: the steps after it fail, {drawn}")
-    print(f"RAN {good} steps, {told} were told, {wrong} are wrong")
+            print(f"WRONG schedule {number}: the steps after it fail, {drawn}")
+    print(f"RAN {len(schedules)} schedules, {good} steps; {told} steps raised errors, {wrong} are wrong")
     assert not wrong
 
 
@@ -238,7 +235,7 @@ def start():
             if any(rank.status for rank in ranks):
                 failed += 1
                 print(job.all_logs())
-            print(*(line for rank in ranks for line in rank.log.splitlines() if line.startswith("RAN")), sep="\n")
+            print(*(line for rank in ranks for line in rank.log.splitlines() if line.startswith(("RAN", "WRONG"))), sep="\n")
         done += schedules
         print(f"{nprocesses} processes of {ndevices} devices: {done} schedules so far, {failed} jobs failed", flush=True)
     sys.exit(failed > 0)

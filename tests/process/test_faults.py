@@ -4,6 +4,7 @@ A job that hangs costs a cluster; an error that names no rank costs its users a 
 """
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -219,6 +220,23 @@ def test_an_interrupt_reaches_a_rank_that_waits_in_a_call(tmp_path):
     ranks = job.wait(15)
     assert all(rank.status not in (0, None) for rank in ranks), job.all_logs()
     assert all("KeyboardInterrupt" in rank.log for rank in ranks), job.all_logs()
+
+
+# With counts across runs, the second call of each step after a fault multiplied one rank's step by another rank's.
+LEFT_EARLY = [("none", 0), ("interrupt", 0), ("none", 0), ("raise first", 1), ("none", 0), ("raise between", 0)]
+OVERLAPPING = [("late", 0), ("none", 0), ("late", 1), ("none", 0)]
+
+
+@pytest.mark.parametrize("ndevices", [1, 2])
+def test_a_run_that_ends_early_meets_no_other_run(ndevices, tmp_path):
+    given = [{"program": name, "how": "steps", "steps": LEFT_EARLY} for name in ("two", "gradient")]
+    given += [{"program": "two", "how": how, "steps": OVERLAPPING} for how in ("ahead", "threads")]
+    env = {"all": {"RUNS": json.dumps({"given": given, "schedules": 3}), "JAXMP_TIMEOUT": "5"}}
+    job, ranks = run(tmp_path, "runs", 2, ndevices=ndevices, env=env, deadline=120)
+    assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
+    assert re.search("step 2: .*: rank 0 was interrupted by the user$", ranks[1].log, flags=re.M), job.all_logs()
+    message = r"step 4: .*: rank 1 has come to run 5 of the program and not to this call in run 4, in which rank 0 waits"
+    assert re.search(message, ranks[0].log), job.all_logs()
 
 
 def test_an_interrupt_that_a_rank_catches_fails_one_call_and_no_job(tmp_path):
