@@ -176,17 +176,21 @@ void ArrivalTracker::PairRuns(const Arrival& arrival) {
   }
 }
 
+// Whether the peer's run is of the program in which this process has arrived.
+bool ArrivalTracker::IsNear(const Arrival& arrival, int process, const PeerRun& theirs) const {
+  const std::vector<Run>& shifts = entry(arrival).peers.at(process).shifts;
+  return std::any_of(shifts.begin(), shifts.end(),
+                     [&](Run shift) { return Distance(theirs.run - shift, arrival.run).has_value(); });
+}
+
 // Whether the peer's run, which belongs to none of this process, is of a program that this process does not have.
 bool ArrivalTracker::IsOtherProgram(const Arrival& arrival, int process, const PeerRun& theirs) const {
   const CallSignature::Group& call = arrival.members();
   if (theirs.own || HasFailed(process, theirs.run)) return false;
   if (theirs.place != call.place && own_places_.count({call.key, theirs.place})) return false;
-  const Entry& here = entry(arrival);
-  const std::vector<Run>& shifts = here.peers.at(process).shifts;
-  const auto is_near = [&theirs](const OwnRun& mine) { return Distance(theirs.run, mine.run).has_value(); };
-  return std::none_of(here.runs.begin(), here.runs.end(), is_near) &&
-         std::none_of(shifts.begin(), shifts.end(),
-                      [&](Run shift) { return Distance(theirs.run - arrival.run, shift).has_value(); });
+  const std::deque<OwnRun>& own = entry(arrival).runs;
+  const auto is_own = [&theirs](const OwnRun& mine) { return Distance(theirs.run, mine.run).has_value(); };
+  return std::none_of(own.begin(), own.end(), is_own) && !IsNear(arrival, process, theirs);
 }
 
 bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
@@ -247,9 +251,10 @@ std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) 
 std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int process) const {
   const uint64_t mine = arrival.members().key;
   for (const auto& [key, other] : entries_) {
-    if (key == mine || AreInOneProgram(mine, key)) continue;
     const PeerRun* theirs = other.WaitingPeer(process);
     if (!theirs || HasFailed(process, theirs->run)) continue;
+    // Another run of this program: HasPassed. An equal call of another one, which this process has had as well:
+    if (key == mine ? IsNear(arrival, process, *theirs) : AreInOneProgram(mine, key)) continue;
     const Text found = text(theirs->digest);
     const bool has_both = std::any_of(programs_.begin(), programs_.end(),
                                       [theirs = key](const auto& program) { return program.second.count(theirs); });

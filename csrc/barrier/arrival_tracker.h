@@ -2,7 +2,8 @@
 //
 // A run is one execution of a compiled program. XLA numbers it when the program is dispatched and hands the number to
 // every call in it, also in loops and inner jits (`xla::ffi::RunId`). The numbers of a program start at a fingerprint
-// of the program, so equal programs have equal numbers on every process. Arrivals at a call meet only within one run,
+// of its text and devices, and count the dispatches. So equal programs have equal numbers on every process, whatever
+// each of them has run before, and also if a run has ended before its first call. Arrivals at a call meet only within one run,
 // and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one instruction of
 // the compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them), and within a run a device comes to one
 // instruction again only in the next iteration of a loop.
@@ -13,8 +14,8 @@
 // Worked example: rank 1's run 7 raises before its call, and rank 0's run 7 waits there. Rank 1 comes with run 8, which
 // meets nothing of run 7. Rank 0 gives run 7 up (HasPassed), and its run 8 meets rank 1's.
 //
-// Ranks may run programs that differ, with equal calls: under another name, or eagerly. The numbers of two such
-// programs keep a constant distance, a shift, from the first call at which they meet.
+// Ranks may run programs of different texts with equal calls: under another name, from another line, or eagerly. The
+// numbers of two such programs keep a constant distance, a shift, from the first call at which they meet.
 #pragma once
 
 #include <cstddef>
@@ -137,6 +138,7 @@ class ArrivalTracker {
   };
 
   void Note(int64_t device, Run run);
+  bool IsNear(const Arrival& arrival, int process, const PeerRun& theirs) const;
   bool IsOtherProgram(const Arrival& arrival, int process, const PeerRun& theirs) const;
   const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
   Text text(uint64_t digest) const;

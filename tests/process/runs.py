@@ -10,6 +10,7 @@ to be of its own step, and after each schedule two steps without a fault have to
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import os
@@ -52,12 +53,14 @@ class Callbacks:
 
     def __init__(self, process: int) -> None:
         self.process, self.plan, self.running, self.interrupted = process, {}, None, None
+        self.begun, self.timer = collections.defaultdict(threading.Event), threading.Timer(0, int)
 
     def on_interrupt(self, *_):
         if self.running == self.interrupted:  # not between steps, and not in the step after it
             raise KeyboardInterrupt
 
     def first(self, i, x):
+        self.begun[int(i)].set()
         fault, rank = self.plan.get(int(i), ("none", 0))
         if fault == "raise first" and rank == self.process:
             raise OSError("a file cannot be read")
@@ -68,7 +71,8 @@ class Callbacks:
                 time.sleep(LATE)
             elif self.interrupted != int(i):  # once, and not for each device
                 self.interrupted = int(i)
-                threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGINT)).start()
+                self.timer = threading.Timer(SOON, os.kill, (os.getpid(), signal.SIGINT))
+                self.timer.start()
         return x
 
     def between(self, i, x):
@@ -184,7 +188,7 @@ def main(initialize, process):
                     turn.wait_for(lambda place=place: at == place)
                     running = threading.Thread(target=step, args=(name, steps[place]))
                     running.start()
-                    time.sleep(0.01)
+                    callbacks.begun[steps[place]].wait()  # the run has begun, so it has its number
                     at += 1
                     turn.notify_all()
                 running.join()
@@ -207,6 +211,7 @@ def main(initialize, process):
                 step(name, i)
         else:
             (ahead if drawn["how"] == "ahead" else threads)(name, steps)
+        callbacks.timer.cancel()
         before = told
         for _ in range(2):
             step(name, next(numbers))
