@@ -3,10 +3,10 @@
 // A run is one execution of a compiled program. XLA numbers it when the program is dispatched and hands the number to
 // every call in it, also in loops and inner jits (`xla::ffi::RunId`). The numbers of a program start at a fingerprint
 // of its text and devices, and count the dispatches. So equal programs have equal numbers on every process, whatever
-// each of them has run before, and also if a run has ended before its first call. Arrivals at a call meet only within one run,
-// and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one instruction of
-// the compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them), and within a run a device comes to one
-// instruction again only in the next iteration of a loop.
+// each of them has run before, and also if a run has ended before its first call. Arrivals at a call meet only within
+// one run, and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one
+// instruction of the compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them), and within a run a
+// device comes to one instruction again only in the next iteration of a loop.
 //
 // A run that ends early on one process (an interrupt, a callback that raises) leaves no count behind. The next run has
 // another number everywhere.
@@ -108,8 +108,8 @@ class ArrivalTracker {
   // What a peer has said of one run at one call.
   struct PeerRun {
     Run run = 0;
-    std::optional<Run> own;                                  // the run of this process that it belongs to
-    Kind kind = Kind::kArrival;                              // of the last arrival, as the other numbers
+    std::optional<Run> own;      // the run of this process that it belongs to
+    Kind kind = Kind::kArrival;  // of the last arrival, as the other numbers
     uint64_t count = 0, digest = 0, place = 0;
     std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
   };
@@ -120,11 +120,11 @@ class ArrivalTracker {
 
   // One call on one set of devices.
   struct Entry {
-    std::deque<OwnRun> runs;          // in the order in which they came
-    std::map<int, Peer> peers;        // by process
-    std::set<int64_t> devices;        // of the call, once a program of this process has it
-    std::set<uint64_t> described;     // digests whose text the peers have
-    std::vector<Run> first;           // runs of this process, of each program: people count runs from there
+    std::deque<OwnRun> runs;       // in the order in which they came
+    std::map<int, Peer> peers;     // by process
+    std::set<int64_t> devices;     // of the call, once a program of this process has it
+    std::set<uint64_t> described;  // digests whose text the peers have
+    std::vector<Run> first;        // runs of this process, of each program: people count runs from there
 
     const OwnRun* own(Run run) const;
     const PeerRun* theirs(int process, Run run) const;  // the peer's run that belongs to this process's

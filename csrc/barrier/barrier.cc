@@ -121,7 +121,8 @@ void StopBarrier() {
     for (barrier::Waiting& waiting : s->waiting) {
       const auto* failed = s->arrivals.failure(waiting.arrival);
       settled.push_back({std::move(waiting.done),
-                         failed ? FailedPrecondition("jaxmp.DistributedError: ", failed->text) : stopped, {}});
+                         failed ? FailedPrecondition("jaxmp.DistributedError: ", failed->text) : stopped,
+                         {}});
     }
     s->waiting.clear();
   }

@@ -64,9 +64,9 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
 // The device has come to a collective of XLA's, which waits for all by itself. This waits for the outcome first, on
 // this thread and for a moment only. XLA takes a loop or branch for started once its calls have returned, so a call
 // whose outcome is pending would let collectives behind the loop start ahead of those inside. While a process has come
-// to no call at all, or is in another run, the wait is longer: gloo opens its transport for 30 seconds only, and does not
-// tell one run from another. Without an outcome the
-// collective may begin. If the call fails later, every further call of this process gets the failure (LateFailure).
+// to no call at all, or is in another run, the wait is longer: gloo opens its transport for 30 seconds only, and does
+// not tell one run from another. Without an outcome the collective may begin. If the call fails later, every further
+// call of this process gets the failure (LateFailure).
 Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position);
 
 // What has gone wrong so far: the message of the first call that failed, or "".

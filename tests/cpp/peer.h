@@ -51,9 +51,8 @@ class Peer {
   void Come(const CallSignature& signature, uint64_t count, const std::vector<uint64_t>& tokens = {},
             uint64_t run = 0) {
     const std::vector<uint64_t> first = {1, 0};  // its device
-    Send({signature.has_tokens ? Kind::kArrival : Kind::kFirst, signature.members[0].place, signature.members[0].key, run, count, signature.digest,
-          tokens.empty() ? first : tokens,
-          signature.call + "\n" + signature.fields});
+    Send({signature.has_tokens ? Kind::kArrival : Kind::kFirst, signature.members[0].place, signature.members[0].key,
+          run, count, signature.digest, tokens.empty() ? first : tokens, signature.call + "\n" + signature.fields});
   }
   Message Next() {
     Message message;

@@ -133,7 +133,10 @@ def main(initialize, process):
     callbacks = Callbacks(process)
     signal.signal(signal.SIGINT, callbacks.on_interrupt)
     functions = programs(mesh, callbacks)
-    put = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+    def put(x, spec):
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
     identity = put(np.eye(M, dtype=np.float32), P(None, "x"))
     numbers = itertools.count(1)
     wrong = told = good = 0
@@ -179,17 +182,16 @@ def main(initialize, process):
     def threads(name, steps):
         """Two threads, whose calls begin in one order on every rank; the first may still run when the second begins."""
         turn = threading.Condition()
-        at = 0
+        at = [0]
 
         def work(own):
-            nonlocal at
             for place in own:
                 with turn:
-                    turn.wait_for(lambda place=place: at == place)
+                    turn.wait_for(lambda place=place: at[0] == place)
                     running = threading.Thread(target=step, args=(name, steps[place]))
                     running.start()
                     callbacks.begun[steps[place]].wait()  # the run has begun, so it has its number
-                    at += 1
+                    at[0] += 1
                     turn.notify_all()
                 running.join()
 
@@ -240,9 +242,14 @@ def start():
             if any(rank.status for rank in ranks):
                 failed += 1
                 print(job.all_logs())
-            print(*(line for rank in ranks for line in rank.log.splitlines() if line.startswith(("RAN", "WRONG"))), sep="\n")
+            print(
+                *(line for rank in ranks for line in rank.log.splitlines() if line.startswith(("RAN", "WRONG"))),
+                sep="\n",
+            )
         done += schedules
-        print(f"{nprocesses} processes of {ndevices} devices: {done} schedules so far, {failed} jobs failed", flush=True)
+        print(
+            f"{nprocesses} processes of {ndevices} devices: {done} schedules so far, {failed} jobs failed", flush=True
+        )
     sys.exit(failed > 0)
 
 

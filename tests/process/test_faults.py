@@ -235,7 +235,9 @@ def test_a_run_that_ends_early_meets_no_other_run(ndevices, tmp_path):
     job, ranks = run(tmp_path, "runs", 2, ndevices=ndevices, env=env, deadline=120)
     assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
     assert re.search("step 2: .*: rank 0 was interrupted by the user$", ranks[1].log, flags=re.M), job.all_logs()
-    message = r"step 4: .*: rank 1 has come to run 5 of the program and not to this call in run 4, in which rank 0 waits"
+    message = (
+        r"step 4: .*: rank 1 has come to run 5 of the program and not to this call in run 4, in which rank 0 waits"
+    )
     assert re.search(message, ranks[0].log), job.all_logs()
 
 
