@@ -193,6 +193,13 @@ bool ArrivalTracker::IsOtherProgram(const Arrival& arrival, int process, const P
   return std::none_of(own.begin(), own.end(), is_own) && !IsNear(arrival, process, theirs);
 }
 
+bool ArrivalTracker::AreOneRun(Run own, int process, Run theirs) const {
+  return own == theirs || std::any_of(entries_.begin(), entries_.end(), [&](const auto& each) {
+           const PeerRun* found = each.second.theirs(process, own);
+           return found && found->run == theirs;
+         });
+}
+
 bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
   if (process == process_) {
     return arrival.signature->has_tokens && entry(arrival).own(arrival.run)->announced < arrival.count;

@@ -67,6 +67,8 @@ class ArrivalTracker {
 
   // Finds the runs of the peers that belong to the run of an arrival.
   void PairRuns(const Arrival& arrival);
+  // Whether two runs belong together: of equal programs, or as a call of them has found.
+  bool AreOneRun(Run own, int process, Run theirs) const;
   // Whether `process` has yet to come. For this process: whether another of its devices has, to a collective.
   bool Awaits(const Arrival& arrival, int process) const;
   // The tokens of all devices, ordered as the positions of the group. Call it once for each device of this process,

@@ -224,6 +224,16 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, c
   return wait->outcome.value_or(Status());
 }
 
+// Of programs with different texts the peer's message may still be on its way.
+bool IsOneRun(int64_t own, int process, uint64_t theirs) {
+  const auto mine = static_cast<barrier::Run>(own), others = static_cast<barrier::Run>(theirs);
+  for (const Clock::time_point since = Clock::now(); !Locked()->arrivals.AreOneRun(mine, process, others);) {
+    if (Clock::now() - since > kMoment) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
 std::string BarrierFailure() { return Locked()->failure; }
 
 std::string LateFailure() {

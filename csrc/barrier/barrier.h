@@ -69,6 +69,9 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
 // call of this process gets the failure (LateFailure).
 Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position);
 
+// Whether run `theirs` of `process` and run `own` of this process are one run of a job, as their barriers have found.
+bool IsOneRun(int64_t own, int process, uint64_t theirs);
+
 // What has gone wrong so far: the message of the first call that failed, or "".
 std::string BarrierFailure();
 

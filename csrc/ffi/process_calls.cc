@@ -180,12 +180,31 @@ StatusOr<Picks> ReadPicks(const ffi::RemainingArgs& args, size_t index, size_t n
                table->element_count() / 4, x.size_bytes() / static_cast<size_t>(x.dimensions()[0])};
 }
 
-// The tokens of `nranks` ranks, one each.
-StatusOr<uint64_t*> Tokens(const ffi::AnyBuffer& tokens, size_t nranks) {
-  if (tokens.element_type() == ffi::U64 && tokens.element_count() == nranks) {
-    return static_cast<uint64_t*>(tokens.untyped_data());
+// The places of `nranks` ranks: for each the token of what it wrote, and its run.
+StatusOr<uint64_t*> Places(const ffi::AnyBuffer& places, size_t nranks) {
+  if (places.element_type() == ffi::U64 && places.element_count() == 2 * nranks) {
+    return static_cast<uint64_t*>(places.untyped_data());
   }
-  return InvalidArgument("jaxmp: a collective's tokens must be ", nranks, " of uint64");
+  return InvalidArgument("jaxmp: a collective's places must be ", 2 * nranks, " of uint64");
+}
+
+// The tokens by rank. XLA's all-gather may bring the places of another run, where two threads run programs at once.
+StatusOr<std::vector<uint64_t>> TokensOf(const SharedCollective& call, int32_t position, int64_t run,
+                                         const uint64_t* places) {
+  const CallSignature& signature = *call.signature;
+  const auto group = static_cast<size_t>(signature.groups[static_cast<size_t>(position)]);
+  const std::vector<int64_t>& positions = signature.members[group].positions;
+  std::vector<uint64_t> tokens(positions.size());
+  for (const int64_t other : positions) {
+    const auto rank = static_cast<size_t>(call.ranks[static_cast<size_t>(other)]);
+    const auto process = static_cast<int>(signature.processes[static_cast<size_t>(other)]);
+    tokens[rank] = places[2 * rank];
+    if (IsOneRun(run, process, places[2 * rank + 1])) continue;
+    return FailedPrecondition("jaxmp.DistributedError: ", signature.call, ": rank ", process,
+                              " brings its rows of run ", places[2 * rank + 1], " of the program to run ",
+                              static_cast<uint32_t>(run), "; XLA's collectives in loops take one thread at a time");
+  }
+  return tokens;
 }
 
 Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi::RemainingArgs& args,
@@ -194,7 +213,7 @@ Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi
   const bool is_read = site.part == CollectivePart::kRead;
   const size_t ntokens = is_read ? 1 : 0, ntables = call.picks ? 2 : 0;
   if (args.size() != 2 + ntokens + ntables || rets.size() != 1) {
-    return InvalidArgument("jaxmp: a collective takes an array, tokens to read, and a position, and gives an array");
+    return InvalidArgument("jaxmp: a collective takes an array, places to read, and a position, and gives an array");
   }
   JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, args.size() - 1));
   const auto operand = args.get<ffi::AnyBuffer>(0);
@@ -208,16 +227,18 @@ Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi
     if (site.part == CollectivePart::kWrite) arrays.picks.npicks = 0;
   }
   if (site.part == CollectivePart::kWrite) {
-    JAXMP_ASSIGN_OR_RETURN(uint64_t* token, Tokens(**result, 1));
-    JAXMP_ASSIGN_OR_RETURN(*token, WriteOperand(call, position, arrays));
+    JAXMP_ASSIGN_OR_RETURN(uint64_t* place, Places(**result, 1));
+    JAXMP_ASSIGN_OR_RETURN(place[0], WriteOperand(call, position, arrays));
+    place[1] = static_cast<uint32_t>(run.run_id);
   } else if (operand->element_type() != (*result)->element_type()) {
     return InvalidArgument("jaxmp: a collective's operand and result are of one type");
   } else if (is_read) {
     const auto places = args.get<ffi::AnyBuffer>(1);
     if (places.has_error()) return InvalidArgument(places.error().message());
     JAXMP_ASSIGN_OR_RETURN(const size_t nranks, RanksOf(call, position));
-    JAXMP_ASSIGN_OR_RETURN(const uint64_t* tokens, Tokens(*places, nranks));
-    JAXMP_RETURN_IF_ERROR(ReadOperands(call, position, arrays, tokens));
+    JAXMP_ASSIGN_OR_RETURN(const uint64_t* found, Places(*places, nranks));
+    JAXMP_ASSIGN_OR_RETURN(const std::vector<uint64_t> tokens, TokensOf(call, position, run.run_id, found));
+    JAXMP_RETURN_IF_ERROR(ReadOperands(call, position, arrays, tokens.data()));
   } else {
     RunCollective(site.call, {&site, run.run_id}, position, arrays, std::move(done));
     return {};

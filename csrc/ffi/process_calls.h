@@ -36,8 +36,8 @@ XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution. Of a barrier, arguments any arrays, then the device's position in the mesh; results
 // the same arrays, in the same memory where XLA can arrange it. Of a collective, one array each; of "write", the result
-// is the token of what was written, a uint64; of "read", the tokens of the group by rank follow the array. A
-// collective that picks rows takes the two tables of `Picks` before the position.
+// is the place of what was written, its token and the run, as uint64; of "read", the places of the group by rank follow
+// the array. A collective that picks rows takes the two tables of `Picks` before the position.
 XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame);
 

@@ -175,6 +175,8 @@ TEST(EqualCallsMeetUnderDifferentNames) {
     peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + run);
     CHECK_EQ(Come(Make("jit_f", 0, "k=4"), static_cast<int64_t>(run)).get(), "");
   }
+  CHECK(IsOneRun(9, 1, kTheirs + 9));
+  CHECK(!IsOneRun(9, 1, kTheirs + 8));
   peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + 11);
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4"), 10).get(), "rank 1 has come to run 5 of the program");
   peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, of which this process has none

@@ -43,8 +43,10 @@ def draw(rng: random.Random, nprocesses: int) -> dict:
     faults = FAULTS if how == "steps" else ("raise first", "raise between", "late", "none")
     steps = [(rng.choice((*faults, "none", "none")), rng.randrange(nprocesses)) for _ in range(rng.randint(3, 6))]
     program = rng.choice(PROGRAMS)
-    if program == "loop":  # XLA's own collectives bring the tokens round in a loop, and a rank left there ends the job
+    if program == "loop":
+        # XLA's own collectives run in a loop. They take one thread at a time, and a rank left there ends the job.
         steps = [(fault if fault in ("late", "none") else "late", rank) for fault, rank in steps]
+        how = "steps" if how == "threads" else how
     return {"program": program, "how": how, "steps": steps}
 
 

@@ -5,7 +5,7 @@ others'. XLA's own collectives (gloo) send over sockets what lies in the memory 
 
 Such a call is pending until all have come. In a loop or branch that would let collectives of XLA's behind it start
 ahead of those inside, in another order on each rank. There two calls stand in its place, and neither waits: the first
-writes, an all-gather of XLA's tells every rank where the others have written, and the second reads.
+writes, an all-gather of XLA's tells every rank where the others have written and in which run, and the second reads.
 """
 
 from __future__ import annotations
@@ -120,5 +120,5 @@ class SharedMemory:
             if not self.site.is_in_body:
                 return run("all", whole, x)
             (x,) = self.site.barrier(self.call, self.fields, [x])
-            place = run("write", jax.ShapeDtypeStruct((1,), np.uint64), x)
+            place = run("write", jax.ShapeDtypeStruct((2,), np.uint64), x)
             return run("read", whole, x, lax.all_gather(place, axes, tiled=True))
