@@ -1,5 +1,7 @@
 """Programs under a bare `jit` on automatic axes, in layouts where the partitioner's call is not the plainest."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,3 +64,34 @@ def test_results_are_those_of_one_device(program, determinism, shardings, rng):
     got = jax.jit(constrained)(jax.device_put(a, of_a), jax.device_put(b, of_b), c, scale)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+# Shardings that no axis of the mesh expresses ---------------------------------------------------------------------
+
+
+def microbatches(multiply, x, w):
+    """The gradient of a loss, summed over four parts of the batch."""
+
+    def of_one(w, x):
+        return jnp.square(multiply(x, w)).sum()
+
+    parts = x.reshape(4, x.shape[0] // 4, -1)
+    return jax.lax.scan(lambda total, x: (total + jax.grad(of_one)(w, x), None), jnp.zeros_like(w), parts)[0]
+
+
+def half_of_each(multiply, x, w):
+    """Rows in two dimensions, of which one is summed."""
+    return multiply(x.reshape(2, -1, x.shape[1]).sum(0), w)
+
+
+@pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
+@pytest.mark.parametrize("program", [microbatches, half_of_each])
+@pytest.mark.parametrize("ndevices", [8, 6])
+def test_parts_of_an_axis_shard_the_operands(program, determinism, ndevices, mesh_of, rng):
+    mesh = mesh_of({"data": ndevices}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8 * ndevices, 12), (12, 16)))
+    multiply = functools.partial(jaxmp.matmul, determinism=determinism)
+    want = jax.jit(functools.partial(program, jnp.matmul))(x, w)
+    step = jax.jit(functools.partial(program, multiply))
+    got = step(jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(w, NamedSharding(mesh, P())))
+    np.testing.assert_array_equal(got, want)

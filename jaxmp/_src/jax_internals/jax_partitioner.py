@@ -32,28 +32,29 @@ class Global:
     dtype: np.dtype
     hlo_sharding: Any
 
-    def sharding_on(self, mesh: Any) -> jax.sharding.NamedSharding | None:
-        """The sharding by the axes of `mesh`; None where these do not express it."""
-        try:
-            spec = _sharding_impls.parse_flatten_op_sharding(self.hlo_sharding, mesh)[0]
-        except (AssertionError, KeyError, NotImplementedError, StopIteration, ValueError):
+    @property
+    def tiles(self) -> np.ndarray | None:
+        """The devices, by position in the program, that hold each tile: a dimension for each of the array and a last
+        one of copies. None where the array is not cut into tiles."""
+        sharding = self.hlo_sharding
+        is_manual = any(kind != _xla_client.OpSharding.Type.REPLICATED for kind in sharding.subgroup_types())
+        if is_manual or not sharding.is_tiled() or sharding.is_maximal():
             return None
-        return jax.sharding.NamedSharding(mesh, spec)
+        cuts = sharding.tile_assignment_dimensions()[: len(self.shape)]
+        return np.array(sharding.tile_assignment_devices()).reshape(*cuts, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class OnShards:
     """What XLA's partitioner replaces a call by: `body` of one device's shards.
 
-    `operands` and `results` are shardings on `mesh`, None for one that stays as XLA proposes it. `platform` and `x64`
-    are what the program was lowered for. `name` is that of the program which is made of the body; `is_in_body`: whether
-    the call is in a loop or branch.
+    `operands` and `results` are shardings on one mesh. `platform` and `x64` are what the program was lowered for.
+    `name` is that of the program which is made of the body; `is_in_body`: whether the call is in a loop or branch.
     """
 
     body: Callable[..., Sequence[Any]]
-    operands: Sequence[jax.sharding.NamedSharding | None]
-    results: Sequence[jax.sharding.NamedSharding | None]
-    mesh: Any
+    operands: Sequence[jax.sharding.NamedSharding]
+    results: Sequence[jax.sharding.NamedSharding]
     platform: str
     x64: bool
     name: str
@@ -126,8 +127,8 @@ def _global(shape: Any, hlo_sharding: Any) -> Global:
     return Global(tuple(shape.dimensions()), shape.numpy_dtype(), hlo_sharding)
 
 
-def _hlo_sharding(x: Global, sharding: Any) -> Any:
-    return x.hlo_sharding if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
+def _hlo_sharding(x: Global, sharding: jax.sharding.NamedSharding) -> Any:
+    return sharding._to_xla_hlo_sharding(len(x.shape))
 
 
 def _shard(shape: Any, hlo_sharding: Any) -> jax.ShapeDtypeStruct:
@@ -139,7 +140,7 @@ def _lowered_on_shards(
     call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
 ) -> bytes:
     """One device's part as a program in XLA's input; XLA relies on the types of its results."""
-    mesh = call.mesh
+    mesh: Any = call.operands[0].mesh
     axes = _core.extend_axis_env_nd(mesh.shape.items())
     # With custom_jvp3 the trace holds primitives that JAX replaces later, in a step that this lowering does not take.
     custom_jvp3 = getattr(_config, "custom_jvp3", contextlib.nullcontext)(False)

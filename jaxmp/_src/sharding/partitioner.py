@@ -23,10 +23,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction
-from jaxmp._src.contraction.contraction import Dim, Dims, Layout
+from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
@@ -35,27 +34,26 @@ from jaxmp._src.lowering import grouped
 from jaxmp._src.lowering.forms import resolve
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.primitive.primitives import activation_grad, bind_operands, by_settled, matmul_p
+from jaxmp._src.primitive.primitives import activation_grad, by_settled, matmul_p
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import is_symbolic
 from jaxmp._src.sharding import ragged, sharded_call
+from jaxmp._src.sharding.factored_mesh import factored
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan
-from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.extents import spans
 from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.options import Mesh
-from jaxmp._src.spec.refusal import NotAvailable, naming
+from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 TARGET = "jaxmp_partitioned_matmul"
 
 T = TypeVar("T")
-# (a function of one device's shards, the shardings of the operands, those of the results); None for a sharding leaves
-# the one that XLA proposes.
-Placed = tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]
+# (a function of one device's shards, the shardings of the operands, those of the results).
+Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
 # Who watches the partitioner, which may call back on any thread.
 Observer = Callable[[MatmulSpec | GroupedSpec, Sequence[Any] | None], None]
 _observers: list[Observer] = []
@@ -77,9 +75,7 @@ def observe(callback: Observer) -> Iterator[None]:
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """A product as planned for the shardings that XLA proposes."""
-    dims = [dim for x in (args[0], args[1], results[0]) if (dim := _proposed(x, mesh)) is not None]
-    if len(dims) < 3:
-        return _place_whole(spec, mesh, args, results)
+    mesh, dims = factored(mesh, [*args[:2], results[0]])
     rows, columns = dims[2]
     left_out: Dim = ()
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
@@ -104,47 +100,14 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     return _observed(body), [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
-def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
-    _check_whole(args)
-
-    def body(*operands: jax.Array) -> Sequence[jax.Array]:
-        return bind_operands(spec, *operands)
-
-    whole = NamedSharding(mesh, P())
-    return _observed(body), [whole] * len(args), [whole] * len(results)
-
-
-def _check_whole(args: Sequence[Global]) -> None:
-    if not all(x.hlo_sharding.is_replicated() for x in args):
-        raise NotAvailable(
-            "XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
-            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass "
-            "in_shardings and mesh outside of the shard_map"
-        )
-
-
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """A product of groups of rows, split by the shardings that XLA proposes."""
     arrays = [*args, *results]
-    dims = [_proposed(x, mesh) for x in arrays]
-    if None in dims:
-        _check_whole(args)
-    whole = [((),) * len(x.shape) if dim is None else dim for x, dim in zip(arrays, dims, strict=True)]
+    mesh, dims = factored(mesh, arrays)
     spec = dataclasses.replace(spec, is_global=False)
-    call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], whole)
+    call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], dims)
     *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in lie)
     return _observed(lambda *shards: [call.of_bounds(*shards)]), operands, [out]
-
-
-def _proposed(x: Global, mesh: Mesh) -> Dims | None:
-    """The axes over which XLA proposes to shard each dimension, which divide it; None where no axes express it."""
-    sharding = x.sharding_on(mesh)
-    if sharding is None:
-        return None
-    found = to_dims("operand", sharding.spec, len(x.shape), mesh.axis_names)
-    pairs = zip(found, x.shape, strict=True)
-    return tuple(() if extent % size_of(mesh.shape, dim) else dim for dim, extent in pairs)
 
 
 def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
@@ -187,7 +150,8 @@ def _place(
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
     # Element by element, so every shard is a call of its own, on the sharding of the result.
-    where = results[0].sharding_on(mesh)
+    mesh, (dims,) = factored(mesh, results)
+    where = NamedSharding(mesh, partition_spec(dims))
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
@@ -199,22 +163,23 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
         types: Any = ctx.avals_in
-        if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
+        if spec.is_batch or _is_left_to_xla(ctx):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
             for callback in list(_observers):
                 callback(spec, None)
             return on_shards(ctx, *nodes, spec=spec, **params)
-        if jax_lowering.partitions_without_shardy(ctx):
-            raise NotAvailable(
-                "on automatic axes it is XLA's Shardy partitioner that chooses, and "
-                "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
-            )
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
     return by_settled(on_shards, rule)
+
+
+def _is_left_to_xla(ctx: jax_lowering.LoweringContext) -> bool:
+    """Whether a product of global arrays is XLA's: no part of one device has a shape, or XLA asks for none."""
+    types: Any = ctx.avals_in
+    return is_symbolic(*types) or jax_lowering.is_partly_manual(ctx)
 
 
 def grouped_rule(platform: str) -> LoweringRule:
@@ -224,9 +189,8 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
-        is_known = jax_lowering.global_mesh(ctx) is not None and not jax_lowering.partitions_without_shardy(ctx)
-        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla or not is_known:
+        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or _is_left_to_xla(ctx)
+        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
         units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
@@ -250,14 +214,14 @@ def _lower(
     described: dict[str, Any] = {
         "call": call,
         "platform": jax_lowering.platform(ctx),
-        "mesh": [] if mesh is None else list(mesh.shape.items()),
+        "mesh": list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
     if native.has_barrier:  # processes tell the calls of a program apart
         described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
         described["program"] = jax_lowering.program_name(ctx)
         described["is_in_body"] = jax_lowering.is_in_body()
-    if mesh is not None and not jax_lowering.is_for_export(ctx):
+    if isinstance(mesh, jax.sharding.Mesh) and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
     return jax_partitioner.partitioned_call(
@@ -283,7 +247,7 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
         spec = from_fields(MatmulSpec, call["spec"])
         with naming(spec.function):
             placed = _place(spec, call.get("activation"), mesh, operands, results)
-    return OnShards(*placed, mesh, platform, described["x64"], name, described.get("is_in_body", False))
+    return OnShards(*placed, platform, described["x64"], name, described.get("is_in_body", False))
 
 
 jax_partitioner.register_partitioner(TARGET, _partition)
