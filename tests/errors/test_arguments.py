@@ -263,17 +263,3 @@ def test_an_export_for_any_extent_shards_multiples(mesh_of):
     with pytest.raises(ValueError, match=re.escape(message)):
         export("n")
     assert export("4 * n").out_avals[0].shape[1] == 8
-
-
-def test_a_partitioner_that_cannot_ask_us_is_refused_ahead_of_it(mesh_of):
-    """GSPMD, which JAX still has behind an option, would end the process."""
-    whole = NamedSharding(mesh_of({"x": 2}, AxisType.Auto), P())
-    program = jax.jit(jaxmp.matmul, in_shardings=(whole, whole))
-    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
-        pytest.skip("this JAX has no other partitioner")
-    jax.config.update("jax_use_shardy_partitioner", False)
-    try:
-        with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner is off; turn it on, pass in_shard"):
-            program.lower(np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", True)

@@ -1,5 +1,6 @@
 """Programs under a bare `jit` on automatic axes, in layouts where the partitioner's call is not the plainest."""
 
+import contextlib
 import functools
 
 import jax
@@ -95,3 +96,36 @@ def test_parts_of_an_axis_shard_the_operands(program, determinism, ndevices, mes
     step = jax.jit(functools.partial(program, multiply))
     got = step(jax.device_put(x, NamedSharding(mesh, P("data"))), jax.device_put(w, NamedSharding(mesh, P())))
     np.testing.assert_array_equal(got, want)
+
+
+@contextlib.contextmanager
+def without_shardy():
+    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
+        pytest.skip("this JAX has no other partitioner")
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
+def test_gspmd_is_told_the_same(determinism, mesh_of, rng):
+    """XLA also falls back to it where a program calls a function that was exported without Shardy."""
+    mesh = mesh_of({"x": 2, "y": 2}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 12), (12, 16)))
+    placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in ((x, P("x", "y")), (w, P("y")))]
+
+    def loss(multiply, before, x, w):
+        return jnp.square(multiply(before(x), w)).sum()
+
+    of_jax, of_jaxmp = (
+        functools.partial(jax.value_and_grad(loss, (2, 3)), multiply)
+        for multiply in (jnp.matmul, functools.partial(jaxmp.matmul, determinism=determinism))
+    )
+    with without_shardy():
+        old = jax.export.export(jax.jit(jnp.negative))(placed[0])
+        got = jax.jit(functools.partial(of_jaxmp, jnp.negative))(*placed)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(functools.partial(of_jax, jnp.negative))(x, w))
+    forward = jax.jit(functools.partial(loss, functools.partial(jaxmp.matmul, determinism=determinism), old.call))
+    np.testing.assert_array_equal(forward(*placed), got[0])

@@ -82,9 +82,14 @@ def partitioned_call(
     return cast(Sequence[Any], call.results)
 
 
-def register_partitioner(target: str, partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards]) -> None:
+def register_partitioner(
+    target: str,
+    partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards],
+    propagated: Callable[[str, Sequence[Global]], Sequence[jax.sharding.NamedSharding]],
+) -> None:
     """Have XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target`, in any
-    program of this process.
+    program of this process. GSPMD, which knows no sharding rules, asks `propagated(text, operands)` for the shardings of
+    results before.
 
     It may ask on any thread, and it asks about programs that this process has not traced.
     """
@@ -109,7 +114,14 @@ def register_partitioner(target: str, partition: Callable[[str, Sequence[Global]
         return sharding
 
     def infer(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: bytes) -> Any:
-        raise NotImplementedError("jaxmp: shardings propagate by XLA's Shardy, and it is off")
+        shapes = result_shape.tuple_shapes() if result_shape.is_tuple() else [result_shape]
+        try:
+            found = propagated(text.decode(), list(map(_global, arg_shapes, arg_shardings)))
+            shardings = [x._to_xla_hlo_sharding(len(like.dimensions())) for x, like in zip(found, shapes, strict=True)]
+        except Exception:  # would end the process; `ask` can raise
+            shardings = [_xla_client.HloSharding.replicate()] * len(shapes)
+        tupled = _xla_client.HloSharding.tuple_sharding
+        return tupled(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
 
     register = functools.partial(
         _xla_client.register_custom_call_partitioner,

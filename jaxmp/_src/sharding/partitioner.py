@@ -213,6 +213,7 @@ def _lower(
     mesh = jax_lowering.global_mesh(ctx)
     described: dict[str, Any] = {
         "call": call,
+        "rule": sharding_rule,
         "platform": jax_lowering.platform(ctx),
         "mesh": list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
@@ -229,15 +230,19 @@ def _lower(
     )
 
 
+def _mesh_of(described: dict[str, Any]) -> Mesh:
+    """The mesh of a described call."""
+    names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
+    if "devices" not in described:
+        return jax.sharding.AbstractMesh(sizes, names)
+    devices = {device.id: device for device in jax.devices(described["platform"])}
+    return jax.sharding.Mesh(np.array([devices[id] for id in described["devices"]]).reshape(sizes), names)
+
+
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
     """A call of this description on one device's shards."""
     described = json.loads(text)
-    call, platform = described["call"], described["platform"]
-    names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
-    mesh: Mesh = jax.sharding.AbstractMesh(sizes, names)
-    if "devices" in described:
-        devices = {device.id: device for device in jax.devices(platform)}
-        mesh = jax.sharding.Mesh(np.array([devices[id] for id in described["devices"]]).reshape(sizes), names)
+    call, mesh = described["call"], _mesh_of(described)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     if "grouped" in call:
         groups = from_fields(GroupedSpec, call["grouped"])
@@ -247,7 +252,26 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
         spec = from_fields(MatmulSpec, call["spec"])
         with naming(spec.function):
             placed = _place(spec, call.get("activation"), mesh, operands, results)
-    return OnShards(*placed, platform, described["x64"], name, described.get("is_in_body", False))
+    return OnShards(*placed, described["platform"], described["x64"], name, described.get("is_in_body", False))
 
 
-jax_partitioner.register_partitioner(TARGET, _partition)
+def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
+    """How the results of a call are sharded where its operands are: along the indices that they share."""
+    described = json.loads(text)
+    mesh, dims = factored(_mesh_of(described), operands)
+    inputs, outputs = ([x.split() for x in side.split(", ")] for side in described["rule"].split(" -> "))
+    axes: dict[str, Dim] = {}
+    for index, dim in zip(itertools.chain(*inputs), itertools.chain(*dims), strict=True):
+        axes[index] = axes.get(index) or dim
+
+    def sharding(indices: Sequence[str]) -> NamedSharding:
+        left, found = dict.fromkeys(mesh.axis_names), []
+        for index in indices:
+            found.append(tuple(axis for axis in axes.get(index, ()) if axis in left))
+            left = {axis: None for axis in left if axis not in found[-1]}
+        return NamedSharding(mesh, partition_spec(tuple(found)))
+
+    return [*map(sharding, outputs)]
+
+
+jax_partitioner.register_partitioner(TARGET, _partition, _propagated)
