@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -129,3 +130,45 @@ def test_gspmd_is_told_the_same(determinism, mesh_of, rng):
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(functools.partial(of_jax, jnp.negative))(x, w))
     forward = jax.jit(functools.partial(loss, functools.partial(jaxmp.matmul, determinism=determinism), old.call))
     np.testing.assert_array_equal(forward(*placed), got[0])
+
+
+# Results of callbacks, which XLA places on one device --------------------------------------------------------------
+
+
+def doubled(x, callback=jax.pure_callback):
+    return callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@jax.custom_vjp
+def hosted(x):
+    return doubled(x)
+
+
+hosted.defvjp(lambda x: (doubled(x), None), lambda _, ct: (doubled(ct),))
+
+
+@pytest.mark.parametrize("callback", [jax.pure_callback, functools.partial(io_callback, ordered=True)])
+def test_results_of_callbacks_are_operands(callback, mesh_of, rng):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 12)))
+    placed = jax.device_put(x, NamedSharding(mesh, P("x"))), jax.device_put(w, NamedSharding(mesh, P(None, "x")))
+
+    def products(multiply, x, w):
+        gradient = jax.grad(lambda x: multiply(hosted(x), w).sum())(x)
+        return multiply(doubled(x, callback), w), multiply(x, doubled(w, callback)), gradient
+
+    got = jax.jit(functools.partial(products, jaxmp.matmul))(*placed)
+    for y, want in zip(got, (2 * x @ w, 2 * x @ w, np.broadcast_to(2 * w.sum(1), x.shape)), strict=True):
+        np.testing.assert_array_equal(np.asarray(y), want)
+
+
+def test_callbacks_inside_shard_map_are_operands(mesh_of, rng):
+    """JAX types such a result as on no mesh."""
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 12)))
+
+    def product(x, w):
+        return jaxmp.all_gather_matmul(doubled(x), w, axis_name="x")
+
+    run = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P(None, "x"))
+    np.testing.assert_array_equal(jax.jit(run)(x, w), 2 * x @ w)

@@ -84,7 +84,12 @@ def with_shape(
 ) -> jax.core.ShapedArray:
     """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays."""
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
-    changed: jax.core.ShapedArray = aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
+    sharding: Any = aval.sharding
+    if sharding.mesh.empty and vma.varying:  # the result of a callback is on no mesh
+        sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+    changed: jax.core.ShapedArray = aval.update(
+        shape=tuple(shape), dtype=dtype, sharding=sharding, manual_axis_type=vma, weak_type=False
+    )
     return changed
 
 

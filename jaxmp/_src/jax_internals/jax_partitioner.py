@@ -88,8 +88,8 @@ def register_partitioner(
     propagated: Callable[[str, Sequence[Global]], Sequence[jax.sharding.NamedSharding]],
 ) -> None:
     """Have XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target`, in any
-    program of this process. GSPMD, which knows no sharding rules, asks `propagated(text, operands)` for the shardings of
-    results before.
+    program of this process. GSPMD, which reads no sharding rule, first asks `propagated(text, operands)` for the
+    shardings of results.
 
     It may ask on any thread, and it asks about programs that this process has not traced.
     """
