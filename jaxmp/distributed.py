@@ -20,7 +20,8 @@ import jax
 from jaxmp._src.hardware import calibration, hardware
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.primitive.collectives import collective_p
-from jaxmp._src.primitive.primitives import matmul_p
+from jaxmp._src.primitive.grouped import partitioned_grouped_p
+from jaxmp._src.primitive.primitives import MATMULS
 from jaxmp._src.processes import bootstrap, watch
 from jaxmp._src.processes.peers import Peers
 from jaxmp._src.processes.watch import DistributedError
@@ -141,7 +142,7 @@ def initialize(
         shutdown_timeout_seconds=max(60, round(seconds)),
     )
     _job = _Job(process_id, num_processes, seconds)
-    jax_lowering.require_devices([matmul_p, collective_p])
+    jax_lowering.require_devices([*MATMULS, partitioned_grouped_p, collective_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
         deadline = time.monotonic() + initialization_timeout

@@ -172,3 +172,28 @@ def test_callbacks_inside_shard_map_are_operands(mesh_of, rng):
 
     run = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P(None, "x"))
     np.testing.assert_array_equal(jax.jit(run)(x, w), 2 * x @ w)
+
+
+# Programs that JAX lowers only without devices ------------------------------------------------------------------------
+
+
+def test_arrays_of_two_meshes_are_multiplied(mesh_of, rng):
+    one, other = mesh_of({"x": 8}, AxisType.Auto), mesh_of({"y": 2, "z": 4}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((16, 8), (8, 12)))
+
+    def step(x, w):
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(other, P("z", "y")))
+        return jaxmp.matmul(x, w, determinism="topology")
+
+    np.testing.assert_array_equal(jax.jit(step)(jax.device_put(x, NamedSharding(one, P("x"))), w), x @ w)
+
+
+def test_an_abstract_mesh_alone_is_enough(mesh_of, rng):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((16, 8), (8, 12)))
+    whole, rows = (NamedSharding(mesh.abstract_mesh, spec) for spec in (P(), P("x")))
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in ((x, rows), (w, whole))]
+    checks = [jax.export.DisabledSafetyCheck.custom_call("jaxmp_partitioned_matmul")]
+    exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu"], disabled_checks=checks)(*types)
+    placed = [jax.device_put(x, NamedSharding(mesh, s.spec)) for x, s in ((x, rows), (w, whole))]
+    np.testing.assert_array_equal(jax.jit(exported.call)(*placed), x @ w)

@@ -58,13 +58,11 @@ if jax.__version_info__ < MINIMUM_JAX:
     )
 
 
-def make_primitive(name: str, *, multiple_results: bool, needs_devices: bool = False) -> Primitive:
-    """A primitive whose eager evaluation compiles it; `needs_devices` where its lowering asks for them."""
+def make_primitive(name: str, *, multiple_results: bool) -> Primitive:
+    """Makes a primitive that JAX compiles where it is evaluated eagerly."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-    if needs_devices:
-        _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
 
 

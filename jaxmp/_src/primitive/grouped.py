@@ -39,10 +39,8 @@ from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.spec.options import Implementation, Parts
 
 grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
-# The same for what XLA's partitioner splits: its lowering needs the devices.
-partitioned_grouped_p = jax_compat.make_primitive(
-    "jaxmp_partitioned_grouped", multiple_results=False, needs_devices=True
-)
+# The same for what XLA's partitioner splits.
+partitioned_grouped_p = jax_compat.make_primitive("jaxmp_partitioned_grouped", multiple_results=False)
 GROUPED = (grouped_p, partitioned_grouped_p)
 
 # (sizes) -> sizes, the same: where `checkify` asks whether groups have more than `m` rows.

@@ -38,7 +38,7 @@ from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.refusal import InvalidValue, Refusal
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
-partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True, needs_devices=True)
+partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True)
 activation_grad_p = jax_compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
 activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
 
@@ -91,8 +91,8 @@ def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
 
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     """The results, from all operands, in the order of the spec."""
-    if needs_devices(spec):  # ahead of the lowering, for JAX looks for it there
-        jax_lowering.require_devices([matmul_p])
+    if needs_devices(spec):  # before the lowering, because JAX looks for it there
+        jax_lowering.require_devices(MATMULS)
     primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
     outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
     return outputs
@@ -103,7 +103,7 @@ def needs_devices(spec: MatmulSpec) -> bool:
 
     In a fixed order its calls are local ones.
     """
-    is_local = spec.group.nranks == 1 or spec.fixed_reduction_order
+    is_local = spec.fixed_reduction_order or (spec.group.nranks == 1 and not spec.is_unsettled)
     return not is_local and native.has_cuda_devices()
 
 
