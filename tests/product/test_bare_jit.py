@@ -99,6 +99,38 @@ def test_parts_of_an_axis_shard_the_operands(program, determinism, ndevices, mes
     np.testing.assert_array_equal(got, want)
 
 
+def attention(x, w, experts):
+    """Six query heads and two key heads, which the columns of w hold."""
+    heads = (x @ w).reshape(*x.shape[:2], 2, 5, 4)
+    queries, keys, values = heads[..., :3, :], heads[..., 3, :], heads[..., 4, :]
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys)
+    return jnp.einsum("bhgqk,bkhd->bqhgd", scores, values).reshape(*x.shape[:2], 24) @ w[:24]
+
+
+def mixture(x, w, experts):
+    """Experts on microbatches of tokens that are cut from sequences."""
+    sizes = jnp.array([5, 0, 3, 4])
+    parts = x.reshape(4, 12, -1)
+    return jax.lax.map(lambda x: jax.lax.ragged_dot(x, experts, sizes), parts), x.swapaxes(0, 1).reshape(48, -1) @ w.T
+
+
+@pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}, {"x": 6}], ids=str)
+@pytest.mark.parametrize("program", [attention, mixture])
+def test_reshaped_models_have_exact_gradients(program, sizes, mesh_of, rng):
+    mesh = mesh_of(sizes, AxisType.Auto)
+    shapes = (24, 2, 40) if program is mixture else (2, 6, 40), (40, 40), (4, 40, 24)
+    arrays = [rng.integers(-1, 2, shape).astype(np.float32) for shape in shapes]
+    specs = P("x" if program is mixture else None), P(None, "x" if 40 % mesh.size == 0 else None), P()
+    placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(arrays, specs, strict=True)]
+
+    def loss(*arrays):
+        return sum(jnp.sum(y) for y in jax.tree.leaves(program(*arrays)))
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    got = jax.jit(jaxmp.fuse(gradient))(*placed)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(gradient)(*arrays))
+
+
 @contextlib.contextmanager
 def without_shardy():
     if not hasattr(jax.config, "jax_use_shardy_partitioner"):

@@ -256,19 +256,23 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
 
 
 def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
-    """How the results of a call are sharded where its operands are: along the indices that they share."""
+    """The shardings of results as operands have them, along the indices that they share.
+
+    By whole axes, because JAX takes no parts of axes for what a program returns.
+    """
     described = json.loads(text)
-    mesh, dims = factored(_mesh_of(described), operands)
+    mesh = _mesh_of(described)
+    _, dims = factored(mesh, operands)
     inputs, outputs = ([x.split() for x in side.split(", ")] for side in described["rule"].split(" -> "))
     axes: dict[str, Dim] = {}
     for index, dim in zip(itertools.chain(*inputs), itertools.chain(*dims), strict=True):
         axes[index] = axes.get(index) or dim
 
     def sharding(indices: Sequence[str]) -> NamedSharding:
-        left, found = dict.fromkeys(mesh.axis_names), []
+        found: list[Dim] = []
         for index in indices:
-            found.append(tuple(axis for axis in axes.get(index, ()) if axis in left))
-            left = {axis: None for axis in left if axis not in found[-1]}
+            free = {*mesh.axis_names}.difference(*found)
+            found.append(tuple(axis for axis in axes.get(index, ()) if axis in free))
         return NamedSharding(mesh, partition_spec(tuple(found)))
 
     return [*map(sharding, outputs)]
