@@ -111,14 +111,11 @@ def device_count(ctx: LoweringContext) -> int:
 def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
     """The mesh over which the global arrays of the program that is being lowered lie; one axis of all its devices where
     JAX knows of none."""
-    axes, count, ambient = ctx.module_context.axis_context, device_count(ctx), ambient_mesh()
-    known = [mesh for mesh in (getattr(axes, "abstract_mesh", None), ambient) if mesh is not None]
-    one_axis = jax.sharding.AbstractMesh((count,), ("devices",))
-    mesh = next((mesh for mesh in known if not mesh.empty and mesh.size == count), one_axis)
-    devices = getattr(axes, "device_assignment", None)
-    if devices is None:
-        return mesh if ambient is None or ambient.shape != mesh.shape else ambient
-    return jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+    axes, count = ctx.module_context.axis_context, device_count(ctx)
+    devices, known = getattr(axes, "device_assignment", None), [getattr(axes, "abstract_mesh", None), ambient_mesh()]
+    found = next((mesh for mesh in known if mesh is not None and not mesh.empty and mesh.size == count), None)
+    mesh = jax.sharding.AbstractMesh((count,), ("devices",)) if found is None else found
+    return mesh if devices is None else jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
 
 
 def is_for_export(ctx: LoweringContext) -> bool:
@@ -134,12 +131,6 @@ def platform(ctx: LoweringContext) -> str:
 def is_on_shards(ctx: LoweringContext) -> bool:
     """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
     return manual_mesh(ctx) is not None or device_count(ctx) == 1
-
-
-def is_partly_manual(ctx: LoweringContext) -> bool:
-    """Whether what is being lowered is inside a shard_map that leaves axes to XLA."""
-    axes = ctx.module_context.axis_context
-    return isinstance(axes, _sharding_impls.SPMDAxisContext) and manual_mesh(ctx) is None
 
 
 def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:

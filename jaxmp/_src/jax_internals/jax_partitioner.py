@@ -37,8 +37,8 @@ class Global:
         """The devices, by position in the program, that hold each tile: a dimension for each of the array and a last
         one of copies. None where the array is not cut into tiles."""
         sharding = self.hlo_sharding
-        is_manual = any(kind != _xla_client.OpSharding.Type.REPLICATED for kind in sharding.subgroup_types())
-        if is_manual or not sharding.is_tiled() or sharding.is_maximal():
+        are_copies = {*sharding.subgroup_types()} <= {_xla_client.OpSharding.Type.REPLICATED}
+        if not are_copies or not sharding.is_tiled() or sharding.is_maximal():
             return None
         cuts = sharding.tile_assignment_dimensions()[: len(self.shape)]
         return np.array(sharding.tile_assignment_devices()).reshape(*cuts, -1)

@@ -163,7 +163,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
         types: Any = ctx.avals_in
-        if spec.is_batch or _is_left_to_xla(ctx):  # XLA's own product of global arrays, which XLA partitions
+        if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
@@ -176,12 +176,6 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
     return by_settled(on_shards, rule)
 
 
-def _is_left_to_xla(ctx: jax_lowering.LoweringContext) -> bool:
-    """Whether a product of global arrays is XLA's: no part of one device has a shape, or XLA asks for none."""
-    types: Any = ctx.avals_in
-    return is_symbolic(*types) or jax_lowering.is_partly_manual(ctx)
-
-
 def grouped_rule(platform: str) -> LoweringRule:
     """The lowering of a product of groups of rows. One of global arrays on CPU devices becomes a call that XLA
     partitions."""
@@ -189,7 +183,7 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or _is_left_to_xla(ctx)
+        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
         if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
