@@ -20,7 +20,6 @@ from jax._src import api as _api
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
