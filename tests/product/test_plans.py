@@ -6,6 +6,7 @@ legal forms against the capabilities that they may use.
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import cases
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -23,6 +24,8 @@ from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.lowering import backend, forms
 from jaxmp._src.lowering.backend import Capabilities, why_unsupported
 from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
+from jaxmp._src.sharding.factored_mesh import factored
+from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.spec.low_precision import VEC128
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 
@@ -89,6 +92,28 @@ def test_every_proposal_is_planned_consistently(transposition):
             a, b, d = plan.layout
             op = Layout(a[::-1] if flags["transpose_a"] else a, b[::-1] if flags["transpose_b"] else b, d)
             check_plan(contraction.of_matrices(2, op), devices, d)
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [((8,), (2, 2, 2)), ((2, 4), (2, 2, 2)), ((6,), (3, 2)), ((3, 2), (3, 2))])
+def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
+    """Those of two dimensions, in every order, on a mesh that has the parts as axes."""
+    mesh = mesh_of(dict(zip("xyz", sizes, strict=False)), AxisType.Auto)
+    split = mesh_of(dict(zip("abc", parts, strict=False)), AxisType.Auto)
+    shape = (24, 24)
+    for order in itertools.permutations(split.axis_names):
+        for i, j in itertools.combinations_with_replacement(range(len(order) + 1), 2):
+            wanted = NamedSharding(split, P(order[:i] or None, order[i:j] or None)).devices_indices_map(shape)
+            tiles = {}
+            for position, device in enumerate(split.devices.flat):
+                tiles.setdefault(tuple(part.start or 0 for part in wanted[device]), []).append(position)
+            cuts = [len({start[axis] for start in tiles}) for axis in (0, 1)]
+            proposed = SimpleNamespace(
+                shape=shape, tiles=np.array([tiles[x] for x in sorted(tiles)]).reshape(*cuts, -1)
+            )
+            on, (dims,) = factored(mesh, [proposed])
+            assert NamedSharding(on, partition_spec(dims)).devices_indices_map(shape) == wanted
+    swapped = SimpleNamespace(shape=shape, tiles=np.array([1, 0, *range(2, mesh.size)]).reshape(-1, 1, 1))
+    assert factored(mesh, [swapped]) == (mesh, [((), ())])
 
 
 def test_operands_that_the_program_makes_itself():
