@@ -244,7 +244,7 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
             placed = _place_grouped(groups, mesh, operands, results)
     else:
         spec = from_fields(MatmulSpec, call["spec"])
-        with naming(spec.function):
+        with naming(spec.source_line):
             placed = _place(spec, call.get("activation"), mesh, operands, results)
     return OnShards(*placed, described["platform"], described["x64"], name, described.get("is_in_body", False))
 
