@@ -220,6 +220,16 @@ def test_arrays_of_two_meshes_are_multiplied(mesh_of, rng):
     np.testing.assert_array_equal(jax.jit(step)(jax.device_put(x, NamedSharding(one, P("x"))), w), x @ w)
 
 
+def test_a_product_is_typed_on_the_mesh_of_its_operands(mesh_of):
+    """On none where they are on two, as JAX's product."""
+    meshes = mesh_of({"x": 4}, AxisType.Auto), mesh_of({"y": 2, "z": 2}, AxisType.Auto)
+    of_one, of_other = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, P())) for mesh in meshes)
+    of_none = jax.ShapeDtypeStruct((8, 8), np.float32)
+    for types in ((of_one, of_none), (of_none, of_one), (of_one, of_other), (of_none, of_none)):
+        (got,), (want,) = (jax.make_jaxpr(multiply)(*types).out_avals for multiply in (jaxmp.matmul, jnp.matmul))
+        assert got == want, types
+
+
 def test_an_abstract_mesh_alone_is_enough(mesh_of, rng):
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((16, 8), (8, 12)))

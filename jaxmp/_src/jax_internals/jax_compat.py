@@ -77,13 +77,20 @@ def reduced_axes(x: jax.Array) -> frozenset[str]:
 
 
 def with_shape(
-    aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str]
+    aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:
-    """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays."""
+    """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays.
+
+    It is on the mesh on which it or `others` are, as JAX's own products are; on none if these are several.
+    """
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
+    meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
+    if not meshes and vma.varying:  # results of callbacks are on none
+        meshes = {jax.sharding.get_abstract_mesh()}
     sharding: Any = aval.sharding
-    if sharding.mesh.empty and vma.varying:  # the result of a callback is on no mesh
-        sharding = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+    if meshes != {sharding.mesh}:
+        mesh = meshes.pop() if len(meshes) == 1 else jax.sharding.AbstractMesh((), ())
+        sharding = jax.sharding.NamedSharding(mesh, sharding.spec)
     changed: jax.core.ShapedArray = aval.update(
         shape=tuple(shape), dtype=dtype, sharding=sharding, manual_axis_type=vma, weak_type=False
     )

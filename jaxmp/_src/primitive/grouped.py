@@ -144,9 +144,9 @@ def abstract_eval(
     batch, n = batch_of((x, w, bounds)), w.shape[2] if spec.is_transposed else w.shape[-1]
     varying = jax_compat.varying_axes(x)
     if not spec.is_contraction:
-        return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying)
+        return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying, w)
     shape = (batch, (bounds.shape[1] - 1) // spec.nranks, x.shape[2], n)
-    return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying)
+    return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying, w)
 
 
 def jvp_rule(

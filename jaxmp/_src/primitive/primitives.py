@@ -242,7 +242,7 @@ def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ())
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
-    return jax_compat.with_shape(a, found.d, spec.out_dtype, varying)
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, varying, b)
 
 
 def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
