@@ -123,7 +123,7 @@ def _by_kept_dimensions(x, w, s, t, bias):
 
 def _by_the_tensor(x, w, s, t, bias):
     z = jnp.matmul(x, w, preferred_element_type=jnp.int32).astype(jnp.float32)
-    return jax.nn.relu((z * t[0] * t[None, :] * t[1]).astype(jnp.bfloat16))
+    return jax.nn.relu((z * t[0] * t[None, :]).astype(jnp.bfloat16))
 
 
 def _by_blocks_of_columns(x, w, s, t, bias):

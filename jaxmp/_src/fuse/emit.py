@@ -78,16 +78,15 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
-    """A product's scales as its call takes them: those of rows and of the whole product as a's, of columns as b's."""
+    """A product's scales as its call takes them: that of rows as a's, of columns as b's, and others as what is left."""
     rows = product.result.aval.shape[:-1]
     found: dict[str, jax.Array] = {}
-    for scale, value in zip(product.scales, values, strict=True):
+    for scale, value in sorted(zip(product.scales, values, strict=True), key=lambda each: not each[0].varying):
         factor = lax.squeeze(value, [i for i, d in enumerate(scale.dims) if d is None])
         is_of_b = scale.varying == (len(rows),)
         if scale.varying and not is_of_b:
             factor = lax.expand_dims(factor, [i for i, extent in enumerate(rows) if extent == 1])
-        name = "b" if is_of_b else "a"
-        found[name] = found[name] * factor if name in found else factor
+        found["b" if is_of_b or "a" in found else "a"] = factor
     return Scaling(found.get("a"), found.get("b")) if found else None
 
 

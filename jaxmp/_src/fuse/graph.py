@@ -20,7 +20,8 @@ DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_p
 EXCHANGE = "ragged_all_to_all"
 # The reader of what a jaxpr returns.
 RESULT = -1
-# What may stand between a gather and a product.
+# What gathers an operand, and what may stand between it and the product.
+GATHERS = ("reshard", "all_gather")
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
 
 
@@ -144,7 +145,7 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
     source = graph.made_by(eqn.invars[1])
     while source is not None and source.primitive.name in PASSES:
         source = graph.made_by(source.invars[0])
-    if source is not None and source.primitive.name in ("reshard", "all_gather"):
+    if source is not None and source.primitive.name in GATHERS:
         return [eqn]
 
     def multiply(x: Any, y: Any) -> list[Any]:

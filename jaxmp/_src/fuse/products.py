@@ -238,6 +238,10 @@ def _with_scales(graph: Graph, product: Product) -> Product:
             lies = scale
         else:
             break
+        # A call takes one for each operand. The product of two may overflow where that of the sums with both does not.
+        taken = [s.varying for s in scaled.scales]
+        if len(taken) == 2 or (scale.varying and scale.varying in taken):
+            break
         if value.aval.dtype != np.float32 or not lies.lies_as(operand):
             break
         scaled = _after(scaled, *found, scales=(*scaled.scales, scale))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._src.fuse.graph import Graph
@@ -89,12 +90,37 @@ class Parts:
         return tuple(found)
 
     def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
-        """A scale as a number for each of these parts, in float32."""
+        """A scale as a factor of sums for each of these parts, in float32."""
         own = tuple(itertools.chain(*dims))
-        x = jnp.reshape(jnp.asarray(x, jnp.float32), [self.sizes[part] for part in own])
+        x = jnp.reshape(of_sums(x), [self.sizes[part] for part in own])
         at = [over.index(part) for part in own]
         x = lax.transpose(x, sorted(range(len(own)), key=at.__getitem__))
         return lax.broadcast_in_dim(x, [self.sizes[part] for part in over], sorted(at))
+
+
+def of_sums(scale: Any) -> jax.Array:
+    """A scale as a factor of sums, in float32: an infinite one makes each weight of 0, and so their sum, NaN."""
+    factor = jnp.asarray(scale, jnp.float32)
+    return factor + lax.stop_gradient(jnp.where(jnp.isinf(factor), jnp.nan, 0).astype(jnp.float32))
+
+
+def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """(x times powers of two by which sums of narrow numbers along these dimensions stay in float32's range, the
+    inverses)."""
+    if x.dtype == np.float16:
+        return x, jnp.ones([1 if i in dims else n for i, n in enumerate(x.shape)], jnp.float32)
+    most = jnp.max(jnp.abs(lax.stop_gradient(x)), dims, keepdims=True, initial=0)
+    is_small = (most > 0) & (most < 2.0**-96)
+    power = jnp.where(most > 2.0**63, 2.0**-64, jnp.where(is_small, 2.0**32, 1)).astype(jnp.float32)
+    return x * power.astype(x.dtype), 1 / power
+
+
+def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(a scale times a power of two that brings its largest number near to 2**24, the inverse), in float32."""
+    scale = scale.astype(jnp.float32)
+    exponent = jnp.frexp(jnp.max(jnp.abs(lax.stop_gradient(scale)), keepdims=True, initial=0))[1]
+    exponent = (exponent - 24).clip(-126, 126)
+    return scale * jnp.ldexp(jnp.float32(1), -exponent), jnp.ldexp(jnp.float32(1), exponent)
 
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:

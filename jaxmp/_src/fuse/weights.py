@@ -4,6 +4,8 @@
 
 A wide type has every narrow number, so the sums are those of the decoded weights. A scale of whole columns, or of the
 tensor, multiplies the sums, in float32, rather than each weight, and one along the contraction the other operand.
+float32 has room for all that float16 numbers make so. In other types rows of the other operand near an end of the range
+are first multiplied by a power of two, and their sums divided by it.
 
 A scale for each block of k multiplies the sums over its block: the blocks are groups of rows, each with the weights of
 its own, and the terms that they give are added. With many rows these would be more bytes than the decoded weights, and
@@ -20,14 +22,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import Graph, read, spliced
-from jaxmp._src.fuse.operands import is_explicit
+from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, read, spliced
+from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
-from jaxmp._src.fuse.scales import Part, Parts, Scale, repeated
+from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.ops.ragged_dot import ragged_dot
 from jaxmp._src.spec import low_precision
@@ -39,6 +42,7 @@ _MOVES = ("transpose", "reshape", "pvary")
 _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim", "squeeze"))
 # The numbers of `lax.ragged_dot`.
 MATRICES = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_LARGEST = float(np.finfo(np.float32).max)
 # What a call does to its result, and does not do behind a factor.
 _BEHIND = ("reduce_scatter", "reshard", *SUMS)
 
@@ -149,25 +153,34 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
             of_other.append(scale.along(dict(zip(contract[side], contract[1 - side], strict=True))))
         else:
             return None
-    if of_result and _is_moved_behind(graph, eqn.outvars[0]):
+    rows, start = free[1 - side], 0 if side else len(free[0])
+    of_rows = Scale(other, tuple(start + rows.index(i) if i in rows else None for i in range(other.aval.ndim)))
+    if plain and (_is_moved_behind(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
         return None
     if not all(s.lies_as(out) for s in of_result) or not all(s.lies_as(other.aval) for s in of_other):
         return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
-        x, q = given[other], _moved(weights, given[weights.value])
+        x, q, powers = given[other], _moved(weights, given[weights.value]), []
+        x, of_x = summable(x, contract[1 - side]) if plain else (x, None)
         for scale in of_other:
-            x = scale.times(x, read(given, scale.value))
+            factor, power = centred(jnp.asarray(read(given, scale.value)))
+            powers.append(power.reshape(()))
+            x = scale.times(x.astype(np.float32) if x.dtype == np.float16 else x, factor)
         d = lax.dot_general(
             *((q, x) if side == 0 else (x, q)),
             eqn.params["dimension_numbers"],
             eqn.params["precision"],
-            jnp.float32 if of_result else out.dtype,
+            jnp.float32 if plain else out.dtype,
             out_sharding=eqn.params["out_sharding"],
         )
+        for power in powers:
+            d = d * jnp.minimum(power, 1)
         for scale in of_result:
-            d = scale.times(d, read(given, scale.value))
-        return d.astype(out.dtype)
+            d = scale.times(d, of_sums(read(given, scale.value)))
+        for power in powers:
+            d = d * jnp.maximum(power, 1)
+        return (d if of_x is None else of_rows.times(d, of_x)).astype(out.dtype)
 
     return _in_place(eqn, multiply, [other, weights.value, *(scale.value for scale in (*of_result, *of_other))])
 
@@ -215,7 +228,8 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
         x = lax.transpose(given[other], (*rows, *contract[1 - side])).reshape(m, groups, k // groups)
-        x, q = x.swapaxes(0, 1).reshape(m * groups, -1), _moved(weights, given[weights.value])
+        x, power = summable(x.swapaxes(0, 1).reshape(m * groups, -1), (1,))
+        q = _moved(weights, given[weights.value])
         d = lax.ragged_dot(
             x,
             q.reshape(groups, k // groups, n),
@@ -225,7 +239,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
         ).reshape(groups, m, n)
         for value, dims in scales:
             d = d * parts.spread(read(given, value), dims, (*blocks, *of_n)).reshape(groups, 1, n)
-        d = d.sum(0).astype(out.dtype)
+        d = (d * power.reshape(groups, m, 1)).sum(0).astype(out.dtype)
         return (d if side else d.T).reshape(out.shape)
 
     return _in_place(eqn, multiply, [other, weights.value, *(value for value, _ in scales)])
@@ -246,26 +260,41 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
     count = math.prod(parts.sizes[part] for part in blocks)
     if blocks and (options.level.fixed_order or blocks != of_k[: len(blocks)] or 4 * m * count > g * k):
         return None
+    if scales and not _are_rows_known(graph, Scale(x, (0, None)), out):
+        return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
         factors = [parts.spread(read(given, value), dims, (*of_g, *blocks, *of_n)) for value, dims in scales]
-        shape = (g, count, n) if blocks else (g, n)
-        return ragged_dot(
-            given[x],
+        factor = jnp.clip(math.prod(factors, start=jnp.float32(1)), -_LARGEST, _LARGEST)  # 0 times it is 0
+        rows, power = summable(given[x], (1,)) if scales else (given[x], None)
+        d = ragged_dot(
+            rows,
             _moved(weights, given[weights.value]),
             given[sizes],
-            scaling=Scaling(b=math.prod(factors[1:], start=factors[0]).reshape(shape)) if factors else None,
+            scaling=Scaling(b=factor.reshape((g, count, n) if blocks else (g, n))) if factors else None,
             precision=eqn.params["precision"],
             preferred_element_type=out.dtype,
             out_sharding=emit.out_sharding(out),
             implementation=options.implementation,
             **options.level.option,
         )
+        return d if power is None else d * power.astype(d.dtype)
 
     try:
         return _in_place(eqn, multiply, [x, weights.value, sizes, *(value for value, _ in scales)])
     except Refusal:  # where shardings do not go together
         return None
+
+
+def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
+    """Whether the largest number in each row of an operand is known without communication, or not needed."""
+    v = rows.value
+    if v.aval.dtype == np.float16:
+        return True
+    is_here = not is_auto(v.aval) and rows.lies_as(out)
+    while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in PASSES:
+        v = eqn.invars[0]
+    return is_here and (eqn is None or eqn.primitive.name not in GATHERS)
 
 
 def _is_moved_behind(graph: Graph, v: Any) -> bool:
