@@ -148,11 +148,3 @@ def test_an_order_that_is_xlas_is_refused(specs):
         jax.shard_map(ours, mesh=mesh, in_specs=P(), out_specs=P())(X, W, S)
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*is not available: XLA sums over a batch"):
         jax.grad(lambda w: jax.vmap(ours, (0, None, None))(jnp.stack([X, X]), w, S).sum())(W)
-
-
-def test_a_mesh_of_two_kinds_is_refused():
-    kinds = AxisType.Explicit, AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=kinds, devices=jax.devices()[:4])
-    refused = pytest.raises(NotImplementedError, match=r"^ragged_dot: the mesh has explicit and automatic axes; make")
-    with jax.set_mesh(mesh), refused:
-        jaxmp.ragged_dot(X, W, S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -130,10 +130,14 @@ def layers(
         if bias is not None:
             with naming("moe_mlp", b=f"w_{name}", bias=f"b_{name}"):
                 operands[f"b_{name}"] = ragged_dot.bias_of(spec, bias, operands[f"w_{name}"])["bias"]
-    products, constraint = _placed(request, spec, ins, operands)
-    run = activated.compiled(jaxmp_moe_mlp, f)
-    d: jax.Array = run(*products, f, operands)
-    return d if constraint is None else lax.with_sharding_constraint(d, constraint)
+    products, place = _placed(request, spec, ins, operands)
+    run: Callable[[Operands], jax.Array] = functools.partial(activated.compiled(jaxmp_moe_mlp, f), *products, f)
+    if place.mode == meshes.Mode.XLA:
+        rows = meshes.type_dims("x", operands["x"])[0]
+        columns = meshes.type_dims("w_down", operands["w_down"])[2]
+        run = meshes.on_automatic_axes(run, place, (rows, tuple(axis for axis in columns if axis not in rows)))
+    d: jax.Array = run(operands)
+    return d if place.constraint is None else lax.with_sharding_constraint(d, place.constraint)
 
 
 def _check_weights(weights: Operands) -> None:
@@ -155,7 +159,7 @@ def _check_weights(weights: Operands) -> None:
 _Products = tuple[RaggedCall, RaggedCall]
 
 
-def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, Any]:
+def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
@@ -165,13 +169,11 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
             each = request._replace(b=operands[name], in_shardings=None if ins is None else (ins[0], ins[i]))
             places.append(meshes.place(each, (x.shape[0], w_down.shape[2])))
     first, second = places
-    if first.mode == meshes.Mode.XLA:
-        raise ragged_dot.no_call(first)
     if first.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:
         call = RaggedCall(ragged_dot.of_global(spec, first))
-        return (call, call), second.constraint
+        return (call, call), second
     (x_lies, up_lies, _), (_, down_lies, out) = first.lie, second.lie
     rows = x_lies[0]
     out = (rows, tuple(axis for axis in down_lies[2] if axis not in rows)) if out is None else out
@@ -179,7 +181,7 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     shapes = x.shape, w_up.shape, w_down.shape, first.shape
     for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
         shardings.check_dims(name, lie, shape, first.mesh.shape)
-    return planned(spec, (first.mesh, first.is_explicit), dims, (*w_up.shape, *first.shape)), None
+    return planned(spec, (first.mesh, first.is_explicit), dims, (*w_up.shape, *first.shape)), second
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated
 from jaxmp._src.primitive.grouped import GroupedSpec
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import meshes, ragged, shardings
 from jaxmp._src.spec import activations, precisions
 from jaxmp._src.spec.activations import Function
@@ -81,8 +82,7 @@ def ragged_dot(
       (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
 
     Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
-    NotImplementedError for `implementation="cublasmp"`, for a level that shardings do not allow, and on a mesh of
-    explicit and automatic axes.
+    NotImplementedError for `implementation="cublasmp"` and for a level that shardings do not allow.
 
     Source: `jax.lax.ragged_dot` (docs.jax.dev).
 
@@ -173,18 +173,20 @@ def product(
     call = ragged.RaggedCall(of_global(spec, placement))
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
-    if placement.mode == meshes.Mode.XLA:
-        raise no_call(placement)
     if placement.mode == meshes.Mode.SHARDED:
         given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
-    if bias is None and activation is None:
-        d: jax.Array = jaxmp_ragged_dot(call, operands)
-    else:
+    run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
+    if bias is not None or activation is not None:
         f = activation_of(spec, activation)
         operands |= bias_of(spec, bias, operands["b"])
-        d = activated.compiled(jaxmp_activated_ragged_dot, f)(call, f, operands)
-    d = conversion.of_result(d)
+        run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
+    if placement.mode == meshes.Mode.XLA:
+        of_x, of_w = (meshes.type_dims(f"{{{name}}}", operands[name]) for name in "ab")
+        lie = of_x, of_w, None if placement.out_sharding is None else ((), ())
+        given = shardings.lying(ragged.PRODUCT, lie, (*shapes, (m, n)), placement.mesh.shape)
+        run = meshes.on_automatic_axes(run, placement, given.layout.d)
+    d: jax.Array = conversion.of_result(run(operands))
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
@@ -207,12 +209,7 @@ def jaxmp_activated_ragged_dot(
 
 def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
     """The spec, which tells whether XLA's partitioner chooses the shardings."""
-    return dataclasses.replace(spec, is_global=placement.mode == meshes.Mode.AUTO)
-
-
-def no_call(placement: meshes.Placement) -> NotAvailable:
-    """The refusal of a mesh on which no call can run."""
-    return NotAvailable(f"{placement.why}; make the axes of one kind, or call inside a shard_map over all of them")
+    return dataclasses.replace(spec, is_global=placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA))
 
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:

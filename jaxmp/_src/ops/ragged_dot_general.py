@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import jax
@@ -14,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import dot_general, ragged_dot
 from jaxmp._src.primitive.grouped import GroupedSpec, grouped
-from jaxmp._src.runtime.types import Shape
+from jaxmp._src.runtime.types import Operands, Shape
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.ragged import bounds_of, checked
 from jaxmp._src.spec.matmul_spec import accumulator
@@ -84,11 +85,17 @@ def ragged_dot_general(
     request = request._replace(a=operands["a"], b=operands["b"])
     sizes = jnp.asarray(group_sizes)
     placement = meshes.place(request, numbers.result(request.a.shape, request.b.shape, sizes.shape[-1]))
-    if placement.mode in (meshes.Mode.SHARDED, meshes.Mode.XLA):
-        why = placement.why or "arrays with shardings take the dimension numbers of lax.ragged_dot alone"
-        raise NotAvailable(f"{why}; call inside a shard_map over all axes of the mesh")
-    d: jax.Array = jaxmp_ragged_dot_general(ragged_dot.of_global(spec, placement), numbers, request.a, request.b, sizes)
-    d = conversion.of_result(d)
+    is_sharded = any(meshes.type_dims("{a}", request.a) + meshes.type_dims("{b}", request.b))
+    if placement.mode == meshes.Mode.SHARDED or (placement.mode == meshes.Mode.XLA and is_sharded):
+        raise NotAvailable(
+            "arrays with shardings take the dimension numbers of lax.ragged_dot alone; call inside a shard_map over "
+            "all axes of the mesh"
+        )
+    spec = ragged_dot.of_global(spec, placement)
+    run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot_general, spec, numbers)
+    if placement.mode == meshes.Mode.XLA:
+        run = meshes.on_automatic_axes(run, placement, ((),) * len(placement.shape))
+    d: jax.Array = conversion.of_result(run({"lhs": request.a, "rhs": request.b, "sizes": sizes}))
     return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
 
 
@@ -124,9 +131,8 @@ class _Numbers:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def jaxmp_ragged_dot_general(
-    spec: GroupedSpec, numbers: _Numbers, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
-) -> jax.Array:
+def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Operands) -> jax.Array:
+    lhs, rhs, sizes = (operands[name] for name in ("lhs", "rhs", "sizes"))
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
     sizes = checked({"sizes": sizes}, m)["sizes"]
     bounds = jax.vmap(lambda each: bounds_of(each, None, m, groups))(sizes.reshape(-1, groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,6 +58,29 @@ def partition_spec(dims: Dims) -> P:
 def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
     """The results of a call with a constraint on d, if there is one."""
     return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
+
+
+def on_automatic_axes(
+    run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
+) -> Callable[[Operands], jax.Array]:
+    """A run in which the explicit axes of a mesh on which XLA partitions are automatic; its result is sharded as
+    asked, or as `dims`."""
+    kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
+    axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
+    if not axes:
+        return run
+    where = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(dims))
+    automatic = jax.sharding.auto_axes(run, axes=axes, out_sharding=where)
+
+    def placed(operands: Operands) -> jax.Array:
+        whole = {name: x for name, x in operands.items() if jax.typeof(x).sharding.mesh.empty}
+        # On the mesh, so that cotangents are whole too.
+        whole = {name: jax.sharding.reshard(x, NamedSharding(placement.mesh, P())) for name, x in whole.items()}
+        result: jax.Array = automatic(operands | whole)
+        return result
+
+    # There JAX (0.10 to 0.12) casts traced arrays alone from one mesh to another, and keeps none of the inner one.
+    return jax.jit(jax.checkpoint(placed)) if getattr(placement.mesh, "manual_axes", ()) else placed
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
