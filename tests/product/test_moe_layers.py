@@ -138,6 +138,23 @@ def test_parameters_of_flax_lie_as_asked():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_scores_that_underflow_have_finite_gates(layer, scores):
+    """Those that the formula tends to: of large negative logits sigmoids are exponentials, and gates a softmax."""
+    params, x = params_of(), jnp.abs(jnp.asarray(np.random.default_rng(3).normal(size=(TOKENS, WIDTH)), jnp.float32)) + 1
+    params["router"] = -jnp.abs(params["router"]) * 200 - 100
+    want, _ = dense(params, x, 2, "softmax", True)
+
+    def loss(params, x):
+        y, balance = LAYERS[layer](params, x, top_k=2, scores=scores)
+        return (y**2).sum() + balance, y
+
+    gradients, y = jax.grad(loss, (0, 1), has_aux=True)(params, x)
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    assert all(jnp.isfinite(each).all() for each in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_no_tokens(layer):
     got = passes(functools.partial(LAYERS[layer], top_k=2), params_of(), X[:0])
     judge(got, jax.tree.map(jnp.zeros_like, got))

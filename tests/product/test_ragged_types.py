@@ -140,6 +140,30 @@ def test_scales(pair):
     np.testing.assert_array_equal(got, reference(wide[0] * rows[:, None], wide[1] * columns[:, None], sizes))
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_rows_behind_the_groups_are_zero_for_any_scale(value):
+    x, w, sizes = numbers(1, (4, 4), "int8"), numbers(2, (2, 4, 5), "int8"), jnp.array([1, 1])
+    of_x, of_w = jnp.array([2, 3, value, value], jnp.float32), jnp.ones((2, 5), jnp.float32)
+
+    def ours(of_x, of_w, offset=None):
+        return jaxmp.ragged_dot(x, w, sizes, offset, scaling=jaxmp.Scaling(a=of_x, b=of_w))
+
+    want = reference(x.astype("float32"), w.astype("float32"), sizes) * jnp.array([[2.0], [3.0], [0.0], [0.0]])
+    of_blocks = jnp.ones((2, 2, 5), jnp.float32)
+    for scale in (of_w, of_w[:, 0], of_w[0, 0], of_blocks):
+        np.testing.assert_array_equal(ours(of_x, scale), want)
+    for scales in ((jnp.float32(value), None), (None, jnp.float32(value))):
+        np.testing.assert_array_equal(ours(*scales)[2:], 0)
+        np.testing.assert_array_equal(ours(*scales, offset=1)[:1], 0)
+    ct_x, ct_w = jax.grad(lambda *y: ours(*y).sum(), (0, 1))(of_x, of_w)
+    np.testing.assert_array_equal(ct_x[2:], 0)
+    assert jnp.isfinite(jnp.append(ct_x, ct_w)).all()
+    mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, w, of_x = (jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, w, of_x))
+        np.testing.assert_array_equal(jax.jit(ours)(of_x, of_w), want)
+
+
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float32", "int4"), ("bfloat16", "uint8")], ids=str)
 def test_scales_of_blocks(pair):
     """For 4 blocks of k, and each column: on one device, with rows and groups on one axis, and differentiated."""

@@ -110,7 +110,7 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
 
     def multiply(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
         d = product(request._replace(a=x, b=w), *groups).astype(np.float32)
-        return d * (scale if scale.ndim == 0 else _of_rows(request, groups, scale, d))
+        return d * (_within(groups, scale, d, w) if scale.ndim == 0 else _of_rows(request, groups, scale, d))
 
     if of_w.ndim == 3:
         blocks = of_w.shape[1]
@@ -118,10 +118,19 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
         d = jax.vmap(multiply, 1)(x, w, of_w).sum(0)
     else:
         d = multiply(request.a, request.b, of_w)
-    d = d * (of_x if of_x.ndim == 0 else of_x[:, None])
+    d = d * _within(groups, of_x, d, request.b)
     for each in beside.values():
         d = d + _of_rows(request, groups, each.astype(np.float32), d)
     return (d if f is None else f(d)).astype(out)
+
+
+def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Array) -> jax.Array:
+    """A scale of the rows of the result d, and 0 behind the groups, where it may be infinite or NaN."""
+    sizes, offset = groups
+    offset = None if offset is None else jnp.asarray(offset).reshape(())
+    bounds = ragged.bounds_of(jnp.asarray(sizes), offset, d.shape[0], w.shape[0])
+    at = jnp.arange(d.shape[0])
+    return jnp.where((bounds[0] <= at) & (at < bounds[-1]), scale, 0)[:, None]
 
 
 def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:

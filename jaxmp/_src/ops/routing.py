@@ -46,11 +46,12 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
         raise InvalidValue(f'scores must be "softmax" or "sigmoid", got {scores!r}')
     if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= count:
         raise InvalidValue(f"top_k must be an integer from 1 to the {count} experts, got {top_k}")
-    each = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
-    gates, experts = lax.top_k(each, top_k)
-    gates = gates / gates.sum(-1, keepdims=True) if normalizes else gates
-    chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(each.dtype)
-    parts = each / each.sum(-1, keepdims=True)
+    # Logarithms of scores, which are finite where the scores underflow.
+    logs = jax.nn.log_softmax(logits) if scores == "softmax" else jax.nn.log_sigmoid(logits)
+    most, experts = lax.top_k(logs, top_k)
+    gates = jax.nn.softmax(most) if normalizes else jnp.exp(most)
+    chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(gates.dtype)
+    parts = jax.nn.softmax(logs)
     tokens = max(1, logits.shape[0])
     return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
 

@@ -62,7 +62,7 @@ class Scaling:
         (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
 
     int8 operands, stored either way, take the first two, in any mixture: rows lie across k, m of a and n of b. Their
-    sums are exact, and become float32 where the scales multiply them.
+    sums are exact for k below 131072, from where they are modulo 2^32, and become float32 where scales multiply them.
 
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
