@@ -63,6 +63,27 @@ def test_float8_result_and_the_global_amax(case, implementation, rng):
     assert float(more["result_amax"]) == np.abs(want).max()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=lambda dtype: np.dtype(dtype).name)
+def test_gelu_of_a_layer(dtype, rng):
+    """The epilog with its aux, which the caller does not get; beside it all that another layer gives."""
+    a, b = small(rng, (128, 128), dtype), small(rng, (128, 128), FP4 if dtype == FP4 else E4M3)
+    scale = np.full((128, 8), 1 / 4, E4M3) if dtype == FP4 else np.float32(1 / 4)
+    bias = jnp.asarray(small(rng, 128, np.float32), jnp.bfloat16)
+    z = a.astype(np.float32) @ b.astype(np.float32).T / 16
+
+    def layer(bias, activation=jax.nn.gelu, **options):
+        options = {"scaling": Scaling(a=scale, b=scale), "preferred_element_type": "float32"} | options
+        return jaxmp.linear(a, b, bias, activation=activation, transpose_b=True, **options)
+
+    for level in ("run_to_run", "topology"):
+        np.testing.assert_allclose(layer(None, determinism=level), jax.nn.gelu(z), rtol=1e-5, atol=1e-5)
+    want = jax.grad(lambda bias: jax.nn.gelu(z + bias.astype("float32")[None]).sum())(bias)
+    np.testing.assert_array_equal(jax.grad(lambda bias: layer(bias).sum())(bias), want)
+    if dtype == E4M3:
+        _, more = layer(None, scaling=Scaling(result_amax=True), preferred_element_type=E4M3)
+        assert list(more) == ["result_amax"]
+
+
 def test_amax_in_shard_map_is_that_of_the_group(rng):
     case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents

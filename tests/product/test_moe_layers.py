@@ -141,7 +141,7 @@ def test_parameters_of_flax_lie_as_asked():
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_scores_that_underflow_have_finite_gates(layer, scores):
     """Those that the formula tends to: of large negative logits sigmoids are exponentials, and gates a softmax."""
-    params, x = params_of(), jnp.abs(jnp.asarray(np.random.default_rng(3).normal(size=(TOKENS, WIDTH)), jnp.float32)) + 1
+    params, x = params_of(), jnp.asarray(np.random.default_rng(3).uniform(1, 2, (TOKENS, WIDTH)), jnp.float32)
     params["router"] = -jnp.abs(params["router"]) * 200 - 100
     want, _ = dense(params, x, 2, "softmax", True)
 

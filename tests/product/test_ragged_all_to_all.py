@@ -78,6 +78,19 @@ def test_vmap():
     assert_same(got, jnp.stack([theirs(x, INTO, *sizes) for x in (X, -X)]))
 
 
+@pytest.mark.parametrize(("rows", "space"), [(0, SPACE), (ROWS, 0), (0, 0)])
+def test_no_rows_are_sent(rows, space):
+    none = jnp.zeros(RANKS * RANKS, jnp.int32)
+    run = mapped(lambda x, into, **options: jaxmp.ragged_all_to_all(x, into, *[none[:RANKS]] * 4, **options))
+    x, into = X[: RANKS * rows], INTO[: RANKS * space]
+
+    def passes(x, into):
+        d, pull = jax.vjp(run, x, into)
+        return d, *pull(d)
+
+    assert_same(jax.jit(passes)(x, into), (into, jnp.zeros_like(x), into))
+
+
 def test_fuse_takes_that_of_lax():
     """XLA has none on CPU devices. Rows that are sent twice have a wrong cotangent in lax, so each is sent once."""
     sizes = [jnp.array(x) for x in ([0, 1, 0, 3], [1, 2, 2, 1], [0, 0, 1, 2], [1, 2, 2, 1])]

@@ -93,6 +93,8 @@ def ragged_all_to_all(
         return moved
     if axis_index_groups is not None:
         raise NotAvailable("axis_index_groups are not available on CPU devices; make the groups an axis of the mesh")
+    if 0 in x.shape:  # nothing is sent
+        return collectives.cast_varying(into, axes, source_line="ragged_all_to_all")
     rows, slices = x.shape[0], jnp.stack([jnp.asarray(each) for each in list(sizes.values())[:3]])
     every = collectives.all_gather(x, axes, axis=0, source_line="ragged_all_to_all")
     told = collectives.all_gather(slices.astype(jnp.int32)[None], axes, axis=0, source_line="ragged_all_to_all")
