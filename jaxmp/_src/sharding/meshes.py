@@ -75,7 +75,7 @@ def on_automatic_axes(
     def placed(operands: Operands) -> jax.Array:
         whole = {name: x for name, x in operands.items() if jax.typeof(x).sharding.mesh.empty}
         # On the mesh, so that cotangents are whole too.
-        whole = {name: jax.sharding.reshard(x, NamedSharding(placement.mesh, P())) for name, x in whole.items()}
+        whole = {name: collectives.place(x, placement.mesh, P(), is_explicit=True) for name, x in whole.items()}
         result: jax.Array = automatic(operands | whole)
         return result
 
