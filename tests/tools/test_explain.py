@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
+from jaxmp._src.jax_internals import jax_compiled
 
 EXPLICIT = modes.BY_ID["explicit"]
 
@@ -151,6 +152,26 @@ def test_the_partitioner_of_a_gradient(rng):
     m, n, k = case.extents
     assert [row.extents for row in rows] == [(m, k, n), (k, m, n), (m, n, k)]
     assert "?" not in {row.pattern for row in rows}
+
+
+@pytest.mark.parametrize(("ndevices", "patterns"), [(4, ["grid", "all_gather"]), (1, ["local", "local"])])
+def test_xla_stops_once_shardings_are_settled(ndevices, patterns, mesh_of, monkeypatch):
+    """XLA takes ten times as long to compile a step of two layers as JAX to lower it."""
+    compile_anew, programs = jax_compiled.compile_anew, []
+    monkeypatch.setattr(jax_compiled, "compile_anew", lambda *args: programs.append(compile_anew(*args)))
+    mesh = mesh_of({"x": ndevices}, AxisType.Auto)
+    x, w = (jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("x"))) for _ in range(2))
+
+    def layers(x, w):
+        def layer(x, _):
+            return jaxmp.matmul(jnp.tanh(jaxmp.matmul(x, w)), w, transpose_b=True), None
+
+        return jax.lax.scan(layer, x, length=3)[0]
+
+    with jax.set_mesh(mesh):
+        rows = jaxmp.explain(layers)(x, w).rows
+    assert not programs
+    assert [(row.pattern, row.count) for row in rows] == [(pattern, 3) for pattern in patterns]
 
 
 def test_the_table_is_printed_and_returned(capsys):

@@ -26,6 +26,7 @@ from jaxmp._src.explain.table import Explanation, short_type
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compiled
 from jaxmp._src.runtime.text import aligned, as_html
+from jaxmp._src.sharding import partitioner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +157,25 @@ class CompiledExplanation:
 def compile_program(lowered: Any) -> tuple[Any, Program]:
     """A `jax.stages.Lowered`, compiled, and what XLA tells of it."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"}
-        compiled = jax_compiled.compile_anew(lowered, options)
+        compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
     return compiled, Program(Module(compiled.as_text()), _mesh(lowered, compiled), whole, parts)
+
+
+def settled_program(lowered: Any) -> Module | None:
+    """A `jax.stages.Lowered` with the shardings that XLA settles, where its first call stops XLA
+    (`partitioner.explaining`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _compile(lowered, folder)
+        except jax.errors.JaxRuntimeError as error:
+            if partitioner.STOPPED not in str(error):
+                raise
+        return _dumped(folder, "before")
+
+
+def _compile(lowered: Any, folder: str) -> Any:
+    return jax_compiled.compile_anew(lowered, {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"})
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Literal, cast, overload
 
 import jax
 
 from jaxmp._src.explain.arrays import is_array, returns_arrays, split_arrays
-from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
-from jaxmp._src.explain.grouped_row import grouped_row
+from jaxmp._src.explain.compiled import (
+    CompiledExplanation,
+    check_allowed,
+    compile_program,
+    compiled_explanation,
+    settled_program,
+)
 from jaxmp._src.explain.hlo import COLLECTIVES
-from jaxmp._src.explain.row import Row
-from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row, rows_of
+from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, rows_of
+from jaxmp._src.explain.settled import with_settled
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.primitive.grouped import GroupedSpec
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
-from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.validation.operand_checks import check_flag
 from jaxmp._src.validation.public import public
 
@@ -48,7 +48,8 @@ def explain(
 
     `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
     they are, and runs nothing.
-    Calls whose pattern XLA's partitioner decides (auto axes, no shardings given) are found by compiling `fn`.
+    Where XLA's partitioner decides the patterns of calls (auto axes, no shardings given), XLA settles the shardings of
+    the lowered program, and compiles nothing.
 
     Args:
       fn: a function of arrays, jitted or not, or a gradient function.
@@ -145,15 +146,19 @@ class _Explained:
         traced = self._trace(args, kwargs)
         rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
         is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)
-        compiled = None
+        compiled = program = whole = None
         if is_open or self._compiled:
-            with _observe() as (settled, batches):
-                compiled = compile_program(traced.lower())
+            with partitioner.explaining(stops=not self._compiled) as explained, jax.disable_jit(False):
+                lowered = traced.lower()
+                if self._compiled:
+                    compiled, program = compile_program(lowered)
+                    whole = program.whole
+                elif explained.has_calls:  # on one device there is nothing to settle
+                    whole = settled_program(lowered)
         if is_open:
-            # On one device there is nothing to settle.
-            rows = [_on_one_device(row, bool(batches)) for row in _with_settled(rows, settled)]
+            rows = with_settled(rows, whole, has_batches=explained.has_batches)
         calls = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
-        explanation = compiled_explanation(*compiled, calls) if compiled is not None and self._compiled else calls
+        explanation = calls if program is None else compiled_explanation(compiled, program, calls)
         if not self._quiet:
             print(explanation)
         return explanation
@@ -168,57 +173,3 @@ class _Explained:
             return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
         args, kwargs, fn_of_arrays = split_arrays(self._fn, args, kwargs)
         return jax.jit(fn_of_arrays).trace(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _observe() -> Iterator[tuple[list[Row], list[MatmulSpec]]]:
-    """(the calls that XLA's partitioner settles meanwhile, the batches that it partitions)."""
-    rows: list[Row] = []
-    batches: list[MatmulSpec] = []
-    why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
-
-    def on_call(spec: MatmulSpec | GroupedSpec, avals: Sequence[ArrayType] | None) -> None:
-        if isinstance(spec, GroupedSpec):
-            rows.append(grouped_row(spec, avals or ()))
-        elif avals is None:
-            batches.append(spec)
-        else:
-            rows.append(matmul_row(spec, avals[0], avals[1], why=why))
-
-    with partitioner.observe(on_call), jax.disable_jit(False):
-        yield rows, batches
-
-
-def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:
-    """The rows of a program, with those that the partitioner has settled in their places as far as shapes tell."""
-    left, found = list(settled), []
-    for row in rows:
-        if row.pattern != UNSETTLED or not settled:
-            found.append(row)
-            continue
-        match = next((one for one in left if _is_part_of(one, row)), None)
-        if match is not None:
-            left.remove(match)
-            names = ["count", "line", "global_shapes", "extents", *["flops"] * (row.operation == "ragged_dot")]
-            found.append(dataclasses.replace(match, **{name: getattr(row, name) for name in names}))
-    return found + left
-
-
-def _is_part_of(settled: Row, row: Row) -> bool:
-    """Whether a settled call may be one group's part of this one: all of k for some rows and columns."""
-    if row.operation == "ragged_dot":
-        return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
-    plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
-    same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
-    same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
-    (m, k, n), (rows, contracted, cols) = row.extents, settled.extents
-    fits = m % max(rows, 1) == n % max(cols, 1) == 0 or m % max(cols, 1) == n % max(rows, 1) == 0
-    return same and k == contracted and fits
-
-
-def _on_one_device(row: Row, partitions_batches: bool) -> Row:
-    """A row that the partitioner had nothing to say of: a product on one device, or a batch that XLA partitions."""
-    if row.pattern == UNSETTLED_BATCH and partitions_batches:
-        why = "a batch, which XLA partitions (auto axes, no in_shardings); the shapes per device are its own"
-        row = dataclasses.replace(row, implementation="xla", why=why, algorithm="lax.dot_general", workspace=0)
-    return dataclasses.replace(row, pattern="local") if row.pattern in (UNSETTLED, UNSETTLED_BATCH) else row

@@ -92,7 +92,7 @@ class Program:
         """For each dimension of a whole array the axes that shard it."""
         text = of.sharding
         if (text, part) not in self._dims:
-            texts = list(_split(text)) if text.startswith("{") else [text]  # of a tuple
+            texts = list(split(text)) if text.startswith("{") else [text]  # of a tuple
             at = int(part or len(texts)) if text.startswith("{") else 0
             dims = (hlo.sharded(texts[at], self.mesh) or ()) if at < len(texts) else ()
             self._dims[text, part] = dims if any(dims) else ()
@@ -183,7 +183,7 @@ def origin(instruction: Instruction) -> str:
     return f"{instruction.op_name}:{frame}" if instruction.op_name else ""
 
 
-def _split(text: str) -> Iterator[str]:
+def split(text: str) -> Iterator[str]:
     """The parts of "{a}, {b}", without their braces."""
     depth = start = 0
     for i, letter in enumerate(text):

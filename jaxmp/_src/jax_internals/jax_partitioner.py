@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import mlir
 from jaxlib import xla_client as _xla_client
 
-from jaxmp._src.jax_internals.jax_compat import off_explicit_mesh, under_known_flags
+from jaxmp._src.jax_internals.jax_compat import Jaxpr, off_explicit_mesh, under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import LoweringContext, in_body
 
 
@@ -102,11 +102,7 @@ def register_partitioner(
         call = partition(text.decode(), args, results)
         in_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(args, call.operands, strict=True)]
         out_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(results, call.results, strict=True)]
-        module = _lowered_on_shards(
-            call,
-            [_shard(shape, sharding) for shape, sharding in zip(arg_shapes, in_shardings, strict=True)],
-            [_shard(shape, sharding) for shape, sharding in zip(shapes, out_shardings, strict=True)],
-        )
+        module = _lowered_on_shards(call, _shards(args, in_shardings), _shards(results, out_shardings))
         tupled = _xla_client.HloSharding.tuple_sharding
         return module, in_shardings, tupled(result_shape, out_shardings) if is_tuple else out_shardings[0]
 
@@ -143,8 +139,36 @@ def _hlo_sharding(x: Global, sharding: jax.sharding.NamedSharding) -> Any:
     return sharding._to_xla_hlo_sharding(len(x.shape))
 
 
-def _shard(shape: Any, hlo_sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(hlo_sharding.tile(shape).dimensions()), shape.numpy_dtype())
+def _shards(arrays: Sequence[Global], hlo_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """One device's shards of arrays."""
+    shapes = (_xla_client.Shape.array_shape(x.dtype, x.shape) for x in arrays)
+    tiles = (sharding.tile(shape).dimensions() for shape, sharding in zip(shapes, hlo_shardings, strict=True))
+    return [jax.ShapeDtypeStruct(tuple(tile), x.dtype) for tile, x in zip(tiles, arrays, strict=True)]
+
+
+def in_text(kind: str, shape: tuple[int, ...], sharding: str) -> Global:
+    """An array as the text of an XLA program describes it: "f32", its global shape, "{replicated}"."""
+    dtype = _xla_client.Shape.array_shape(_xla_client.PrimitiveType[kind.upper()], ()).numpy_dtype()
+    found = _xla_client.HloSharding.from_string(sharding)
+    return Global(shape, dtype, found.v3_to_v2_sharding() if hasattr(found, "v3_to_v2_sharding") else found)
+
+
+def part_of(call: OnShards, operands: Sequence[Global]) -> Jaxpr:
+    """What one device computes in place of a call."""
+    in_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(operands, call.operands, strict=True)]
+    with _inside(call):
+        part: Jaxpr = jax.make_jaxpr(call.body)(*_shards(operands, in_shardings)).jaxpr
+        return part
+
+
+@contextlib.contextmanager
+def _inside(call: OnShards) -> Iterator[None]:
+    """The context in which the body of a call is traced and lowered."""
+    # With custom_jvp3 the trace holds primitives that JAX replaces later, in a step that this lowering does not take.
+    custom_jvp3 = getattr(_config, "custom_jvp3", contextlib.nullcontext)(False)
+    axes = _core.extend_axis_env_nd(call.operands[0].mesh.shape.items())
+    with off_explicit_mesh(), jax.enable_x64(call.x64), axes, in_body(call.is_in_body), custom_jvp3:
+        yield
 
 
 @under_known_flags
@@ -153,10 +177,7 @@ def _lowered_on_shards(
 ) -> bytes:
     """One device's part as a program in XLA's input; XLA relies on the types of its results."""
     mesh: Any = call.operands[0].mesh
-    axes = _core.extend_axis_env_nd(mesh.shape.items())
-    # With custom_jvp3 the trace holds primitives that JAX replaces later, in a step that this lowering does not take.
-    custom_jvp3 = getattr(_config, "custom_jvp3", contextlib.nullcontext)(False)
-    with off_explicit_mesh(), jax.enable_x64(call.x64), axes, in_body(call.is_in_body), custom_jvp3:
+    with _inside(call):
         jaxpr = jax.make_jaxpr(call.body)(*shards)
         made, wanted = ([(x.shape, x.dtype.name) for x in types] for types in (jaxpr.out_avals, results))
         if made != wanted:

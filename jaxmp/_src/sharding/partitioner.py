@@ -13,10 +13,10 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import itertools
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -50,27 +50,34 @@ from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 TARGET = "jaxmp_partitioned_matmul"
+# The message with which XLA stops for `explain`.
+STOPPED = "jaxmp: explain wants no more than the shardings"
 
 T = TypeVar("T")
 # (a function of one device's shards, the shardings of the operands, those of the results).
 Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
-# Who watches the partitioner, which may call back on any thread.
-Observer = Callable[[MatmulSpec | GroupedSpec, Sequence[Any] | None], None]
-_observers: list[Observer] = []
-_observers_lock = threading.Lock()
+# Set while `explain` lowers a program: what the lowering finds, and whether XLA is to stop before it partitions.
+_explained: contextvars.ContextVar[Explained | None] = contextvars.ContextVar("explained", default=None)
+
+
+@dataclasses.dataclass
+class Explained:
+    """What a program holds that XLA partitions: calls of jaxmp's, batches of products that are XLA's own."""
+
+    stops: bool
+    has_calls: bool = False
+    has_batches: bool = False
 
 
 @contextlib.contextmanager
-def observe(callback: Observer) -> Iterator[None]:
-    """While open, `callback(spec, types of operands and results)` sees every call that the partitioner settles, and
-    with None for the types every batch of products that it has to place."""
-    with _observers_lock:
-        _observers.append(callback)
+def explaining(*, stops: bool) -> Iterator[Explained]:
+    """While open, a lowering in this thread notes its calls; one that `stops` gives a program on which XLA fails with
+    STOPPED once shardings are settled."""
+    token = _explained.set(explained := Explained(stops))
     try:
-        yield
+        yield explained
     finally:
-        with _observers_lock:
-            _observers.remove(callback)
+        _explained.reset(token)
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -97,7 +104,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
 
-    return _observed(body), [*map(placed, names)], [*map(placed, spec.output_names)]
+    return body, [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -107,21 +114,7 @@ def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], result
     spec = dataclasses.replace(spec, is_global=False)
     call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], dims)
     *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in lie)
-    return _observed(lambda *shards: [call.of_bounds(*shards)]), operands, [out]
-
-
-def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
-    """`body`, whose products the observers see as they are bound."""
-
-    def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
-        if _observers:
-            for eqn in jax.make_jaxpr(body)(*shards).eqns:
-                if eqn.primitive in (matmul_p, grouped_p):
-                    for callback in list(_observers):
-                        callback(eqn.params["spec"], [x.aval for x in (*eqn.invars, *eqn.outvars)])
-        return body(*shards)
-
-    return on_shards
+    return (lambda *shards: [call.of_bounds(*shards)]), operands, [out]
 
 
 def sharding_rule_of(spec: MatmulSpec) -> str:
@@ -167,8 +160,8 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
-            for callback in list(_observers):
-                callback(spec, None)
+            if (explained := _explained.get()) is not None:
+                explained.has_batches |= spec.is_batch
             return on_shards(ctx, *nodes, spec=spec, **params)
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
@@ -218,6 +211,9 @@ def _lower(
         described["is_in_body"] = jax_lowering.is_in_body()
     if isinstance(mesh, jax.sharding.Mesh) and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
+    if (explained := _explained.get()) is not None:
+        explained.has_calls = True
+        described |= {"stops": True} if explained.stops else {}
     text = json.dumps(described, sort_keys=True)
     return jax_partitioner.partitioned_call(
         ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule, contracted=contracted
@@ -236,6 +232,19 @@ def _mesh_of(described: dict[str, Any]) -> Mesh:
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
     """A call of this description on one device's shards."""
     described = json.loads(text)
+    if "stops" in described:
+        raise RuntimeError(STOPPED)
+    return _on_shards(described, operands, results)
+
+
+def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[tuple[Any, list[Any]]]:
+    """The products of jaxmp's in one device's part of a call: (spec, types of operands and results)."""
+    call = _on_shards(json.loads(text), operands, results)
+    found = (eqn for eqn in jax_partitioner.part_of(call, operands).eqns if eqn.primitive in (matmul_p, grouped_p))
+    return [(eqn.params["spec"], [x.aval for x in (*eqn.invars, *eqn.outvars)]) for eqn in found]
+
+
+def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
     call, mesh = described["call"], _mesh_of(described)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     if "grouped" in call:
