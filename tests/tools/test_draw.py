@@ -58,6 +58,20 @@ def test_blocks_lie_where_jax_puts_them(choice, mesh_of):
         assert drawn_holders(matrix) == want, matrix.name
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(P("x"), P(None, "y")), (P("x", "y"), P("y")), (P(("y", "x")), P()), (P(None, "x"), P("x", "y"))],
+    ids=str,
+)
+def test_blocks_on_automatic_axes_lie_where_jax_puts_them(a, b, mesh_of):
+    mesh = mesh_of({"x": 2, "y": 4}, AxisType.Auto)
+    operands = [cases.typed(mesh, shape, *spec) for shape, spec in zip(SHAPES, (a, b), strict=False)]
+    with jax.set_mesh(mesh):
+        (row,) = jaxmp.draw(jaxmp.fuse(jnp.matmul))(*operands).rows
+    for matrix, spec, shape in zip(matrices(row), (a, b), SHAPES, strict=False):
+        assert drawn_holders(matrix) == holders(mesh, spec, shape), matrix.name
+
+
 @pytest.mark.parametrize("dim", [("x", "y"), ("y", "x")], ids="-".join)
 def test_an_axis_of_a_grid_may_be_slower_than_another_of_its_dimension(dim, mesh_of):
     mesh, specs = mesh_of({"x": 2, "y": 2}, AxisType.Explicit), (P(None, "y"), P(None, dim), P(None, dim))

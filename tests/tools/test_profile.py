@@ -43,6 +43,21 @@ def test_every_call_of_every_device_is_found(mesh_of, capsys):
     ET.fromstring(found.svg)
 
 
+def test_calls_on_automatic_axes_are_found(mesh_of):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    rows = NamedSharding(mesh, P("x"))
+    x, w = jax.device_put((jnp.ones((8, 16)), jnp.ones((16, 4))), rows)
+    matrices, sizes = jax.device_put(jnp.ones((4, 4, 6)), rows), jnp.full(4, 2)
+    with jax.set_mesh(mesh):
+        found = jaxmp.profile(jaxmp.fuse(lambda *args: jax.lax.ragged_dot(args[0] @ args[1], *args[2:])), quiet=True)(
+            x, w, matrices, sizes
+        )
+    assert {row.name: row.runs for row in found.calls[:-1]} == {
+        "grid 8x16x4 f32*f32->f32 run_to_run": 4,
+        "ragged_dot 2x4x6 f32*f32->f32": 4,
+    }
+
+
 def test_a_jitted_gradient_in_a_loop_counts_each_run(capsys):
 
     @jax.jit

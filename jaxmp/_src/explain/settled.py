@@ -29,7 +29,7 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
             found.append(row)
         elif (match := next((one for one in left if _is_part_of(one, row)), None)) is not None:
             left.remove(match)
-            names = ["count", "line", "global_shapes", "extents", *["flops"] * (row.operation == "ragged_dot")]
+            names = ["count", "line", *["global_shapes", "extents", "flops"] * (row.operation == "ragged_dot")]
             found.append(dataclasses.replace(match, **{name: getattr(row, name) for name in names}))
     return [_on_one_device(row, has_batches) for row in found + left]
 
@@ -43,12 +43,13 @@ def _settled(whole: Module) -> Iterator[Row]:
             text = f"{{{each.attribute('backend_config')}}}"
             parts = zip(computation.operands(each), each.parts, strict=True)
             operands = tuple(_arrays(operand)[int(part or 0)] for operand, part in parts)
-            for spec, avals in products(text, operands, _arrays(each)):
+            for one in products(text, operands, _arrays(each)):
                 line, times = whole.innermost(each), count or 1
-                if isinstance(spec, GroupedSpec):
-                    yield grouped_row(spec, avals, line, times)
+                if isinstance(one.spec, GroupedSpec):
+                    yield grouped_row(one.spec, one.types, line, times)
                 else:
-                    yield matmul_row(spec, avals[0], avals[1], line, times, why=_WHY)
+                    a, b, *_ = one.types
+                    yield matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:
@@ -60,15 +61,13 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
 
 
 def _is_part_of(settled: Row, row: Row) -> bool:
-    """Whether a settled call may be one group's part of this one: all of k for some rows and columns."""
+    """Whether a settled call may be this one, or its transpose."""
     if row.operation == "ragged_dot":
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
     same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
     same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
-    (m, k, n), (rows, contracted, cols) = row.extents, settled.extents
-    fits = m % max(rows, 1) == n % max(cols, 1) == 0 or m % max(cols, 1) == n % max(rows, 1) == 0
-    return same and k == contracted and fits
+    return same and settled.extents in (row.extents, row.extents[::-1])
 
 
 def _on_one_device(row: Row, has_batches: bool) -> Row:

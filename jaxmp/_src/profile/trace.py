@@ -16,8 +16,9 @@ from jaxmp._src.runtime import native
 
 # What is no call of jaxmp's.
 OTHERS = "other operations"
-# An instruction of a program's text with its name and metadata, and the range of jaxmp's in that.
-_INSTRUCTION = re.compile(r'%?(\S+) = .*op_name="[^"]*?(jaxmp \w+ \d+x[^"/]+)/')
+# A call in a program's text: its name, and the range of jaxmp's in its metadata.
+_INSTRUCTION = re.compile(r"(?:ROOT )?%?(\S+) = ")
+_RANGE = re.compile(r'op_name="[^"]*?jaxmp (\w+ \d+x[^"/]+)/')
 _TARGETS = (native.TARGET, native.GROUPED_TARGET, native.START_TARGET, native.COLLECT_TARGET)
 _CALLS = tuple(f'custom_call_target="{target}"' for target in _TARGETS)
 # Instructions that hold others, whose times are those of what they hold.
@@ -45,10 +46,22 @@ class Event:
 def ranges_of(program: str) -> dict[str, str]:
     """The ranges of jaxmp's calls by the instructions of a compiled program's text."""
     found = {}
-    for line in program.splitlines():
-        if any(call in line for call in _CALLS) and (match := _INSTRUCTION.search(line.strip().removeprefix("ROOT "))):
-            found[match[1]] = match[2].removeprefix("jaxmp ")
+    for line in map(str.strip, program.splitlines()):
+        if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
+            named = _RANGE.search(line)
+            found[match[1]] = named[1] if named else _described(line)
     return found
+
+
+def _described(line: str) -> str:
+    """A call by its attributes, in column-major order, for XLA's partitioner drops the ranges; of groups by types."""
+    of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
+    if "pattern" in of:
+        types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
+        return f"{of['pattern']} {of['n']}x{of['k']}x{of['m']} {types} {of['determinism']}"
+    d, x, w = re.findall(r"(\w+)\[([\d,]*)\]", line)[:3]
+    (_, m, k), n = x[1].split(","), d[1].rpartition(",")[2]
+    return f"ragged_dot {m}x{k}x{n} {x[0]}*{w[0]}->{d[0]}"
 
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:

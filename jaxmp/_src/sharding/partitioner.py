@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
-from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
+from jaxmp._src.jax_internals import jax_lowering, jax_partitioner, jax_tracing
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
 from jaxmp._src.lowering import grouped
@@ -237,11 +237,32 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     return _on_shards(described, operands, results)
 
 
-def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[tuple[Any, list[Any]]]:
-    """The products of jaxmp's in one device's part of a call: (spec, types of operands and results)."""
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
+    first two operands differ between devices, and the dimensions that several axes shard."""
+
+    spec: Any
+    types: tuple[Any, ...]
+    varying: tuple[frozenset[str], frozenset[str]]
+    dims: tuple[Dim, ...]
+
+
+def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
+    """The products of jaxmp's in one device's part of a call."""
     call = _on_shards(json.loads(text), operands, results)
-    found = (eqn for eqn in jax_partitioner.part_of(call, operands).eqns if eqn.primitive in (matmul_p, grouped_p))
-    return [(eqn.params["spec"], [x.aval for x in (*eqn.invars, *eqn.outvars)]) for eqn in found]
+    part, found = jax_partitioner.part_of(call, operands), []
+    specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
+    dims = tuple(dim for spec in specs for dim in spec if isinstance(dim, tuple) and len(dim) > 1)
+    axes: dict[Any, frozenset[str]] = {}
+    axes |= {v: frozenset(jax.tree.leaves(spec)) for v, spec in zip(part.invars, specs, strict=False)}
+    for eqn in part.eqns:
+        read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
+        axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
+        if eqn.primitive in (matmul_p, grouped_p):
+            types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
+    return found
 
 
 def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
