@@ -158,6 +158,7 @@ PRIVATE = {
         "test_compiled_words": "tables of frames that no program here gives",
         "test_cli": "commands run in the process of the tests",
         "test_draw": "the blocks that a text and an SVG show",
+        "test_explain": "programs that XLA compiles",
         "test_hardware": "times by hand; measured rates and where they are kept",
         "test_profile": "events that are made up",
         "test_source_lines": "names of lines in notebooks and libraries",
