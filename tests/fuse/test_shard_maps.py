@@ -92,6 +92,10 @@ CASES = (
          (X, W, (16,)), (BOTH, P("model"), P("model")), BOTH, "reduce_scatter", "reduce_scatter - all_reduce"),
     Case("scattered columns, stored (n, k)", lambda x, w: 2 * scatter(x @ w.T, "model", scatter_dimension=1), (X, T),
          (BOTH, P(None, "model")), BOTH, "grid", "reduce_scatter - all_reduce"),
+    Case("factors before a scatter", lambda x, w: scatter(-(x.T @ w) * np.float32(2) / 4, "data"), (X, (8, 16)),
+         (DATA, DATA), DATA, "reduce_scatter", "reduce_scatter - -"),
+    Case("factors around a sum", lambda x, w: 2 * lax.psum((x @ w).T / 8, "model"), (X, W), (BOTH, P("model")),
+         P(None, "data"), "all_reduce", "all_reduce - all_reduce"),
     Case("rows between others", shared_rows, ((4, 6, 12), W), (BOTH, P(None, "model")), P("data", None, "model"),
          "all_gather all_gather all_gather", "- - - - - - all_reduce all_reduce all_reduce"),
     Case("two gathers", lambda x, w: gather(x, "model") @ gather(w, "data"), (X, W),
@@ -174,6 +178,47 @@ def collectives(program):
     return Counter(
         re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text())
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda x, w: gather(x, "model")[:4] @ w, "its all_gather at {} there is a slice at {}"),
+        (lambda x, w: (2 * gather(x, "model")) @ w, "its all_gather at {} there is a factor at {}"),
+        (lambda x, w: jnp.roll(gather(x, "model"), 1, 0) @ w, "its all_gather at {} there is a roll at {}"),
+        (lambda x, w: gather(jnp.tanh(gather(x, "model")), "model")[:8] @ w, "its all_gather at {} there is a slice"),
+        (lambda x, w: lax.psum((x @ w)[:4], "model"), "its psum at {} there is a slice at {}"),
+        (lambda x, w: lax.psum(jnp.where(x[:, :1] > 0, x @ w, 0), "model"), "its psum at {} there is a mask at {}"),
+        (lambda x, w: lax.psum(x @ w / 3, "model"), "its psum at {} there is a factor at {}"),
+        (lambda x, w: lax.psum((x @ w) * w[:1], "model"), "its psum at {} there is a factor at {}"),
+        (lambda x, w: lax.psum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) + 0, "data"), "there is an addition"),
+    ],
+)
+def test_what_stands_between_product_and_collective_is_named(body, said, mesh):
+    case = Case("", body, ((16, 12), (12, 16)), (P("model"), P()), P(), "", "")
+    function = jax.shard_map(body, mesh=mesh, in_specs=case.specs, out_specs=P(), check_vma=False)
+    (row,) = jaxmp.explain(jaxmp.fuse(function), quiet=True)(*operands(case)).rows
+    line = f"test_shard_maps.py:{body.__code__.co_firstlineno}"
+    assert said.format(line, line) in row.why
+    assert row.why.endswith(", so the product is local")
+
+
+def test_factors_of_16_bits_neither_overflow_nor_underflow(mesh):
+    """The product by itself is infinite in float16, or zero."""
+
+    def body(x, w, small):
+        return lax.psum(x @ w / 64, "model"), lax.psum(small @ w * 64, "model")
+
+    specs = (P(None, "model"), P("model"), P(None, "model"))
+    plain = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), P()))
+    args = [jnp.full(shape, value, jnp.float16) for shape, value in (((8, 16), 5e4), ((16, 8), 0.2), ((8, 16), 6e-8))]
+    args[1] = args[1].at[:, ::2].set(1e-2)
+    assert [row.pattern for row in jaxmp.explain(jaxmp.fuse(plain), quiet=True)(*args).rows] == ["all_reduce"] * 2
+    large, small = jaxmp.fuse(plain)(*args)
+    assert np.isfinite(large).all()
+    assert (np.asarray(small) > 0).all()
+    assert np.isinf(plain(*args)[0]).any()
+    assert not np.asarray(plain(*args)[1]).all()
 
 
 def test_a_gelu_whose_argument_is_read_too_keeps_it(mesh):

@@ -1,7 +1,8 @@
 """What stands around a product in a jaxpr, and what of it one call of jaxmp can do.
 
 A product takes in, from its operands back, transposes, casts, and gathers that nothing else needs; from its result on,
-in this order, one cast, one transpose, one collective, a scalar factor, a bias, and an activation or an addition.
+in this order, one cast, one transpose, one collective with scalar factors before it, a scalar factor, a bias, and an
+activation or an addition.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
     product = _bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
-    product = _with_collective(graph, product, manual=manual)
+    product = _with_collective(graph, product, manual=manual, factors=epilogs)
     product = _with_scales(graph, product) if epilogs else product
     if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
         return product
@@ -146,7 +147,8 @@ def _bare(graph: Graph, index: int, gathers: frozenset[int]) -> Product:
 def collective_behind(graph: Graph, index: int) -> Any | None:
     """The equation behind a product inside shard_map that its call could do, were none of its operands gathered."""
     product = _with_transpose(graph, _with_cast(graph, _bare(graph, index, frozenset())))
-    return _with_collective(graph, product, manual=True).collective if jax_tracing.manual_axes() else None
+    found = _with_collective(graph, product, manual=True, factors=True)
+    return found.collective if jax_tracing.manual_axes() else None
 
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
@@ -193,7 +195,7 @@ def _with_transpose(graph: Graph, product: Product) -> Product:
     return product
 
 
-def _with_collective(graph: Graph, product: Product, *, manual: bool) -> Product:
+def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: bool) -> Product:
     if not manual:
         found = _next(graph, product, "reshard")
         if found is None or not is_explicit(product.result.aval) or not is_explicit(found[1].outvars[0].aval):
@@ -201,13 +203,52 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool) -> Product
         return _after(product, *found, is_resharded=True)
     if product.is_shared_by_name or not (product.lhs.is_flat and product.rhs.is_flat):
         return product
+    scaled = _with_factors(graph, product) if factors else product
     for name in ("reduce_scatter", *SUMS):
-        found = _next(graph, product, name)
+        found = _next(graph, scaled, name)
         if found is None or len(found[1].invars) != 1 or found[1].params.get("axis_index_groups") is not None:
             continue
         if name != "reduce_scatter" or (found[1].params["tiled"] and _scatters(product, found[1])):
-            return _after(product, *found, collective=found[1])
+            return _after(scaled, *found, collective=found[1])
     return product
+
+
+def _with_factors(graph: Graph, product: Product) -> Product:
+    """Takes in numbers that multiply a product before its sum over ranks. The call multiplies its sums, in the
+    accumulator's type, where 16 bits overflow and underflow less."""
+    while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
+        eqn = graph.equations[i]
+        factor = _factor(graph, eqn, product)
+        if factor is None:
+            break
+        product = _after(product, i, eqn, alpha=factor * (1.0 if product.alpha is None else product.alpha))
+    return product
+
+
+def _factor(graph: Graph, eqn: Any, product: Product) -> float | None:
+    """The number by which an equation multiplies a product, or None."""
+    if eqn.primitive.name == "neg":
+        return -1.0
+    others = [v for v in eqn.invars if v is not product.result]
+    if eqn.primitive.name not in ("mul", "div") or len(others) != 1:
+        return None
+    value = float(_number(graph, others[0]) or 0)  # 0 times infinity is NaN, and no alpha
+    if eqn.primitive.name == "mul" or not value:
+        return value if value and math.isfinite(value) else None
+    # By other numbers than powers of 2 a quotient is not what the reciprocal gives, but for a result of fewer bits.
+    is_exact = abs(math.frexp(value)[0]) == 0.5 or product.dtype.itemsize == 2
+    return 1 / value if eqn.invars[0] is product.result and is_exact and math.isfinite(value) else None
+
+
+def _number(graph: Graph, v: Any) -> Any:
+    """The scalar that a value is, in its type, or None."""
+    if jax_tracing.is_literal(v):
+        return np.asarray(v.val) if np.ndim(v.val) == 0 else None
+    eqn = graph.made_by(v)
+    if eqn is None or eqn.primitive.name not in ("pvary", "convert_element_type", "broadcast_in_dim"):
+        return None
+    x = _number(graph, eqn.invars[0])
+    return None if x is None else x.astype(v.aval.dtype)
 
 
 def _scatters(product: Product, eqn: Any) -> bool:
@@ -258,7 +299,8 @@ def _with_alpha(graph: Graph, product: Product) -> Product:
     if found is None:
         return product
     scalars = [v for v in found[1].invars if jax_tracing.is_literal(v) and np.ndim(v.val) == 0]
-    return _after(product, *found, alpha=float(scalars[0].val)) if len(scalars) == 1 else product
+    before = 1.0 if product.alpha is None else product.alpha
+    return _after(product, *found, alpha=before * float(scalars[0].val)) if len(scalars) == 1 else product
 
 
 def _with_bias(graph: Graph, product: Product) -> Product:

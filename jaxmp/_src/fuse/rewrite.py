@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
+from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
     DERIVED,
@@ -42,7 +43,8 @@ from jaxmp._src.spec.refusal import NotAvailable, Refusal
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
 SCOPE = "jaxmp_left_"
 REASONS = {
-    "local": "no rank shares an operand with another, and XLA's own product is as fast",
+    "local": "its function has no gather before it, nor a sum over ranks after it, that a call takes in, and XLA's own "
+    "product is as fast",
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
     f"devices, and under {levels.GLOBAL_ORDER.asked} where its partitioner chooses the shardings",
@@ -60,7 +62,7 @@ REASONS = {
 }
 
 
-# What the cost model chose for a gather that several products read: part of the name stack of a call.
+# What explains the pattern of a call: part of its name stack.
 NOTE = "jaxmp_note_"
 NOTES = {
     "again": "gathers in its call what other products gather too, for one gather ahead of all takes longer "
@@ -70,26 +72,31 @@ NOTES = {
 }
 
 
+# Reasons with details, by what stands for them in a name stack.
+_details: dict[str, str] = {}
+
+
 def notes_in(names: Sequence[str]) -> list[str]:
     """What these name stacks say of a call."""
-    return [NOTES[key] for key in dict.fromkeys(re.findall(NOTE + "([a-z]+)", "/".join(names)))]
-
-
-# Messages of what jaxmp has refused, by what stands for them in a name stack.
-_refusals: dict[str, str] = {}
+    found = dict.fromkeys(re.findall(NOTE + "([a-z0-9]+)", "/".join(names)))
+    return [NOTES.get(key) or _details[key] for key in found]
 
 
 def reason_in(names: Sequence[str]) -> str:
     """The reason, in words, that the innermost of these name stacks gives."""
     name: str = re.findall(SCOPE + "([a-z0-9]+)", "/".join(names))[-1]
-    return REASONS.get(name) or f"{REASONS['refused']}: {_refusals[name]}"
+    return REASONS.get(name) or _details[name]
+
+
+def _name_of(reason: str) -> str:
+    """What stands for a reason in a name stack."""
+    name = "of" + hashlib.sha256(reason.encode()).hexdigest()[:10]
+    _details[name] = reason
+    return name
 
 
 def _name_of_refusal(error: Exception) -> str:
-    """What stands for the message of an error in a name stack."""
-    name = "refused" + hashlib.sha256(str(error).encode()).hexdigest()[:10]
-    _refusals[name] = str(error)
-    return name
+    return _name_of(f"{REASONS['refused']}: {error}")
 
 
 class Rewriter:
@@ -151,7 +158,7 @@ class Rewriter:
         manual = bool(jax_tracing.manual_axes())
         choice = gathers.choose(graph, dots, self.options.implementation)
         found = [products.find(graph, i, choice.taken, epilogs=self.options.epilogs, manual=manual) for i in dots]
-        groups: list[Group] = []
+        groups, between = list[Group](), Between(graph)
         if self.options.epilogs and not manual:
             groups += layers.find(graph, found, self.options)
             groups += self._pairs(whole, found)
@@ -167,8 +174,12 @@ class Rewriter:
             why = self._why_left(product)
             if why in ("local", "batch"):
                 why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
+            if why == "local" and (text := between.reason(product)):
+                why = _name_of(text)
             if why is None:
                 note = "again" if product.index in choice.again else choice.why.get(product.index, "")
+                if note not in NOTES:
+                    note = _name_of(text) if manual and (text := between.reason(product)) else ""
                 groups.append(self._product(product, note))
                 made |= {product.result}
             else:
@@ -178,7 +189,7 @@ class Rewriter:
     def _product(self, product: Product, note: str = "") -> Group:
         """A call in place of a product, with a note on it where there is one of NOTES."""
         call = functools.partial(emit.call, product, self.options)
-        call = jax.named_scope(NOTE + note)(call) if note in NOTES else call
+        call = jax.named_scope(NOTE + note)(call) if note else call
         return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
     def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:

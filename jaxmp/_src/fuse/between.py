@@ -1,0 +1,98 @@
+"""What stands between a product and a collective, where no call takes in both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._src.fuse.graph import PRODUCTS, Graph
+from jaxmp._src.fuse.products import SUMS, Product
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
+
+# What users write for the collectives.
+_WRITTEN = {"reduce_scatter": "psum_scatter", "psum_invariant": "psum", "all_gather_invariant": "all_gather"}
+_JITS = ("jit", "pjit")
+_GATHERS = ("all_gather", "all_gather_invariant", "reshard")
+_SUMS = ("reduce_scatter", *SUMS)
+# What may come after a sum over ranks as well as before it, in words.
+_LINEAR = {
+    **dict.fromkeys(("mul", "div", "neg"), "a factor"),
+    **dict.fromkeys(("slice", "dynamic_slice", "split"), "a slice"),
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), "a reshape"),
+    **dict.fromkeys(("add", "add_any", "sub"), "an addition"),
+    "convert_element_type": "a cast",
+    "concatenate": "a concatenation",
+    "select_n": "a mask",
+    "transpose": "a transpose",
+    "pad": "padding",
+    "rev": "a reversal",
+    "pvary": "",
+}
+# The same of functions of jax.numpy.
+_FUNCTIONS = {"_roll_static": "a roll", "_roll_dynamic": "a roll", "_where": "a mask", "_pad": "padding"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A way from a value to a collective: the equation next to the value, and the rest of the way."""
+
+    collective: Any
+    equation: Any = None
+    rest: _Step | None = None
+
+
+class Between:
+    """What stands between the products and the collectives of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._before: dict[Any, _Step] = {}  # by what is computed from a gather
+        self._after: dict[Any, _Step] = {}  # by what a sum is linear in
+        for eqn in graph.equations:
+            if eqn.primitive.name in _GATHERS:
+                self._before |= dict.fromkeys(eqn.outvars, _Step(eqn))
+            elif eqn.primitive.name not in (*PRODUCTS, *_SUMS):
+                self._follow(eqn, self._before, eqn.invars, eqn.outvars)
+        for eqn in reversed(graph.equations):
+            inputs = [v for v in eqn.invars if not jax_tracing.is_literal(v)]
+            if eqn.primitive.name in _SUMS:
+                self._after |= dict.fromkeys(inputs, _Step(eqn))
+            elif _word(eqn) is not None:
+                self._follow(eqn, self._after, eqn.outvars, inputs)
+
+    @staticmethod
+    def _follow(eqn: Any, known: dict[Any, _Step], sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        found = (known.get(v) for v in sources if not jax_tracing.is_literal(v))
+        if (step := next(filter(None, found), None)) is not None:
+            known |= dict.fromkeys(targets, _Step(step.collective, eqn, step))
+
+    def reason(self, product: Product) -> str:
+        """Returns the reason for which no call takes in a gather before a product or a sum over ranks after it, or
+        nothing where there is none."""
+        operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
+        before = next(filter(None, map(self._before.get, operands)), None)
+        step = before or self._after.get(product.result)
+        if step is None or product.is_shared_by_name:
+            return ""
+        found, collective = dict[str, None](), _named(step.collective)
+        while step.equation is not None and step.rest is not None and len(found) < 4:
+            if _word(step.equation) != "":
+                found[_named(step.equation)] = None
+            step = step.rest
+        if not found:
+            return f"no call takes in its {collective}, so the product is local"
+        words = [*found][:3][:: -1 if before else 1]
+        listed = ", ".join(words) + ", and more" * (len(found) > 3)
+        return f"between it and its {collective} there is {listed}, so the product is local"
+
+
+def _word(eqn: Any) -> str | None:
+    """What a user calls a linear equation; None of others."""
+    name = eqn.primitive.name
+    return _FUNCTIONS.get(str(eqn.params.get("name"))) if name in _JITS else _LINEAR.get(name)
+
+
+def _named(eqn: Any) -> str:
+    line, name = jax_compat.traced_line(eqn), eqn.primitive.name
+    word = _word(eqn) or (str(eqn.params["name"]).strip("_") if name in _JITS else _WRITTEN.get(name, name))
+    return f"{word} at {line}" if line else word
