@@ -304,8 +304,14 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     (row,) = explanation.collectives
     assert (row.kind, row.axes, row.line) == ("jaxmp all-reduce", ("model",), explanation.calls.rows[0].line)
     assert row.cause.startswith("this product sums dimension 1 of x and dimension 0 of w, which model shards, and its")
-    assert "out_sharding" in row.remedy
     assert explanation.bytes_moved == row.nbytes
+    assert row.is_needed
+    assert "the call reads as much" in row.remedy  # as of a result that is sharded
+    rows = NamedSharding(mesh, P("model"))
+    scattered = compiled(lambda x, w: jax.lax.with_sharding_constraint(jaxmp.fuse(jnp.matmul)(x, w), rows), x, w)
+    assert [each.kind for each in scattered.collectives] == ["jaxmp reduce-scatter"]
+    assert scattered.bytes_moved == row.nbytes
+    assert "1.15 kB of it are operands of other devices that calls read in place" in str(scattered)
     jaxmp.assert_no_collectives(jaxmp.fuse(lambda x, w: jnp.tanh(x @ w).sum(0)))(x, w)
     by_xla = compiled(functools.partial(jaxmp.matmul, implementation="xla", mesh=mesh, **SHARDED), x, w)
     (row,) = by_xla.collectives

@@ -15,6 +15,8 @@ from jaxmp._src.explain.search import Cause
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
 _PATTERNS += "multiplies"
 
+_SAME_READS = "needed where every device uses the result; if the result is sharded, the call reads as much"
+
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
     """The calls that read what other devices hold, and why they do."""
@@ -66,14 +68,19 @@ def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
     is_gradient = site is not None and "transpose(" in site[1].op_name
     sums = f"{'the gradient of ' * is_gradient}this product sums {lies.which(dims)}"
     have = f": {lies.lies(dims)}" * bool(dims)
+    # Where devices read the operands of others instead, as on CPUs of one process, partial sums do not move.
+    reads = row.implementation == "host" or row.determinism != "run_to_run"
+    adds = "each device reads what it needs of the others' operands" if reads else "the call adds the partial sums"
+    less = "each device reads less of the operands" if reads else "a reduce-scatter moves half"
+    remedy = f"{'needed, or ' * is_gradient}let out_sharding shard the result over {over}: {less}"
     text, remedy = {
         "all_reduce": (
-            f"{sums}, and its result is whole over {over}: the call adds the partial sums for every device",
-            f"{'needed, or ' * is_gradient}let out_sharding shard the result over {over}: a reduce-scatter moves half",
+            f"{sums}, and its result is whole over {over}: {adds}, and every device gets all sums",
+            _SAME_READS if row.implementation == "host" else remedy,
         ),
         "reduce_scatter": (
-            f"{sums}, and its result is sharded over {over}: the call adds the partial sums, to each device its part",
-            f"{lies.leave_whole(dims)}; where the sum is needed this is the least that it moves",
+            f"{sums}, and its result is sharded over {over}: {adds}, and every device gets its part of the sums",
+            f"{lies.leave_whole(dims)}; where the sum is needed, so is this",
         ),
         "all_gather": (
             f"both operands are sharded over {over} along dimensions of the result{have}; the call gathers one",

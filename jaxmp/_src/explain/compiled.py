@@ -144,6 +144,8 @@ class CompiledExplanation:
 
     def _notes(self) -> list[str]:
         notes = [f"total: {self._totals()}"]
+        if in_place := sum(row.count * row.bytes_moved for row in self.calls.rows if row.implementation == "host"):
+            notes.append(f"{size_of(in_place)} of it are operands of other devices that calls read in place, uncopied")
         for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
             sums = list(self.bytes_by(key).items())
             if len(sums) > 1:

@@ -7,6 +7,7 @@ import math
 from jaxmp._src.explain.hlo import Instruction
 from jaxmp._src.explain.origins import is_backward, summed
 from jaxmp._src.explain.search import CARRY, Cause, Search, chain
+from jaxmp._src.jax_internals import jax_compat
 
 _NEEDED_WHERE_SAME = "needed where the value is the same on every device"
 
@@ -33,7 +34,8 @@ class Sums(Search):
         if "scatter" in name or source.opcode == "scatter":
             updates = next(filter(None, (self.sharded(*place, 2) for place in self.program.wholes(source))), [])
             text = f"each device adds its part of a scatter of {self.which(updates)}"
-            remedy = f"{self.leave_whole(updates)}, or shard the result over {over} too (reduce-scatter)"
+            remedy = self.leave_whole(updates)
+            remedy += f", or shard the result over {over} too (reduce-scatter)" * _has_reduce_scatters()
             if is_gradient:
                 return Cause("gradient", f"{text}: the gradient of a lookup", _NEEDED_WHERE_SAME, line)
             return Cause("scatter", text, remedy, line)
@@ -83,9 +85,10 @@ class Sums(Search):
         text = f"{'the gradient of ' * is_gradient}this {what} sums {self.which(has)}"
         text += f" (but not {self.dims(lacks)})" * bool(lacks)
         if is_gradient:
-            remedy = "needed; where the result is sharded a reduce-scatter moves half, and jaxmp.matmul hides it"
-            return Cause("gradient", text, remedy, line)
-        remedy = "keep the result sharded (out_sharding, reduce-scatter), or jaxmp.matmul, which hides the sum"
+            half = "where the result is sharded a reduce-scatter moves half, and " * _has_reduce_scatters()
+            return Cause("gradient", text, f"needed; {half}jaxmp.matmul hides it", line)
+        remedy = "keep the result sharded (out_sharding, reduce-scatter), or " * _has_reduce_scatters()
+        remedy += "jaxmp.matmul, which hides the sum"
         remedy = f"{self.leave_whole(has)}, or {remedy}" if lacks else remedy
         remedy = self.shard_another(has) if what == "convolution" else remedy
         return Cause("contraction", f"{text}, so that each device has a partial sum", remedy, line)
@@ -98,3 +101,8 @@ class Sums(Search):
         terms = (term for reader in readers for term in self.computation.operands(reader))
         carries = (each for term in terms for each in chain(self.computation, term))
         return self._leaves == CARRY and any(each.opcode == "parameter" for each in carries)
+
+
+def _has_reduce_scatters() -> bool:
+    """Whether XLA makes a reduce-scatter of a sum with a sharded result; on CPUs it sums for every device, and cuts."""
+    return jax_compat.default_platform() != "cpu"
