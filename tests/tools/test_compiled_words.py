@@ -45,8 +45,20 @@ def called_twice(x, y):
     return x, whole(jnp.tanh(y)) @ y
 
 
+def whole_tanh(x):
+    return jax.lax.with_sharding_constraint(jnp.tanh(x), P())
+
+
 def called_in_a_loop(x, y):
-    return once(jax.lax.scan(lambda carry, _: (whole(jnp.tanh(carry)) @ y, None), x, None, length=3)[0])
+    return jax.lax.scan(lambda carry, _: (whole_tanh(carry) @ y, None), x, None, length=3)[0]
+
+
+only_asks = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec))  # noqa: E731  as trainers have it
+
+
+def asks_in_a_loop(x, y):
+    x = jnp.tanh(x) @ y
+    return jax.lax.scan(lambda carry, _: (only_asks(carry, None, "model") * 2, None), x, None, length=3)[0]
 
 
 def line_in(fn, number):
@@ -58,6 +70,13 @@ def test_a_line_that_several_lines_call_has_its_caller(rows_of):
     rows = rows_of(called_twice, ((8, 16), "data"), ((16, 16), "model"))
     assert {row.line for row in rows} == {f"{line_in(called_twice, n)} -> whole:{helper}" for n in (1, 2)}
     assert {row.cause_kind for row in rows} == {"constraint"}
+
+
+def test_a_function_that_only_asks_for_a_sharding_has_its_caller(rows_of):
+    """Though one line alone calls it."""
+    (row,) = rows_of(asks_in_a_loop, ((8, 16), "data"), ((16, 16), None, "model"))
+    helper = only_asks.__code__.co_firstlineno
+    assert row.line == f"{line_in(asks_in_a_loop, 2)} -> lambda:{helper}"
 
 
 def flat_and_back(x, y):

@@ -191,7 +191,7 @@ class Module:
     """A program of XLA from its text; what no one asks for is not read."""
 
     def __init__(self, text: str) -> None:
-        self.entry = ""
+        self.entry, self._text = "", text
         header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
         self.computations: dict[str, Computation] = {}
         for body in bodies:
@@ -207,13 +207,16 @@ class Module:
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
     def line(self, of: Instruction) -> str:
-        """The user's line of an instruction, as `innermost`, behind the line that calls it where several do.
+        """The user's line of an instruction, as `innermost`, behind the line that calls it where several do, and where
+        its function does nothing but ask for a sharding.
 
         "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
         """
         inner, stack = self.innermost(of), self._stack(of)
-        several = ((b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack))
-        caller = next((caller for caller, callers in several if len(callers) > 1 and caller in callers), None)
+        pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
+        above = (b for a, b, _ in pairs if self._asks(a) and not self._asks(b))
+        several = (b for _, b, lines in pairs if len(lines) > 1 and b in lines)
+        caller = next(itertools.chain(above, several), None)
         if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
             return inner
         file, line, function = stack[0]
@@ -223,6 +226,17 @@ class Module:
     def innermost(self, of: Instruction) -> str:
         """ "train.py:41": the innermost line that no library of layers has, or the empty string."""
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
+
+    def _asks(self, frame: Frame) -> bool:
+        """Whether a function does nothing but ask for a sharding, as every trainer has one."""
+        return _function(frame) not in self._working
+
+    @functools.cached_property
+    def _working(self) -> set[tuple[Any, ...]]:
+        """The functions that do more."""
+        named = set(re.findall(r'op_name="[^"]*/(\w+)"[^}]*stack_frame_id=(\d+)', self._text))
+        frames = {int(frame) for name, frame in named if name not in ("sharding_constraint", "reshard")}
+        return {_function(frame) for each in frames for frame in self._stacks.get(each, ())}
 
     def _stack(self, of: Instruction) -> Sequence[Frame]:
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
@@ -242,6 +256,11 @@ class Module:
                 if each.opcode == "fusion" and not self.computations[called].multiplies:
                     continue  # nothing but operations on elements
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
+
+
+def _function(frame: Frame) -> tuple[Any, ...]:
+    """A function by its file and name, or of several without a name by the line."""
+    return frame[:2] if "<lambda>" in frame.function else frame[::2]
 
 
 def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:

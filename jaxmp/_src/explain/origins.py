@@ -94,7 +94,8 @@ class Origins:
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
         is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
         if each.primitive in ASKING and (is_own or not users):
-            return (f"{asker(at.computation, each)} in {self._module.line(each)}",)
+            line = self._module.line(each)
+            return (asker(at.computation, each) + f" in {line}" * bool(line),)
         return ()
 
     def behind(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
