@@ -205,7 +205,7 @@ CALLS = {
     "mlp": (lambda: jaxmp.mlp(A, B, zeros(4), C.T, None, activation="relu"), ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
     "mlp of float8": (lambda: jaxmp.mlp(A.astype("float8_e4m3fn"), B, None, B.T, None, activation="relu"), NotImplementedError, "call jaxmp.matmul for each product"),
     "mlp, second product": (lambda: jaxmp.mlp(A, B, None, B[:2], None, activation="relu"), ValueError, "mlp (hidden @ w_out): w_out has k=2 but hidden has k=8"),
-    "mlp outside of shard_map": (lambda: jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y"), ValueError, "outside, leave axis_name out of jaxmp.mlp"),
+    "mlp outside of shard_map": (lambda: jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y"), ValueError, "where an axis is named; outside, leave axis_name out, and pass out_sharding"),
     "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), NotImplementedError, "einsum: operands of dtype int16 (b int32, a int16) are not supported, for JAX has no product of integers that is narrower"),
     "explain": (lambda: jaxmp.explain(C), TypeError, "explain: takes a function, got ndarray; write explain(fn)(*args) for the calls of fn(*args)"),
     "draw": (lambda: jaxmp.draw(3), TypeError, "draw: takes a function, got int; write draw(fn)(*args)"),
@@ -395,9 +395,7 @@ def test_operands_on_another_mesh_than_that_of_set_mesh():
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = cases.put(A, mesh, P()), cases.put(B, mesh, P())
     around = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
-    message = (
-        "the operands live on mesh {'x': 2, 'y': 2} (explicit, explicit), but jax.set_mesh names {'x': 2, 'y': 2} (a"
-    )
+    message = "the operands live on mesh {'x': 2, 'y': 2} (explicit, explicit), but the mesh around them is {'x': 2, 'y': 2} (a"
     with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):
         jaxmp.matmul(a, b)
     with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):

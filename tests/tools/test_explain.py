@@ -245,3 +245,17 @@ def test_rows_come_in_the_order_of_the_program_without_calls_that_nobody_needs()
 
     rows = jaxmp.explain(program)(abstract((4, 4)), abstract((4, 4))).rows
     assert [(row.epilog, row.count) for row in rows] == [("GELU", 1), ("RELU", 1), ("NONE", 15)]
+
+
+def test_under_fuse_messages_speak_of_the_users_product():
+    """Which has called none of jaxmp's functions."""
+
+    def layer(a, b):
+        return jax.nn.relu(a @ b)
+
+    fused, why = jaxmp.fuse(layer, implementation="cublasmp"), 'implementation="cublasmp" is not available'
+    with pytest.raises(NotImplementedError, match=f"^fuse: dot_general: {why}"):
+        jax.jit(fused)(jnp.ones((4, 8)), jnp.ones((8, 4)))
+    line = f"test_explain.py:{layer.__code__.co_firstlineno + 1}"
+    with pytest.raises(NotImplementedError, match=f"^fuse: dot_general at {line}: {why}"):
+        jaxmp.explain(fused)(abstract((4, 8)), abstract((8, 4)))

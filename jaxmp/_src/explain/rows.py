@@ -165,11 +165,12 @@ def matmul_row(
     dimensions around it that several axes share."""
     spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
     apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
-    if spec.is_batch:
-        work = operations(spec, a.shape, b.shape)
-        call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, apart, operands, work)[0])
-    else:
-        call = resolve(spec, a, b, platform, apart)
+    with naming(spec.function + f" at {line}" * bool(line)):
+        if spec.is_batch:
+            work = operations(spec, a.shape, b.shape)
+            call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, apart, operands, work)[0])
+        else:
+            call = resolve(spec, a, b, platform, apart)
     algorithm, workspace = call.facts()
     reasons = [call.why]
     if spec.traced:

@@ -21,7 +21,7 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.levels import Level
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import Implementation
-from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.refusal import NotAvailable, of_layer
 from jaxmp._src.spec.request import Request
 
 
@@ -47,7 +47,13 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-    """The results of a product, by one call."""
+    """The results of a product, by one call, which refuses in the words of `lax.dot_general`."""
+    first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
+    with of_layer("", a=first, b=second):
+        return _call(product, options, x, w, *extra)
+
+
+def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
     rest = iter(extra)
     bias = None if product.bias is None else next(rest)
     c = None if product.c is None else next(rest)

@@ -14,6 +14,7 @@ from jaxmp._src.fuse.products import Product
 from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.mlp import mlp
+from jaxmp._src.spec.refusal import of_layer
 
 
 def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
@@ -83,7 +84,8 @@ def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays
         "implementation": options.implementation,
     }
     x = x.astype(first.x.dtype)
-    if len(products) == 3:
-        return [gated_mlp(x, *weights, *biases, **shared)]
-    (w_in, w_out), (b_in, b_out) = weights, biases
-    return [mlp(x, w_in, b_in, w_out, b_out, **options.level.option, **shared)]
+    with of_layer("", a="lhs", b="rhs"):
+        if len(products) == 3:
+            return [gated_mlp(x, *weights, *biases, **shared)]
+        (w_in, w_out), (b_in, b_out) = weights, biases
+        return [mlp(x, w_in, b_in, w_out, b_out, **options.level.option, **shared)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import gc
 import operator
@@ -171,13 +172,22 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+_as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.ContextVar("as_equation", default=None)
+
+
 def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """A context in which what is traced has the line, the name stack and the mesh of an equation."""
     stack = contextlib.ExitStack()
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
     stack.enter_context(eqn.ctx.manager)
+    stack.callback(_as_equation.reset, _as_equation.set(eqn))
     return stack
+
+
+def equation_in_place() -> _core.JaxprEqn | None:
+    """Returns the equation as which something is being traced (`traced_as`), or None."""
+    return _as_equation.get()
 
 
 def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -109,7 +110,8 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
     patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
-    first, second = (Group() if axis_name is None else sharded_call.group_on_axes(p, axis_name) for p in patterns)
+    on_axes = functools.partial(sharded_call.group_on_axes, outside="leave axis_name out")
+    first, second = (Group() if axis_name is None else on_axes(p, axis_name) for p in patterns)
     return first, second
 
 

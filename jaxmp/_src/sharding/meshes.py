@@ -275,13 +275,13 @@ def _explicit_mesh(request: Request) -> options.Mesh | None:
 
 
 def _check_context(mesh: options.Mesh) -> None:
-    """Raise ValueError where the operands live on another mesh than that of `jax.set_mesh`, as JAX does."""
+    """Raise ValueError where the operands live on another mesh than the one around them, as JAX does."""
     around = jax.sharding.get_abstract_mesh()
     found, context = ([(*each.shape.items(),), each.axis_types] for each in (mesh, around))
     if not around.empty and found != context:
         kinds = [", ".join(kind.name.lower() for kind in each) for _, each in (found, context)]
         raise InvalidValue(
-            f"the operands live on mesh {dict(found[0])} ({kinds[0]}), but jax.set_mesh names "
+            f"the operands live on mesh {dict(found[0])} ({kinds[0]}), but the mesh around them is "
             f"{dict(context[0])} ({kinds[1]}); use one mesh, or move the operands with jax.device_put"
         )
 

@@ -132,7 +132,7 @@ def product(
 
 def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
-    group = group_on_axes(pattern, *axes)
+    group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
@@ -154,13 +154,13 @@ def _result(outputs: Operands) -> Results:
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
-def group_on_axes(pattern: Pattern, rows: Any, cols: Any = ()) -> Group:
-    """The group of these axes that shares a product inside shard_map; `cols`: a grid's along its columns."""
+def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
+    """The group of these axes that shares a product inside shard_map; `cols`: a grid's along its columns; `outside`:
+    what to do outside of shard_map."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
-            "works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
-            "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
+            f"works on the shards inside shard_map where an axis is named; outside, {outside}, and pass out_sharding"
         )
     if rest := meshes.free_axes(mesh):
         raise InvalidValue(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import levels, low_precision, precisions
@@ -87,13 +87,12 @@ def validated(
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
         operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}
-    line = f" at {jax_compat.user_line()}" if native.has_barrier else ""
     spec = interned(
         out,
         group,
         **flags,
         precision="DEFAULT" if request.precision is None else precisions.resolve(request.precision, operand, out),
-        source_line=request.function + line,
+        source_line=_source_line(request.function),
     )
     scalars = {"alpha": check_scalar("alpha", request.alpha, out)}
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
@@ -125,6 +124,15 @@ def validated(
     for name, x in beside.items():
         operand_checks.check_operand("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
     return spec, operands | beside, shape
+
+
+def _source_line(function: str) -> str:
+    """The name of a call in messages, in a job with its line; of JAX's product where `fuse` makes a call of one."""
+    eqn = jax_tracing.equation_in_place()
+    product = "" if eqn is None else eqn.primitive.name.removesuffix("_wrapper")
+    if eqn is None or product not in ("dot_general", "ragged_dot_general", "scaled_matmul"):
+        return f"{function} at {jax_compat.user_line()}" if native.has_barrier else function
+    return f"fuse: {product} at {jax_compat.traced_line(eqn)}" if native.has_barrier else f"fuse: {product}"
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
