@@ -174,6 +174,24 @@ def test_xla_stops_once_shardings_are_settled(ndevices, patterns, mesh_of, monke
     assert [(row.pattern, row.count) for row in rows] == [(pattern, 3) for pattern in patterns]
 
 
+def test_experts_of_xla_have_the_bytes_of_its_collectives(mesh_of):
+    """It gathers matrices; other experts read rows."""
+    with jax.set_mesh(mesh_of({"x": 4}, AxisType.Explicit)):
+        x, w = (jax.device_put(jnp.ones(shape, "int32"), P("x")) for shape in ((32, 16), (8, 16, 24)))
+        found = jaxmp.explain(lambda x, w: jaxmp.ragged_dot(x, w, jnp.full(8, 4)), compiled=True)(x, w)
+    (row,) = found.calls.rows
+    assert (row.pattern, row.implementation) == ("experts", "xla")
+    assert found.collectives[0].nbytes == row.bytes_moved == 3 * 2 * 16 * 24 * 4
+
+
+def test_a_batch_of_narrow_types_is_a_product_of_groups():
+    a, b = abstract((4, 8, 16), "bfloat16"), abstract((4, 16, 8), "bfloat16")
+    multiply = jax.jit(jax.vmap(jaxmp.matmul))
+    (row,) = jaxmp.explain(multiply)(a, b).rows
+    assert (row.algorithm, row.workspace) == ("tiles of all groups, one for each index", 0)
+    assert "jaxmp_grouped" in multiply.lower(a, b).compile().as_text()
+
+
 def test_the_table_is_printed_and_returned(capsys):
 
     def program(a, b):

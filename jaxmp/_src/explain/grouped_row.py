@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,11 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
+    shares = not apart or (process_barrier.may_exchange(spec.mesh, jax_compat.ambient_mesh()) and x.shape[0] == 1)
+    gathers = bool(spec.experts) and not (is_host and shares)
+    if gathers:
+        matrices, dtype = (d.shape, accumulator(x.dtype)) if spec.is_contraction else (w.shape, w.dtype)
+        moved = math.prod(matrices) * dtype.itemsize * (nranks - 1)
     whole, local = (_shapes(spec, *each) for each in ((whole_groups, whole_m, whole_k, whole_n), (groups, m, k, n)))
     return Row(
         operation="ragged_dot",
@@ -47,13 +53,7 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         **spec.level.option,
         epilog="NONE",
         implementation="host" if is_host else "xla",
-        why="CPU devices multiply groups of rows, each those that it has"
-        if is_host and not spec.experts
-        else f"CPU devices exchange the rows of their groups, for {apart}"
-        if is_host and apart
-        else "CPU devices of one process read the rows of their groups where they lie"
-        if is_host
-        else f"XLA multiplies groups of rows {'where its partitioner chooses the shardings' if is_left else 'here'}",
+        why=_why(spec, is_host=is_host, gathers=gathers, apart=apart, is_left=is_left),
         algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
         bytes_moved=moved,
@@ -65,6 +65,22 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         placement=_placement(spec),
         transfers=(Transfer.over(dict(spec.mesh), spec.experts, moved),) if moved else (),
     )
+
+
+def _why(spec: GroupedSpec, *, is_host: bool, gathers: bool, apart: str, is_left: bool) -> str:
+    """Who multiplies, and what moves."""
+    what = "sums over ranks the matrices of all groups" if spec.is_contraction else "gathers the matrices of all groups"
+    beside = f"; each rank {what}" * gathers
+    if not is_host:
+        where = "where its partitioner chooses the shardings" if is_left else "here"
+        return f"XLA multiplies groups of rows {where}{beside}"
+    if gathers:
+        return f"CPU devices multiply groups of rows{beside}, for {apart}"
+    if not spec.experts:
+        return "CPU devices multiply groups of rows, each those that it has"
+    if apart:
+        return f"CPU devices exchange the rows of their groups, for {apart}"
+    return "CPU devices of one process read the rows of their groups where they lie"
 
 
 def _placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:

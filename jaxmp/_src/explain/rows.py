@@ -165,13 +165,19 @@ def matmul_row(
     dimensions around it that several axes share."""
     spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
     apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
+    is_one_product = False  # of all of a batch
     with naming(spec.function + f" at {line}" * bool(line)):
         if spec.is_batch:
             work = operations(spec, a.shape, b.shape)
-            call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, apart, operands, work)[0])
+            choice, is_one_product = backend.choose_for_batch(spec, platform, apart, operands, work)
+            call = resolve_chosen(spec, a, b, choice)
         else:
             call = resolve(spec, a, b, platform, apart)
-    algorithm, workspace = call.facts()
+    if is_one_product and call.implementation != "xla":
+        algorithm, workspace = "tiles of all groups, one for each index", 0
+        algorithm += " and lax collectives" * (spec.group.nranks > 1)
+    else:
+        algorithm, workspace = call.facts()
     reasons = [call.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
@@ -220,7 +226,7 @@ def matmul_row(
         mesh=group.mesh,
         placement=shards.placement(spec, varying, dims),
         transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
-        chunks=forms.chunks_of(call),
+        chunks=1 if is_one_product else forms.chunks_of(call),
     )
 
 
