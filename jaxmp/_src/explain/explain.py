@@ -153,10 +153,10 @@ class _Explained:
                 if self._compiled:
                     compiled, program = compile_program(lowered)
                     whole = program.whole
-                elif explained.has_calls:  # on one device there is nothing to settle
+                elif "calls" in explained:  # on one device there is nothing to settle
                     whole = settled_program(lowered)
         if is_open:
-            rows = with_settled(rows, whole, has_batches=explained.has_batches)
+            rows = with_settled(rows, whole, has_batches="batches" in explained)
         calls = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
         explanation = calls if program is None else compiled_explanation(compiled, program, calls)
         if not self._quiet:

@@ -56,26 +56,17 @@ STOPPED = "jaxmp: explain wants no more than the shardings"
 T = TypeVar("T")
 # (a function of one device's shards, the shardings of the operands, those of the results).
 Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
-# Set while `explain` lowers a program: what the lowering finds, and whether XLA is to stop before it partitions.
-_explained: contextvars.ContextVar[Explained | None] = contextvars.ContextVar("explained", default=None)
-
-
-@dataclasses.dataclass
-class Explained:
-    """What a program holds that XLA partitions: calls of jaxmp's, batches of products that are XLA's own."""
-
-    stops: bool
-    has_calls: bool = False
-    has_batches: bool = False
+# Set while `explain` lowers a program: what XLA is to partition, "calls" of jaxmp's and "batches" that are its own. With
+# "stop" XLA fails at the first call, once shardings are settled, with STOPPED.
+_explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("explained", default=None)
 
 
 @contextlib.contextmanager
-def explaining(*, stops: bool) -> Iterator[Explained]:
-    """While open, a lowering in this thread notes its calls; one that `stops` gives a program on which XLA fails with
-    STOPPED once shardings are settled."""
-    token = _explained.set(explained := Explained(stops))
+def explaining(*, stops: bool) -> Iterator[set[str]]:
+    """What the programs hold that are lowered in this thread meanwhile."""
+    token = _explained.set(found := {"stop"} if stops else set())
     try:
-        yield explained
+        yield found
     finally:
         _explained.reset(token)
 
@@ -160,13 +151,21 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
             if not spec.is_batch:  # raises where a library was asked for
                 resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
-            if (explained := _explained.get()) is not None:
-                explained.has_batches |= spec.is_batch
+            _note("batches" if spec.is_batch else "")
             return on_shards(ctx, *nodes, spec=spec, **params)
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
     return by_settled(on_shards, rule)
+
+
+def _note(what: str) -> set[str]:
+    """What `explain` has found, with this; nothing for others."""
+    found = _explained.get()
+    if found is None:
+        return set()
+    found.add(what)
+    return found
 
 
 def grouped_rule(platform: str) -> LoweringRule:
@@ -211,9 +210,8 @@ def _lower(
         described["is_in_body"] = jax_lowering.is_in_body()
     if isinstance(mesh, jax.sharding.Mesh) and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
-    if (explained := _explained.get()) is not None:
-        explained.has_calls = True
-        described |= {"stops": True} if explained.stops else {}
+    if "stop" in _note("calls"):
+        described["stop"] = True
     text = json.dumps(described, sort_keys=True)
     return jax_partitioner.partitioned_call(
         ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule, contracted=contracted
@@ -232,7 +230,7 @@ def _mesh_of(described: dict[str, Any]) -> Mesh:
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
     """A call of this description on one device's shards."""
     described = json.loads(text)
-    if "stops" in described:
+    if "stop" in described:
         raise RuntimeError(STOPPED)
     return _on_shards(described, operands, results)
 
