@@ -46,6 +46,7 @@ class Between:
     """What stands between the products and the collectives of a graph."""
 
     def __init__(self, graph: Graph) -> None:
+        self._equations = graph.equations
         self._before: dict[Any, _Step] = {}  # by what is computed from a gather
         self._after: dict[Any, _Step] = {}  # by what a sum is linear in
         for eqn in graph.equations:
@@ -71,7 +72,7 @@ class Between:
         nothing where there is none."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
-        step = before or self._after.get(product.result)
+        step = before or self._after.get(self._equations[product.index].outvars[0])
         if step is None or product.is_shared_by_name:
             return ""
         found, collective = dict[str, None](), _named(step.collective)

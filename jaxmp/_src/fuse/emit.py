@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -50,7 +52,8 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     """The results of a product, by one call, which refuses in the words of `lax.dot_general`."""
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
-        return _call(product, options, x, w, *extra)
+        d, *rest = _call(product, options, x, w, *extra)
+    return [functools.reduce(operator.truediv, product.divisors, d), *rest]
 
 
 def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:

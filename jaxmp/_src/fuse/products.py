@@ -44,6 +44,7 @@ class Product:
     collective: Any = None  # the equation behind it, inside shard_map
     is_resharded: bool = False  # its result, outside
     alpha: Any = None
+    divisors: tuple[np.ndarray, ...] = ()  # of its sum over ranks
     scales: tuple[Scale, ...] = ()  # of int8, along dimensions of the result
     bias: Any = None
     activation: ActivationName | None = None
@@ -110,6 +111,8 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
     product = _with_collective(graph, product, manual=manual, factors=epilogs)
+    if product.divisors:
+        return product
     product = _with_scales(graph, product) if epilogs else product
     if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
         return product
@@ -214,30 +217,26 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
-    """Takes in numbers that multiply a product before its sum over ranks. The call multiplies its sums, in the
-    accumulator's type, where 16 bits overflow and underflow less."""
+    """Takes in numbers that multiply or divide a product before its sum over ranks. The call multiplies its sums, in
+    the accumulator's type, where 16 bits overflow and underflow less.
+
+    By other numbers than powers of 2 a quotient is not what the reciprocal gives, except for a result of fewer bits. So
+    such a number divides the result.
+    """
     while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
         eqn = graph.equations[i]
-        factor = _factor(graph, eqn, product)
-        if factor is None:
+        name, others = eqn.primitive.name, [v for v in eqn.invars if v is not product.result]
+        number = np.asarray(-1.0) if name == "neg" else _number(graph, others[0]) if len(others) == 1 else None
+        if number is None or not number or not np.isfinite(number):  # 0 times infinity is NaN, and no alpha
             break
-        product = _after(product, i, eqn, alpha=factor * (1.0 if product.alpha is None else product.alpha))
+        if name in ("mul", "neg") or (name == "div" and eqn.invars[0] is product.result):
+            is_divisor = name == "div" and abs(math.frexp(number)[0]) != 0.5 and product.dtype.itemsize > 2
+            factor = 1.0 if is_divisor else 1 / float(number) if name == "div" else float(number)
+            alpha = factor * (1.0 if product.alpha is None else product.alpha)
+            product = _after(product, i, eqn, alpha=alpha, divisors=(*product.divisors, *[number] * is_divisor))
+        else:
+            break
     return product
-
-
-def _factor(graph: Graph, eqn: Any, product: Product) -> float | None:
-    """The number by which an equation multiplies a product, or None."""
-    if eqn.primitive.name == "neg":
-        return -1.0
-    others = [v for v in eqn.invars if v is not product.result]
-    if eqn.primitive.name not in ("mul", "div") or len(others) != 1:
-        return None
-    value = float(_number(graph, others[0]) or 0)  # 0 times infinity is NaN, and no alpha
-    if eqn.primitive.name == "mul" or not value:
-        return value if value and math.isfinite(value) else None
-    # By other numbers than powers of 2 a quotient is not what the reciprocal gives, but for a result of fewer bits.
-    is_exact = abs(math.frexp(value)[0]) == 0.5 or product.dtype.itemsize == 2
-    return 1 / value if eqn.invars[0] is product.result and is_exact and math.isfinite(value) else None
 
 
 def _number(graph: Graph, v: Any) -> Any:

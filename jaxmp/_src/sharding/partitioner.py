@@ -56,8 +56,8 @@ STOPPED = "jaxmp: explain wants no more than the shardings"
 T = TypeVar("T")
 # (a function of one device's shards, the shardings of the operands, those of the results).
 Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
-# Set while `explain` lowers a program: what XLA is to partition, "calls" of jaxmp's and "batches" that are its own. With
-# "stop" XLA fails at the first call, once shardings are settled, with STOPPED.
+# Set while `explain` lowers a program: what XLA is to partition, "calls" of jaxmp's and "batches" that are its own.
+# With "stop" XLA fails at the first call, once shardings are settled, with STOPPED.
 _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("explained", default=None)
 
 
