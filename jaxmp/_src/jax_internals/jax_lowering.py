@@ -109,12 +109,14 @@ def device_count(ctx: LoweringContext) -> int:
 
 
 def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    """The mesh over which the global arrays of the program that is being lowered lie; one axis of all its devices where
-    JAX knows of none."""
+    """Returns the mesh of the global arrays in the program that is being lowered. Where JAX knows of none, it has one
+    axis of all devices."""
     axes, count = ctx.module_context.axis_context, device_count(ctx)
-    devices, known = getattr(axes, "device_assignment", None), [getattr(axes, "abstract_mesh", None), ambient_mesh()]
+    of_types = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in (*ctx.avals_in, *ctx.avals_out))
+    known = [getattr(axes, "abstract_mesh", None), *of_types, ambient_mesh()]
     found = next((mesh for mesh in known if mesh is not None and not mesh.empty and mesh.size == count), None)
     mesh = jax.sharding.AbstractMesh((count,), ("devices",)) if found is None else found
+    devices = getattr(axes, "device_assignment", None)
     return mesh if devices is None else jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
 
 
