@@ -128,6 +128,6 @@ def replace_jit():
         if caller in ("jax", "jaxmp") or not callable(fun):
             return original(fun, **options)
         # Without a level, products of float32 on one device stay JAX's.
-        return original(jaxmp.fuse(fun, determinism="batch"), **options)
+        return original(jaxmp.fuse(fun, determinism="batch", strict=False), **options)
 
     jax.jit = jit

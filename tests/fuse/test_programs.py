@@ -192,42 +192,6 @@ def test_of_two_products_that_are_added_one_takes_the_other():
     assert "has_c=True" in text or "beta=1.0" in text, text
 
 
-def test_a_program_that_cannot_be_read_runs_as_it_is(monkeypatch):
-    """In a test that expects no warning it fails, for warnings are errors there."""
-
-    def fail(*args, **kwargs):
-        raise AttributeError("unforeseen")
-
-    def printed(x, w):
-        jax.debug.print("{}", x.sum())
-        return layer(x, w)
-
-    monkeypatch.setattr("jaxmp._src.fuse.products.find", fail)
-    with pytest.warns(RuntimeWarning, match=r"fuse: leaves the program as it is.*unforeseen.*report it"):
-        got = jaxmp.fuse(layer)(X, W)
-    np.testing.assert_array_equal(got, layer(X, W))
-    with pytest.raises(AttributeError, match="unforeseen"):  # what is printed would be printed twice
-        jaxmp.fuse(printed)(X, W)
-
-
-def test_a_level_that_jaxmp_does_not_keep_is_a_warning_with_the_reason():
-    require_devices(4)
-    x = jnp.ones((2, 8, 16))
-
-    def scores(q, k):
-        return jnp.einsum("bqd,bkd->bqk", q, k, out_sharding=P())
-
-    with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
-        x = jax.device_put(x, P(None, None, "x"))
-        message = r'fuse: determinism="topology" does not hold for a product at test_programs\.py:\d+: jaxmp refuses '
-        with pytest.warns(RuntimeWarning, match=message + "it: ranks share the contraction of a batch"):
-            rows = jaxmp.explain(jaxmp.fuse(scores, determinism="topology"), quiet=True)(x, x).rows
-        assert [row.why for row in rows] == [
-            "not fused: jaxmp refuses these operands, shardings or options: ranks share the contraction of a batch"
-        ]
-        assert jaxmp.explain(jaxmp.fuse(scores), quiet=True)(x, x).rows[0].pattern == "all_reduce"
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(check_vma):
     require_devices(4)

@@ -148,6 +148,7 @@ PRIVATE = {
         "test_loops": "a call that is refused",
         "test_programs": "a program that cannot be read; the primitives by which activations are found",
         "test_shard_maps": "a machine that hides transfers",
+        "test_refusals": "faults that are made up",
     },
     "tools": {
         "test_advise": "the bound of extents that no sharding divides",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,16 @@ def has_products(eqn: Any) -> bool:
     )
 
 
+def products_in(eqn: Any) -> Iterator[Any]:
+    """Yields the products that an equation is or holds."""
+    if eqn.primitive.name in PRODUCTS:
+        yield eqn
+    elif not str(eqn.params.get("name", "")).startswith("jaxmp"):
+        for sub in jax_compat.subjaxprs(eqn.params):
+            for inner in sub.eqns:
+                yield from products_in(inner)
+
+
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation with its jaxprs as `functions`. Raises UnknownError where nobody knows it."""
     rule = _RULES.get(eqn.primitive.name)
@@ -94,7 +104,9 @@ def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
         results = body(*fixed, *state, *x)
         return results[:carry], results[carry:]
 
-    state, ys = lax.scan(step, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
+    # lax.scan takes a symbolic length from the arrays only.
+    length = None if xs else params["length"]
+    state, ys = lax.scan(step, init, xs, length=length, reverse=params["reverse"], unroll=params["unroll"])
     return [*state, *ys]
 
 

@@ -34,6 +34,7 @@ class Options:
     level: Level
     implementation: Implementation | None
     epilogs: bool
+    strict: bool = True
 
 
 def inputs(product: Product) -> tuple[Any, ...]:
@@ -182,7 +183,7 @@ def _joined_axes(entries: Sequence[Any]) -> Any:
 def _axes_of(x: jax.Array, dimension: int) -> Any:
     """The explicit axes over which a dimension is sharded, or None."""
     aval = jax.typeof(x)
-    spec = aval.sharding.spec if is_explicit(aval) else ()
+    spec = aval.sharding.spec.partitions if is_explicit(aval) else ()
     return spec[dimension] if dimension < len(spec) else None
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.spec import levels
@@ -29,6 +27,7 @@ def fuse(
     determinism: Determinism = "run_to_run",
     implementation: Implementation | None = None,
     epilogs: bool = True,
+    strict: bool = True,
 ) -> Callable[Args, Result]:
     """A function that computes what `fn` does, with its products and what stands around them as calls of jaxmp.
 
@@ -46,11 +45,14 @@ def fuse(
       fn: a function. It gets the arguments themselves, whatever they are.
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
       epilogs: whether to take in biases, activations, additions and scalar factors.
+      strict: whether a product that does not keep the level asked for by `determinism` is an error. With False JAX
+        computes that product alone, and a warning names its line and the reason.
 
     Returns:
       A function with the signature, results, types, shardings and side effects of `fn`.
 
-    Raises: TypeError where `fn` is no function; ValueError for an unknown option; and what `fn` raises.
+    Raises: TypeError where `fn` is no function; ValueError for an unknown option; NotImplementedError, which names the
+      line of each, for products that do not keep the level; and what `fn` raises.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> def layer(x, w):
@@ -62,7 +64,7 @@ def fuse(
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
     level = levels.find(determinism)
     check_implementation(implementation)
-    options = Options(level, implementation, check_flag("epilogs", epilogs))
+    options = Options(level, implementation, check_flag("epilogs", epilogs), check_flag("strict", strict))
 
     @functools.wraps(fn)
     def fused(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -74,25 +76,7 @@ def fuse(
             with recording:
                 results.append(fn(*args, **kwargs))
         finally:
-            holders.settle(recording, results, functools.partial(_evaluate, options))
+            holders.settle(recording, results, Rewriter(options).results)
         return results[0]
 
     return fused
-
-
-def _evaluate(options: Options, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-    """The values of a program with its products as calls; where `fuse` fails on it, by a fault of jaxmp's, as it is."""
-    try:
-        return Rewriter(options).results(graph, known)
-    except Exception as error:
-        # A run that fails, perhaps in one process of several, and what has had effects, cannot be tried again.
-        if isinstance(error, RuntimeError | Warning) or any(eqn.effects for eqn in graph.equations):
-            raise
-        values = dict(known)
-        jax_tracing.evaluate_each(graph.equations, values)
-        warnings.warn(
-            f"fuse: leaves the program as it is, which it could not read ({error!r}); please report it",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return [read(values, v) for v in graph.results]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -23,6 +24,10 @@ RESULT = -1
 # What gathers an operand, and what may stand between it and the product.
 GATHERS = ("reshard", "all_gather")
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
+
+
+# What a function gives that reads these equations, or None where it fails.
+Safely = Callable[[Sequence[Any], Callable[[], Any]], Any]
 
 
 class UnknownError(Refusal):
@@ -51,6 +56,11 @@ class Group:
     outputs: tuple[Any, ...]
     emit: Callable[..., Sequence[Any]]
     what: str
+
+    @property
+    def variables(self) -> list[Any]:
+        """The inputs that are no literals."""
+        return [v for v in self.inputs if not jax_tracing.is_literal(v)]
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
@@ -127,9 +137,9 @@ class Graph:
         )
 
 
-def without_batches_of_one(graph: Graph) -> Graph:
+def without_batches_of_one(graph: Graph, safely: Safely) -> Graph:
     """The same, where a batch of one product is that product."""
-    parts = [_of_one(graph, eqn) for eqn in graph.equations]
+    parts = [safely([eqn], functools.partial(_of_one, graph, eqn)) or [eqn] for eqn in graph.equations]
     is_changed = any(len(equations) > 1 for equations in parts)
     return Graph(list(itertools.chain(*parts)), graph.results) if is_changed else graph
 

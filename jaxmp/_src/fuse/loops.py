@@ -176,7 +176,7 @@ def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict
             step,
             operands[n:start],
             (operands[start:], list(more.values())),
-            length=params["length"],
+            length=None if scan.eqn.invars[start:] else params["length"],  # lax.scan takes no symbolic one
             reverse=params["reverse"],
             unroll=params["unroll"],
         )

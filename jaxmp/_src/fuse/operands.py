@@ -64,7 +64,7 @@ class Operand:
 
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
     """The explicit axes over which each dimension is sharded."""
-    spec = aval.sharding.spec
+    spec = aval.sharding.spec.partitions
     entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
     return tuple(
         () if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in entries

@@ -107,7 +107,7 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 
 def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
     """The product of a `dot_general`, with what it can take in."""
-    product = _bare(graph, index, gathers)
+    product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
     product = _with_collective(graph, product, manual=manual, factors=epilogs)
@@ -122,8 +122,8 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
     return found if found.activation else _with_c(graph, product)
 
 
-def _bare(graph: Graph, index: int, gathers: frozenset[int]) -> Product:
-    """A `dot_general` with what it takes in of its operands alone."""
+def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Product:
+    """Returns a `dot_general` with what it takes in of its operands alone."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
     for over_pvary in (True, False):
@@ -149,7 +149,7 @@ def _bare(graph: Graph, index: int, gathers: frozenset[int]) -> Product:
 
 def collective_behind(graph: Graph, index: int) -> Any | None:
     """The equation behind a product inside shard_map that its call could do, were none of its operands gathered."""
-    product = _with_transpose(graph, _with_cast(graph, _bare(graph, index, frozenset())))
+    product = _with_transpose(graph, _with_cast(graph, bare(graph, index)))
     found = _with_collective(graph, product, manual=True, factors=True)
     return found.collective if jax_tracing.manual_axes() else None
 

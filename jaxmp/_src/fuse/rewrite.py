@@ -10,8 +10,8 @@ import math
 import re
 import types
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec import levels, low_precision
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
+Result = TypeVar("Result")
+
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
 SCOPE = "jaxmp_left_"
 REASONS = {
@@ -58,6 +60,7 @@ REASONS = {
     "summed": "it is added to other values ahead of the collective that sums all of them over the ranks",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",
+    "failed": "jaxmp fails on it, by a fault of its own; please report it",
     "refused": "jaxmp refuses these operands, shardings or options",
 }
 
@@ -105,6 +108,8 @@ class Rewriter:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._functions = control_flow.Functions(self._evaluate)
+        self._depth = 0  # of jaxprs that are being evaluated
+        self._lost: dict[str, None] = {}  # products that do not keep the level, each with its line and the reason
 
     def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
@@ -112,12 +117,26 @@ class Rewriter:
         return self.results(Graph.of(jaxpr), known)
 
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-        """The values that a graph returns, from those of its arguments and constants."""
+        """The values that a graph returns, from those of its arguments and constants.
+
+        Raises NotImplementedError for products that do not keep the level.
+        """
         values = dict(known)
-        graph = with_narrow_weights(without_batches_of_one(graph), self.options)
-        groups, left = self._groups(graph, graph)
-        steps = schedule(graph, groups, graph.results)
-        self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))
+        self._depth += 1
+        try:
+            graph = with_narrow_weights(without_batches_of_one(graph, self._safely), self.options, self._safely)
+            groups, left = self._groups(graph, graph)
+            steps = schedule(graph, groups, graph.results)
+            pairs = self._safely(graph.equations, lambda: loops.find(graph, self._groups)) or {}
+            self._run(graph, steps, left, values, pairs=pairs)
+        finally:
+            self._depth -= 1
+        if self._lost and not self._depth:
+            lost, self._lost = list(self._lost), {}
+            raise NotAvailable(
+                f"fuse: {self.options.level.asked} does not hold for {len(lost)} product{'s' if lost[1:] else ''}: "
+                f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
+            )
         return [read(values, v) for v in graph.results]
 
     def _run(
@@ -132,7 +151,7 @@ class Rewriter:
     ) -> None:
         """Evaluates equations and groups in this order, of `values` and into them, those `wanted` by others among them;
         of `pairs` of scans by index."""
-        wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.inputs)}
+        wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
             if is_plain:
@@ -155,16 +174,21 @@ class Rewriter:
         dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
         if not dots:
             return [], {}
-        manual = bool(jax_tracing.manual_axes())
-        choice = gathers.choose(graph, dots, self.options.implementation)
-        found = [products.find(graph, i, choice.taken, epilogs=self.options.epilogs, manual=manual) for i in dots]
+        manual, of_dots = bool(jax_tracing.manual_axes()), [graph.equations[i] for i in dots]
+        choice = self._safely(of_dots, lambda: gathers.choose(graph, dots, self.options.implementation))
+        choice = choice or gathers.Choice()
+        find = functools.partial(products.find, graph, epilogs=self.options.epilogs, manual=manual)
+        found = [
+            self._safely([eqn], functools.partial(find, i, choice.taken)) or products.bare(graph, i)
+            for i, eqn in zip(dots, of_dots, strict=True)
+        ]
         groups, between = list[Group](), Between(graph)
         if self.options.epilogs and not manual:
-            groups += layers.find(graph, found, self.options)
-            groups += self._pairs(whole, found)
+            groups += self._safely(of_dots, lambda: layers.find(graph, found, self.options)) or []
+            groups += self._safely(of_dots, lambda: self._pairs(whole, found)) or []
         taken = {i for group in groups for i in group.equations}
         made = {v for group in groups for v in group.outputs}
-        left = {}
+        left: dict[int, str] = {}
         for product in found:
             if product.index in taken:
                 continue
@@ -240,50 +264,85 @@ class Rewriter:
     # ---- evaluation
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
-        """The group's results by its call, or where jaxmp refuses, by JAX's own equations."""
+        """Evaluates a group by its call. Where jaxmp does not take it, a level takes the products alone, and JAX's own
+        equations give the rest."""
         last = graph.equations[graph.last_product(group)]
-        if not values.keys() >= set(group.inputs):  # the aux of another group, refused too
-            self._refuse(graph, group, values, "refused")
+        if not values.keys() >= set(group.variables):  # the aux of another group, refused too
+            self._without(graph, group, values, "refused")
             return
         try:
             with jax_tracing.traced_as(last):
-                results = group.emit(*(values[v] for v in group.inputs))
+                results = group.emit(*(jax_tracing.array_of(v, values) for v in group.inputs))
             for v, x in zip(group.outputs, results, strict=True):
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
                     raise NotAvailable(f"{v.aval} became {jax.typeof(x)}")
             values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
-        except Refusal as error:
-            self._warn(jax_compat.traced_line(last), f"jaxmp refuses it: {error}")
-            self._refuse(graph, group, values, _name_of_refusal(error))
+        except Exception as error:
+            is_last = group.what == "bare" or not self.options.level.fixed_order
+            self._without(graph, group, values, self._why_not(last, error, is_lost=is_last))
 
-    def _refuse(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
-        steps = schedule(graph, (), [v for v in group.outputs if v in graph.producer], values)
+    def _without(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
+        """Evaluates what a group replaces, without its call."""
+        parts: list[Group] = []
+        if self.options.level.fixed_order and group.what != "bare":
+            dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
+            parts = [dataclasses.replace(self._product(products.bare(graph, i)), what="bare") for i in sorted(dots)]
+        steps = schedule(graph, parts, [v for v in group.outputs if v in graph.producer], values)
         read_first = {v for step in steps for v in graph.inputs(step) if not jax_tracing.is_literal(v)}
         if not values.keys() >= read_first - graph.producer.keys():
             raise UnknownError("its equations read what the body of another scan reads")
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
-    def _warn(self, line: str, why: str) -> None:
-        """Warns of a product that stays JAX's, which keeps no order of sums."""
-        if self.options.level.fixed_order:
-            warnings.warn(
-                f"fuse: {self.options.level.asked} does not hold for a product at {line}: {why}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
+        """The name, in REASONS, of an error on which an equation is left to JAX; products that `is_lost` are noted.
+
+        Raises the error where the equation may have run: a run that fails, perhaps in one process of several, and
+        effects cannot be repeated.
+        """
+        if isinstance(error, Refusal):
+            if is_lost:
+                self._lose(eqn, f"jaxmp refuses it: {error}")
+            return _name_of_refusal(error)
+        if eqn.effects:
+            raise error
+        if is_lost and self.options.level.fixed_order and any(control_flow.products_in(eqn)):
+            self._lose(eqn, f"jaxmp fails on it ({error!r}); please report it")
+        else:
+            _report([eqn], error)
+        return "failed"
+
+    def _lose(self, eqn: Any, why: str) -> None:
+        """Notes that the products of an equation stay JAX's, which keeps no level."""
+        if not self.options.level.fixed_order:
+            return
+        for product in control_flow.products_in(eqn):
+            text = f"the product at {jax_compat.traced_line(product) or 'an unknown line'}: {why}"
+            if self.options.strict:
+                self._lost[text] = None
+            else:
+                warnings.warn(
+                    f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2
+                )
+
+    def _safely(self, equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
+        """What an analysis of equations finds; None where it fails, by a fault of jaxmp's."""
+        try:
+            return analyze()
+        except Exception as error:
+            _report(equations, error)
+            return None
 
     def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
         """The result of a call in place of another product than a `dot_general`, or nothing, and why."""
         is_ragged = eqn.primitive.name == "ragged_dot_general"
         if is_ragged and ragged.is_of_xla(eqn, self.options):
-            self._warn(jax_compat.traced_line(eqn), REASONS["groups"])
+            self._lose(eqn, REASONS["groups"])
             return [], "groups"
         try:
             with jax_tracing.traced_as(eqn):
                 return (ragged if is_ragged else scaled).call(eqn, self.options, operands), ""
-        except Refusal as error:
-            self._warn(jax_compat.traced_line(eqn), f"jaxmp refuses it: {error}")
-            return [], _name_of_refusal(error)
+        except Exception as error:
+            return [], self._why_not(eqn, error)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -291,6 +350,8 @@ class Rewriter:
             results, why = self._of_its_own(eqn, operands)
             if results:
                 return results
+        if name == "scaled_dot":
+            self._lose(eqn, REASONS["blocks"])
         if name in (*PRODUCTS, *DERIVED):
             why = why or ("blocks" if name in PRODUCTS else "rule")
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
@@ -302,10 +363,24 @@ class Rewriter:
                 if name == EXCHANGE:
                     return ragged.exchange(eqn, operands)
                 return control_flow.evaluate(self._functions, eqn, operands)
-            except Refusal as refusal:
-                self._warn(jax_compat.traced_line(eqn), str(refusal))
-                with jax.named_scope(SCOPE + "inner"):
-                    return jax_tracing.evaluate(eqn, operands)
+            except Exception as error:
+                self._why_not(eqn, error)
+            with jax.named_scope(SCOPE + "inner"):
+                return jax_tracing.evaluate(eqn, operands)
+
+
+def _report(equations: Sequence[Any], error: Exception) -> None:
+    """Warns of a fault of jaxmp's; raises errors that are none."""
+    is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    if is_of_a_run or isinstance(error, Warning):
+        raise error
+    lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
+    warnings.warn(
+        f"fuse: jaxmp fails on a part of the program and leaves it as it is ({error!r}, at "
+        f"{', '.join(lines[:3]) or 'an unknown line'}); please report it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _is_plain(graph: Graph, step: int | Group) -> bool:

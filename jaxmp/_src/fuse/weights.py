@@ -15,6 +15,7 @@ the program stays as it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from jax import lax
 
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, read, spliced
+from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, Safely, read, spliced
 from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
@@ -76,22 +77,22 @@ class Weights:
         return tuple(part for part in of_k if part in varying)
 
 
-def with_narrow_weights(graph: Graph, options: Options) -> Graph:
+def with_narrow_weights(graph: Graph, options: Options, safely: Safely) -> Graph:
     """The same, where a product reads weights that are stored narrow as they are."""
-    opened = _each_in_place(graph, _of_decoder)
+    opened = _each_in_place(graph, _of_decoder, safely)
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
 
     def rule(eqn: Any) -> Sequence[Any] | None:
         name = eqn.primitive.name
         return rules[name](opened, options, eqn) if name in rules else None
 
-    narrow = _each_in_place(opened, rule)
+    narrow = _each_in_place(opened, rule, safely)
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
 
 
-def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
+def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None], safely: Safely) -> Graph:
     """The same with other equations in place of those for which a rule has some."""
-    parts = [rule(eqn) for eqn in graph.equations]
+    parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
     if not any(parts):
         return graph
     equations = (part or [eqn] for eqn, part in zip(graph.equations, parts, strict=True))

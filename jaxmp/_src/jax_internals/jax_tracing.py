@@ -9,7 +9,7 @@ import functools
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,13 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
             kept.append(eqn)
             read_later |= {v for v in eqn.invars if not is_literal(v)}
     return kept[::-1]
+
+
+def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
+    """The array that a variable of a jaxpr, or a literal, stands for."""
+    if not is_literal(v):
+        return values[v]
+    return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
 
 
 # True inside a `Recording`, so that JAX traces jitted functions and does not run what it has compiled for the caller.
