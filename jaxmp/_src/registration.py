@@ -10,7 +10,7 @@ from jax.experimental import jet
 from jax.interpreters import ad, batching
 
 from jaxmp._src.jax_internals import jax_compat, jax_rules
-from jaxmp._src.jax_internals.jax_compat import under_known_flags
+from jaxmp._src.jax_internals.jax_compat import as_traced
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.lowering.ffi_call import mesh_position_p, mesh_position_rule
@@ -37,12 +37,12 @@ def _register(
 ) -> None:
     """`lower(platform)` is the lowering rule for a platform."""
     primitive.def_abstract_eval(naming_by_spec(abstract_eval))
-    ad.primitive_jvps[primitive] = naming_by_spec(under_known_flags(jvp))
-    ad.primitive_transposes[primitive] = naming_by_spec(under_known_flags(transpose))
-    batching.primitive_batchers[primitive] = naming_by_spec(under_known_flags(batch))
+    ad.primitive_jvps[primitive] = naming_by_spec(as_traced(jvp))
+    ad.primitive_transposes[primitive] = naming_by_spec(as_traced(transpose))
+    batching.primitive_batchers[primitive] = naming_by_spec(as_traced(batch))
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, naming_by_spec(lower(platform)), platform=platform)
-    mlir.register_lowering(primitive, naming_by_spec(lower("other")))
+        mlir.register_lowering(primitive, naming_by_spec(as_traced(lower(platform))), platform=platform)
+    mlir.register_lowering(primitive, naming_by_spec(as_traced(lower("other"))))
 
 
 for _product in MATMULS:
@@ -54,7 +54,7 @@ for _product in MATMULS:
         batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
         lower=lambda platform: partitioner.partitioned_rule(rules.matmul_rule(platform), partitioner.sharding_rule_of),
     )
-    _jet_rules[_product] = naming_by_spec(under_known_flags(jvp.jet_rule))
+    _jet_rules[_product] = naming_by_spec(as_traced(jvp.jet_rule))
 public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
 public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 
@@ -100,5 +100,5 @@ mlir.register_lowering(grouped.sizes_p, lambda ctx, sizes, **_: [sizes])
 
 mlir.register_lowering(mesh_position_p, mesh_position_rule)
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, platform="other"))
-    mlir.register_lowering(_primitive, functools.partial(_rule, platform="cpu"), platform="cpu")
+    mlir.register_lowering(_primitive, as_traced(functools.partial(_rule, platform="other")))
+    mlir.register_lowering(_primitive, as_traced(functools.partial(_rule, platform="cpu")), platform="cpu")

@@ -146,7 +146,7 @@ PRIVATE = {
     },
     "fuse": {
         "test_loops": "a call that is refused",
-        "test_programs": "a program that cannot be read; the primitives by which activations are found",
+        "test_programs": "the primitives by which activations are found",
         "test_shard_maps": "a machine that hides transfers",
         "test_refusals": "faults that are made up",
     },

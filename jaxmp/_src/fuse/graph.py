@@ -109,6 +109,11 @@ class Graph:
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
 
+    def unread(self) -> list[Any]:
+        """A value of each equation of which nothing is read: checks and errors may still depend on it."""
+        unread = (eqn.outvars for eqn in self.equations if not any(map(self.readers, eqn.outvars)))
+        return [v for outvars in unread for v in outvars[:1]]
+
     def inputs(self, step: int | Group) -> Sequence[Any]:
         """What an equation or a group reads."""
         return step.inputs if isinstance(step, Group) else self.equations[step].invars
@@ -206,29 +211,39 @@ def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, 
 def schedule(
     graph: Graph, groups: Sequence[Group], results: Sequence[Any], known: Collection[Any] = ()
 ) -> list[int | Group]:
-    """What has to be evaluated for `results`, and if nothing is `known` for effects, each after all that it reads:
-    groups in place of the equations that make their outputs."""
+    """What has to be evaluated for `results`, and if nothing is `known` for effects, in the order of the program but
+    after all that it reads: groups instead of the equations that make their outputs."""
     makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
-    order: list[int | Group] = []
-    entered: set[int | Group] = set()
-    done: set[int | Group] = set()
 
-    def steps(values: Sequence[Any]) -> list[int | Group]:
-        """What makes these values, as far as that is still to do."""
-        wanted = (v for v in values if not jax_tracing.is_literal(v) and v not in known and v in makers)
-        return [step for v in wanted if (step := makers[v]) not in done]
+    def made(values: Sequence[Any]) -> list[int | Group]:
+        """What makes these values."""
+        return [makers[v] for v in values if not jax_tracing.is_literal(v) and v not in known and v in makers]
 
-    effects = [] if known else [i for i, eqn in enumerate(graph.equations) if eqn.effects]
-    # Depth first, without recursion: a jaxpr may be long.
-    stack = steps(results[::-1]) + effects[::-1]
-    while stack:
-        step = stack[-1]
-        if step not in entered:
-            entered.add(step)
-            stack += steps(graph.inputs(step))[::-1]
-            continue
-        stack.pop()
-        if step not in done:
-            done.add(step)
-            order.append(step)
-    return order
+    def after_inputs(steps: Sequence[int | Group]) -> list[int | Group]:
+        """These steps and all that they need, depth first, without recursion: a jaxpr may be long."""
+        order: list[int | Group] = []
+        entered: set[int | Group] = set()
+        done: set[int | Group] = set()
+        stack = list(steps[::-1])
+        while stack:
+            step = stack[-1]
+            if step not in entered:
+                entered.add(step)
+                stack += [each for each in made(graph.inputs(step)) if each not in done][::-1]
+                continue
+            stack.pop()
+            if step not in done:
+                done.add(step)
+                order.append(step)
+        return order
+
+    def place(step: int | Group) -> int:
+        """The index after which a step comes: of a call its last product, or the last of its inputs."""
+        if isinstance(step, int):
+            return step
+        return max([graph.last_product(step), *(graph.producer.get(v, -1) for v in step.variables)])
+
+    effects: list[int | Group] = (
+        [] if known else [i for i, eqn in enumerate(graph.equations) if jax_tracing.has_effects(eqn)]
+    )
+    return after_inputs(sorted(after_inputs(made(results) + effects), key=place))

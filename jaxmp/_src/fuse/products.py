@@ -321,7 +321,7 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
     """(the vector of `columns` numbers that `v` repeats along its last dimension, the equations that do it)."""
     equations: tuple[int, ...] = ()
-    while (eqn := graph.made_by(v)) is not None and not jax_tracing.is_literal(eqn.invars[0]):
+    while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars
         last = len(v.aval.shape) - 1
         if name == "broadcast_in_dim" and not rest and eqn.params["broadcast_dimensions"][-1:] == (last,):

@@ -121,7 +121,8 @@ class Rewriter:
 
         Raises NotImplementedError for products that do not keep the level.
         """
-        values = dict(known)
+        values, results = dict(known), graph.results
+        graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
         try:
             graph = with_narrow_weights(without_batches_of_one(graph, self._safely), self.options, self._safely)
@@ -137,7 +138,7 @@ class Rewriter:
                 f"fuse: {self.options.level.asked} does not hold for {len(lost)} product{'s' if lost[1:] else ''}: "
                 f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
             )
-        return [read(values, v) for v in graph.results]
+        return [read(values, v) for v in results]
 
     def _run(
         self,
@@ -303,7 +304,7 @@ class Rewriter:
             if is_lost:
                 self._lose(eqn, f"jaxmp refuses it: {error}")
             return _name_of_refusal(error)
-        if eqn.effects:
+        if jax_tracing.has_effects(eqn):
             raise error
         if is_lost and self.options.level.fixed_order and any(control_flow.products_in(eqn)):
             self._lose(eqn, f"jaxmp fails on it ({error!r}); please report it")

@@ -124,6 +124,16 @@ def convert(x: Any, dtype: np.dtype, is_weak: bool = False) -> Any:
     return _lax._convert_element_type(x, np.dtype(dtype), is_weak, warn_on_complex_to_real_cast=False)
 
 
+def with_64_bits_of(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types are on if one of these types has 64 bits: JAX records such types, not the context
+    of `jax.enable_x64` in which a function was traced."""
+    names = {getattr(getattr(aval, "dtype", None), "name", "") for aval in avals}
+    return contextlib.nullcontext() if names.isdisjoint(_64_BITS) else jax.enable_x64(True)
+
+
+_64_BITS = ("float64", "complex128", "int64", "uint64")
+
+
 def mesh_axes() -> tuple[tuple[str, int], ...]:
     """Every axis of the mesh whose shards are being traced, as (name, size)."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -159,6 +169,22 @@ def under_known_flags(fn: F) -> F:
             return fn(*args, **kwargs)
 
     return cast(F, traced)
+
+
+def as_traced(rule: F) -> F:
+    """A rule that JAX calls after its call was traced, under the flags that jaxmp's code knows, and with 64-bit types
+    where the rule's operands have some."""
+
+    @functools.wraps(rule)
+    def run(*args: Any, **params: Any) -> Any:
+        context, leaves = args[0], jax.tree.leaves(args, is_leaf=lambda x: hasattr(x, "aval"))
+        lowered = (*context.avals_in, *context.avals_out) if hasattr(context, "avals_in") else ()
+        avals = (getattr(x, "aval", x) for x in (*lowered, *leaves))
+        with with_64_bits_of(avals):
+            return known(*args, **params)
+
+    known = under_known_flags(rule)
+    return cast(F, run)
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:

@@ -25,7 +25,7 @@ from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 
-from jaxmp._src.jax_internals.jax_compat import is_jit_disabled, varying_axes
+from jaxmp._src.jax_internals.jax_compat import is_jit_disabled, varying_axes, with_64_bits_of
 
 Jaxpr = _core.Jaxpr
 
@@ -50,12 +50,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
+def has_effects(eqn: _core.JaxprEqn) -> bool:
+    """Whether an equation does more than give results. JAX counts the use of a named axis as an effect too."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
 def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
     """The equations that the results need, or that have effects."""
     read_later = {v for v in results if not is_literal(v)}
     kept = []
     for eqn in reversed(equations):
-        if eqn.effects or not read_later.isdisjoint(eqn.outvars):
+        if has_effects(eqn) or not read_later.isdisjoint(eqn.outvars):
             kept.append(eqn)
             read_later |= {v for v in eqn.invars if not is_literal(v)}
     return kept[::-1]
@@ -183,12 +188,13 @@ _as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.Contex
 
 
 def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is traced has the line, the name stack and the mesh of an equation."""
+    """A context in which what is traced has the line, the name stack, the mesh and the 64-bit types of an equation."""
     stack = contextlib.ExitStack()
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
     stack.enter_context(eqn.ctx.manager)
     stack.callback(_as_equation.reset, _as_equation.set(eqn))
+    stack.enter_context(with_64_bits_of(v.aval for v in (*eqn.invars, *eqn.outvars)))
     return stack
 
 

@@ -164,7 +164,7 @@ def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -
     return [z.astype(dtype) for z in wide], wide
 
 
-@jax_compat.under_known_flags
+@jax_compat.as_traced
 def _rounded_and_wide_jvp_rule(
     products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[Any, Any]:

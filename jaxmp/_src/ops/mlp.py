@@ -159,7 +159,7 @@ def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
 _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 
-@jax_compat.under_known_flags
+@jax_compat.as_traced
 def _layers_jvp_rule(
     mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:

@@ -32,7 +32,7 @@ def gelu(z: jax.Array) -> jax.Array:
 
 
 @gelu.defjvp
-@jax_compat.under_known_flags
+@jax_compat.as_traced
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
     (z,), (t,) = primals, tangents
@@ -52,7 +52,7 @@ def gelu_derivative(z: jax.Array) -> jax.Array:
 
 
 @gelu_derivative.defjvp
-@jax_compat.under_known_flags
+@jax_compat.as_traced
 def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
     (z,), (t,) = primals, tangents
