@@ -89,7 +89,7 @@ for _product in grouped.GROUPED:
     )
 
 # The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
-jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED))
+jax_rules.register_saved((*PRODUCTS, *grouped.GROUPED), primitives.saves_products)
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p, *grouped.GROUPED))
 jax_rules.register_checks(
     grouped.sizes_p,

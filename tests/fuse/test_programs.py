@@ -327,3 +327,29 @@ def test_gradients_of_weakly_typed_operands_have_their_types(kind, other):
 def test_what_fn_refuses_is_still_refused():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
         jaxmp.fuse(jnp.matmul)(X, X)
+
+
+def test_an_eager_function_may_use_auto_axes(mesh_of):
+    require_devices(2)
+    with jax.set_mesh(mesh_of({"x": 2})):
+        x = jax.device_put(jnp.ones((6, 4)), P("x"))
+        inner = jax.sharding.auto_axes(lambda x, w: jnp.sin(x) @ w)
+
+        def program(x, w):
+            return 2 * inner(x, w, out_sharding=P("x"))
+
+        want, got = program(x, W), jaxmp.fuse(program)(x, W)
+        assert jax.typeof(got) == jax.typeof(want)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "count"), [("dots_saveable", 6), ("dots_with_no_batch_dims_saveable", 6), ("nothing_saveable", 8)]
+)
+def test_a_policy_around_fuse_keeps_its_products(policy, count):
+    def loss(x, w):
+        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+
+    kept = jax.checkpoint(jaxmp.fuse(loss, determinism="batch"), policy=getattr(jax.checkpoint_policies, policy))
+    rows = jaxmp.explain(jax.value_and_grad(kept, (0, 1)), quiet=True)(X, W).rows
+    assert sum(row.count for row in rows) == count

@@ -174,7 +174,7 @@ def test_batched_weights_and_biases_are_one_call():
     ("id_", "name"), [("explicit", "local"), ("explicit", "rs-data"), ("shard_map", "rs-data"), ("no-mesh", "local")]
 )
 def test_a_policy_that_saves_products_saves_ours(id_, name):
-    """JAX's own does not know them."""
+    """JAX's own too, in a fused function as well."""
     case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4)), modes.BY_ID[id_]
     with mode.scope(case):
         _, (a, b) = programs(mode, case)["forward"]
@@ -187,11 +187,11 @@ def test_a_policy_that_saves_products_saves_ours(id_, name):
                 for row in jaxmp.explain(jax.grad(lambda a, b: jnp.sum(layer(a, b) ** 2), (0, 1)))(a, b).rows
             )
 
-        kept, again = (
+        kept, kept_too, again = (
             products(functools.partial(jax.checkpoint, policy=policy))
-            for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.dots_saveable)
+            for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.dots_saveable, None)
         )
-        assert kept == products(lambda f: f) == again - 1
+        assert kept == kept_too == products(lambda f: f) == again - 1
     assert jaxmp.dots_saveable(jax.lax.dot_general_p)
 
 

@@ -11,7 +11,6 @@ from jax import lax
 
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.primitive.primitives import saves_products
 
 # The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
 Evaluate = Callable[..., list[Any]]
@@ -122,8 +121,8 @@ def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eq
 
 
 def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    if set(params) - {"branches"}:
-        raise UnknownError("branches by platform are left as they are")
+    if set(params) - {"branches"}:  # by platform
+        return _as_it_stands(functions, params, operands, eqn)
     branches = [functions.of(branch) for branch in params["branches"]]
     return lax.switch(operands[0], branches, *operands[1:])
 
@@ -131,13 +130,28 @@ def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     f = functions.of(params["jaxpr"])
     if params["differentiated"]:  # in a backward pass: what keeps its operations apart from the forward ones stays
-        jaxpr, consts = jax_tracing.trace(f, [v.aval for v in eqn.invars])
-        if consts:
-            raise UnknownError("a backward pass with constants of its own is left as it is")
-        return jax_tracing.evaluate(eqn, operands, jaxpr=jaxpr)
-    policy = params["policy"]
-    policy = None if policy is None else functools.partial(saves_products, policy)
-    return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=policy)(*operands)
+        return _as_it_stands(functions, params, operands, eqn)
+    return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
+
+
+def _as_it_stands(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    """The results of an equation that stays, with its jaxprs rewritten."""
+
+    def rewritten(closed: Any) -> Any:
+        before, _ = jax_tracing.open_jaxpr(closed)
+        jaxpr, consts = jax_tracing.trace(functions.of(closed), [v.aval for v in before.invars])
+        if consts or [v.aval for v in jaxpr.outvars] != [v.aval for v in before.outvars]:
+            raise UnknownError(f"a program within {eqn.primitive.name} would have other constants or results")
+        return jaxpr if isinstance(closed, jax_compat.Jaxpr) else type(closed)(jaxpr, ())
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or jax_tracing.is_jaxpr(x)
+
+    parts = {
+        name: x for name, x in params.items() if any(map(jax_tracing.is_jaxpr, jax.tree.leaves(x, is_leaf=is_leaf)))
+    }
+    changed = jax.tree.map(lambda x: rewritten(x) if jax_tracing.is_jaxpr(x) else x, parts, is_leaf=is_leaf)
+    return jax_tracing.evaluate(eqn, operands, **changed)
 
 
 def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
@@ -189,6 +203,8 @@ _RULES = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _as_it_stands,
+    "composite": _as_it_stands,
     "checkpoint": _remat,
     "remat2": _remat,
     "custom_jvp_call": _custom,

@@ -109,6 +109,7 @@ class Rewriter:
         self.options = options
         self._functions = control_flow.Functions(self._evaluate)
         self._depth = 0  # of jaxprs that are being evaluated
+        self._around: list[Any] = []  # equations that hold the one that is being evaluated
         self._lost: dict[str, None] = {}  # products that do not keep the level, each with its line and the reason
 
     def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -317,7 +318,8 @@ class Rewriter:
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
-            text = f"the product at {jax_compat.traced_line(product) or 'an unknown line'}: {why}"
+            lines = map(jax_compat.traced_line, (product, eqn, *reversed(self._around)))
+            text = f"the product at {next(filter(None, lines), 'an unknown line')}: {why}"
             if self.options.strict:
                 self._lost[text] = None
             else:
@@ -360,12 +362,15 @@ class Rewriter:
         with jax_tracing.traced_as(eqn):
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn):
                 return jax_tracing.evaluate(eqn, operands)
+            self._around.append(eqn)
             try:
                 if name == EXCHANGE:
                     return ragged.exchange(eqn, operands)
                 return control_flow.evaluate(self._functions, eqn, operands)
             except Exception as error:
                 self._why_not(eqn, error)
+            finally:
+                self._around.pop()
             with jax.named_scope(SCOPE + "inner"):
                 return jax_tracing.evaluate(eqn, operands)
 

@@ -87,22 +87,30 @@ def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterabl
     return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def register_saved(primitives: Iterable[Primitive]) -> None:
-    """Have `jax.checkpoint` ask its policy about `primitives` under jax_remat3 too, which asks by rule, and is without
-    one for shard_map before JAX 0.11."""
+def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
+    """Have `jax.checkpoint` ask its policy by `ask(policy, primitive, *types, **params)`; about `primitives` under
+    jax_remat3 too, which asks by rule, and is without one for shard_map before JAX 0.11."""
+    split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
+
+    def split_asking(*args: Any, policy: Any, **params: Any) -> Any:
+        return split(*args, policy=policy and functools.partial(ask, policy), **params)
+
+    _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p] = split_asking
     if hasattr(_remat.RematTrace, "process_shard_map"):
         for primitive in primitives:
-            _remat.rules[primitive] = functools.partial(_saved, primitive)
+            _remat.rules[primitive] = functools.partial(_saved, primitive, ask)
 
 
-def _saved(primitive: Primitive, trace: Any, *operands: Any, **params: Any) -> tuple[Any, Any, Callable[..., Any]]:
+def _saved(
+    primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
+) -> tuple[Any, Any, Callable[..., Any]]:
     """(results, what is kept of them, a function of that and of the operands that has their values and derivatives)."""
 
     def recompute(_: Any, *operands: Any) -> Any:
         return primitive.bind(*operands, **params)
 
     results = recompute(None, *operands)
-    case: Any = trace.policy and _pe.ensure_enum(trace.policy(primitive, *map(jax.typeof, operands), **params))
+    case: Any = trace.policy and _pe.ensure_enum(ask(trace.policy, primitive, *map(jax.typeof, operands), **params))
     if not isinstance(case, _pe.SaveableType | _pe.Offloadable):
         return results, (), recompute
 

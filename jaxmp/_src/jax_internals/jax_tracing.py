@@ -209,9 +209,10 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     What varies already need not be made to: a call knows it of results whose type in JAX does not say it. Nor does an
     eager number of one device get the type of a mesh, which JAX's cache of eager calls would give to others.
     """
-    is_eager_reshard = eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace
-    if is_eager_reshard and jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types:
-        return operands
+    if eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace:
+        is_auto = jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
+        if is_auto and _core.typeof(operands[0]).sharding.mesh.empty:
+            return operands
     if eqn.primitive.name == "pvary" and varying_axes(operands[0]).issuperset(eqn.params["axes"]):
         return operands
     bound = eqn.primitive.get_bind_params(eqn.params | params)

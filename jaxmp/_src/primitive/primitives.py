@@ -49,8 +49,7 @@ PRODUCTS = (*MATMULS, activated_matmul_p)
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
 
-    `jax.checkpoint_policies.dots_saveable` knows `lax.dot_general` alone, so under it jaxmp's products, with what they
-    communicate, run again in the backward pass.
+    `jax.checkpoint_policies.dots_saveable` keeps these too, but for products of groups of rows.
 
     Args:
       primitive, args, params: what `jax.checkpoint` asks about.
