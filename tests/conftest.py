@@ -11,6 +11,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
     ).strip()
 
+# What `fuse` warns of where it fails is an error in programs that tests start, too.
+os.environ.setdefault("PYTHONWARNINGS", "error:jaxmp.fuse fails")
+
 import jax
 import numpy as np
 import pytest

@@ -353,3 +353,12 @@ def test_a_policy_around_fuse_keeps_its_products(policy, count):
     kept = jax.checkpoint(jaxmp.fuse(loss, determinism="batch"), policy=getattr(jax.checkpoint_policies, policy))
     rows = jaxmp.explain(jax.value_and_grad(kept, (0, 1)), quiet=True)(X, W).rows
     assert sum(row.count for row in rows) == count
+
+
+def test_a_python_if_on_a_traced_value_names_what_it_reads():
+    def choose(data, *, scale):
+        return data["x"] if (data["x"] @ W).sum() * scale > 0 else W
+
+    message = r"the function choose at .*test_programs\.py:\d+ for fuse.*the arguments data\['x'\], .* and scale"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=message):
+        jax.jit(lambda x, s: jaxmp.fuse(choose)({"x": x}, scale=s))(X, 2.0)

@@ -83,7 +83,7 @@ def test_an_epilog_that_a_level_refuses_leaves_the_product_a_call(monkeypatch):
     monkeypatch.setattr("jaxmp._src.fuse.emit.linear", refuse)
     fused = jaxmp.fuse(lambda x, w: jax.nn.gelu(x @ w), determinism="batch")
     want = jax.nn.gelu(X @ W)
-    with pytest.warns(RuntimeWarning, match="jaxmp fails on a part of the program.*unforeseen.*report it"):
+    with pytest.warns(RuntimeWarning, match="jaxmp.fuse fails on a part of the program.*unforeseen.*report it"):
         got = fused(X, W)
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -195,7 +195,7 @@ def test_a_fault_of_jaxmp_leaves_the_smallest_part(monkeypatch, name):
         return original(*args, **kwargs)
 
     monkeypatch.setitem(module, function, fail)
-    message = r"fuse: jaxmp fails on a part of the program .*unforeseen.*, at (test_refusals|an unknown).*report it"
+    message = r"jaxmp.fuse fails on a part of the program .*unforeseen.*, at (test_refusals|an unknown).*report it"
     with pytest.warns(RuntimeWarning, match=message):
         rows = explained(jaxmp.fuse(two, epilogs=name == "layers"), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)).rows
     assert [row.operation.split("+")[0] for row in rows].count("matmul") == ncalls, rows

@@ -71,7 +71,7 @@ def fuse(
         if jax_tracing.is_untraced():
             return fn(*args, **kwargs)
         results: list[Result] = []
-        recording = jax_tracing.Recording()
+        recording = jax_tracing.Recording(fn, args, kwargs)
         try:
             with recording:
                 results.append(fn(*args, **kwargs))

@@ -382,7 +382,7 @@ def _report(equations: Sequence[Any], error: Exception) -> None:
         raise error
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(
-        f"fuse: jaxmp fails on a part of the program and leaves it as it is ({error!r}, at "
+        f"jaxmp.fuse fails on a part of the program and leaves it as it is ({error!r}, at "
         f"{', '.join(lines[:3]) or 'an unknown line'}); please report it",
         RuntimeWarning,
         stacklevel=2,

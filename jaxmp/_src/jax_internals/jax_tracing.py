@@ -10,7 +10,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -94,9 +94,16 @@ class Recording(_pe.DynamicJaxprTrace):
     Objects that may change at their own level only (Flax's) may change inside it, as they may beside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._caller = _core.trace_ctx.trace
-        super().__init__(None, parent_trace=self._caller)
+        self._names: dict[int, str] = {}  # of the arguments, for JAX's messages
+        self._read: list[str] = []  # in the order in which they are read
+        named = None
+        with contextlib.suppress(Exception):  # arguments that are no pytrees
+            named = _api_util.debug_info("fuse", fn, args, kwargs)
+            self._names |= zip(map(id, jax.tree.leaves((args, kwargs))), named.arg_names or (), strict=True)
+            named = named._replace(arg_names=cast(Any, self._read))
+        super().__init__(cast(Any, named), parent_trace=self._caller)
         self._weakref = self._caller._weakref  # JAX compares levels by it
         self._arrays: dict[int, tuple[Any, Any]] = {}  # arrays from outside and their tracers, by the array's id
         self._tracers: list[weakref.ref[Any]] = []
@@ -117,6 +124,7 @@ class Recording(_pe.DynamicJaxprTrace):
         if not isinstance(x, jax.Array):
             return self._noted(super().new_const(x, source_info, aval))
         if id(x) not in self._arrays:  # an argument: as a constant, a scalar would be a literal
+            self._read.append(self._names.get(id(x), "a closed-over array"))
             self._arrays[id(x)] = x, self._noted(self.new_arg(_core.typeof(x), source_info))
         return self._arrays[id(x)][1]
 
