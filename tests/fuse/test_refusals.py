@@ -226,3 +226,18 @@ def test_effects_are_not_repeated_after_a_fault(monkeypatch):
     monkeypatch.setitem(control_flow._RULES, "jit", fail)
     with pytest.raises(AttributeError, match="unforeseen"):
         jaxmp.fuse(printed)(X, W)
+
+
+def test_an_error_of_a_users_rule_is_raised_alone():
+    @jax.custom_vjp
+    def wrong(x):
+        return x @ x
+
+    def fail(*_):
+        raise ValueError("of the user")
+
+    wrong.defvjp(lambda x: (x @ x, x), fail)
+    with pytest.raises(ValueError, match="of the user"):
+        jax.grad(lambda x: jaxmp.fuse(lambda x: jnp.sum(wrong(x)))(x))(W)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jaxmp.fuse(lambda x, w: x @ w, determinism="batch")(X * jnp.inf, W)

@@ -296,17 +296,12 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """The name, in REASONS, of an error on which an equation is left to JAX; products that `is_lost` are noted.
-
-        Raises the error where the equation may have run: a run that fails, perhaps in one process of several, and
-        effects cannot be repeated.
-        """
+        """The name, in REASONS, of an error on which an equation is left to JAX; products that `is_lost` are noted."""
+        _check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
                 self._lose(eqn, f"jaxmp refuses it: {error}")
             return _name_of_refusal(error)
-        if jax_tracing.has_effects(eqn):
-            raise error
         if is_lost and self.options.level.fixed_order and any(control_flow.products_in(eqn)):
             self._lose(eqn, f"jaxmp fails on it ({error!r}); please report it")
         else:
@@ -368,18 +363,30 @@ class Rewriter:
                     return ragged.exchange(eqn, operands)
                 return control_flow.evaluate(self._functions, eqn, operands)
             except Exception as error:
-                self._why_not(eqn, error)
+                fault = error
             finally:
                 self._around.pop()
+            _check_is_fault(fault, [eqn])
             with jax.named_scope(SCOPE + "inner"):
-                return jax_tracing.evaluate(eqn, operands)
+                results = jax_tracing.evaluate(eqn, operands)  # raises the errors of the user's own rules
+            self._why_not(eqn, fault)
+            return results
+
+
+def _check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
+    """Raises an error that is neither a refusal nor a fault of jaxmp's, and any one where equations may have run that
+    have effects: a run that fails, perhaps in one process of several, and effects cannot be repeated."""
+    if isinstance(error, Refusal):
+        return
+    is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
+    is_other = is_of_a_run or isinstance(error, Warning | FloatingPointError)
+    if is_other or any(map(jax_tracing.has_effects, equations)):
+        raise error
 
 
 def _report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns of a fault of jaxmp's; raises errors that are none."""
-    is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
-    if is_of_a_run or isinstance(error, Warning):
-        raise error
+    """Warns of a fault of jaxmp's."""
+    _check_is_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(
         f"jaxmp.fuse fails on a part of the program and leaves it as it is ({error!r}, at "
