@@ -223,7 +223,7 @@ TABLE = [
     (lambda s, v: jsp.sparse.linalg.gmres(lambda y: s @ y, v)[0], "sv"),
     (lambda s, v: jsp.sparse.linalg.bicgstab(lambda y: s @ y, v)[0], "sv"),
     (lambda x: jsp.special.logsumexp(x @ x.T, axis=0), "x"),
-    (jsp.special.gammaln, "p"),
+    (jsp.special.ndtr, "p"),
     (lambda v, s: jsp.stats.multivariate_normal.logpdf(v, v * 0, s), "vs"),
     (lambda x: jsp.stats.gaussian_kde(x[:2])(x[2:4]), "x"),
     (lambda x: jsp.ndimage.map_coordinates(x, [x[0] + 3, x[1] + 3], 1), "x"),
