@@ -152,7 +152,7 @@ PRIVATE = {
     },
     "tools": {
         "test_advise": "the bound of extents that no sharding divides",
-        "test_advise_program": "every plan, beside those that the search keeps",
+        "test_advise_program": "recipes of programs that are not compiled, and the dimensions that they shard",
         "test_audit": "a report that no program gives",
         "test_audit_bits": "differences of arrays",
         "test_compiled": "the text of XLA's programs for GPUs",

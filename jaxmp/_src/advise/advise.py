@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -12,12 +13,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmp._src.advise.program import Advised, ProgramAdvice, Ranking, Table
-from jaxmp._src.advise.search import Mesh, Way, ways
+from jaxmp._src.advise.program import ProgramAdvice, Ranking, Table, advised
+from jaxmp._src.advise.recipes import Mesh
+from jaxmp._src.contraction import moves, planner
 from jaxmp._src.contraction.contraction import in_no_layout
-from jaxmp._src.hardware.call_time import CallTime
+from jaxmp._src.hardware.call_time import CallTime, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.sharding.meshes import partition_spec
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.validation.public import public
 
 
@@ -111,13 +115,16 @@ def advise(
     out_dtype: DTypeLike | None = None,
     quiet: bool = False,
 ) -> Any:
-    """Print the shardings of a product of (m, k) and (k, n), or of all products of a function, fastest first.
+    """Print the shardings of a product of (m, k) and (k, n), or of the arguments of a function, fastest first.
 
     `advise(m, k, n, devices)` ranks the shardings of one product on meshes of one or two axes, by the model of time of
-    docs/cost.md. `advise(fn, devices=8)(*args)` traces `fn`, plain JAX or jaxmp's, for its arrays (or
-    `jax.ShapeDtypeStruct`s), runs nothing, and ranks plans: shardings of its arguments and of each of its products on
-    one mesh axis "x" of all devices, by the times of the products and of the reshards between them. The shardings that
-    `fn` names are passed over; if it names mesh axes, set a mesh with `jax.set_mesh` first.
+    docs/cost.md. `advise(fn, devices=8)(*args)` compiles `fn`, plain JAX or jaxmp's, for its arrays (or
+    `jax.ShapeDtypeStruct`s) as data, fully sharded, tensor, sequence and expert parallelism shard them, and pairs of
+    these on two mesh axes, and runs nothing. It ranks these plans by the time of the products, calls and collectives
+    of each compiled program. There may be more devices than exist. The leaves of the first argument are parameters,
+    if it has several, and the others' first dimension is the batch. Of a function of single arrays the batch is what
+    comes first in every argument that has it. Shardings of the arguments are passed over; under `jax.set_mesh` plans
+    use the axes of that mesh.
 
     Args:
       m, k, n: extents of the whole product; or, in place of m alone, a function.
@@ -128,44 +135,34 @@ def advise(
 
     Returns:
       An `Advice`, whose `.best` and `.choices` have shardings, seconds and bytes. Of a function, a function of the same
-      arguments that returns a `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments and of
-      each product.
+      arguments that returns a `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments, and
+      the seconds, bytes and memory of the compiled program.
 
     Raises:
       TypeError: an extent or a number of devices is no integer, or a type is given with a function.
       ValueError: one is below 1, no sharding divides the extents, the function has no product, or the hardware is
-        unknown; and what the function raises.
+        unknown, or the mesh that is set has another number of devices; and what the function raises.
 
     >>> import jax, jaxmp
     >>> advice = jaxmp.advise(8192, 8192, 8192, 8, hardware="h100-8", quiet=True)
     >>> advice.best.bytes_moved, advice.best.memory == min(choice.memory for choice in advice.choices)
     (0, False)
-    >>> x = jax.ShapeDtypeStruct((8192, 16384), "bfloat16")
-    >>> w = jax.ShapeDtypeStruct((16384, 16384), "bfloat16")
-    >>> def layer(x, w_in, w_out):
-    ...     return jax.nn.relu(x @ w_in) @ w_out
-    >>> advice = jaxmp.advise(layer, devices=8, hardware="h100-8", quiet=True)(x, w, w)
-    >>> advice.best.arguments
-    (P('x', None), P(), P())
-    >>> advice.choices[-1].name
-    '2 grid'
+    >>> x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
+    >>> w = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+    >>> advice = jaxmp.advise(lambda x, w: x @ w, devices=8, hardware="h100-8", quiet=True)(x, w)
+    >>> advice.best.name, advice.best.arguments, advice.best.bytes_moved
+    ('data', (P('x', None), P()), 0)
     """
     if callable(m):
         if not (k is n is dtype is out_dtype is None):
             raise TypeError("advise: k, n, dtype and out_dtype are of one product; a function's arguments have theirs")
-        return Advised(m, _count("devices", devices), hardware_of("advise", hardware), quiet)
+        return advised(m, _count("devices", devices), hardware_of("advise", hardware), quiet)
     m, k, n, devices = (_count(name, x) for name, x in (("m", m), ("k", k), ("n", n), ("devices", devices)))
     machine = hardware_of("advise", hardware)
     operand = _dtype("dtype", "bfloat16" if dtype is None else dtype)
     out = _dtype("out_dtype", operand if out_dtype is None else out_dtype)
-    found = [
-        (mesh, way)
-        for mesh in _meshes(devices)
-        for way in ways(
-            in_no_layout("mk", "kn", "mn"), {"m": m, "k": k, "n": n}, (operand, operand, out), mesh, machine
-        )
-        if len(way.call.roles) == len(mesh)
-    ]
+    extents = {"m": m, "k": k, "n": n}
+    found = [each for mesh in _meshes(devices) for each in _choices(extents, operand, out, mesh, machine)]
     if not found:
         raise ValueError(
             f"advise: no sharding over {devices} devices divides m={m}, k={k}, n={n}; pad them, or take other devices"
@@ -173,7 +170,7 @@ def advise(
     least = operand.itemsize * lower_bound(m, k, n, devices, machine.memory / operand.itemsize)
     remark = f"with one copy of a and b, some device receives at least {_mega(least)} MB with any algorithm"
     subject = f"{m}x{k}x{n} {operand.name} on {devices} devices of {machine.name}"
-    advice = Advice(subject, tuple(_ranked(found, machine.memory)), machine, (remark,), least)
+    advice = Advice(subject, tuple(_ranked(found)), machine, (remark,), least)
     if not quiet:
         print(advice)
     return advice
@@ -203,17 +200,42 @@ def _meshes(devices: int) -> Iterator[Mesh]:
             yield tuple((axis, count) for axis, count in (("y", devices // size), ("x", size)) if count > 1)
 
 
-def _ranked(found: list[tuple[Mesh, Way]], capacity: float) -> Iterator[Choice]:
+def _choices(
+    extents: dict[str, int], dtype: np.dtype, out_dtype: np.dtype, mesh: Mesh, hardware: Hardware
+) -> Iterator[Choice]:
+    """The calls that compute a product on this mesh, each axis in a role of its own; none is efficient yet."""
+    itemsizes = (dtype.itemsize, dtype.itemsize, out_dtype.itemsize, accumulator(dtype).itemsize)
+    gathers_k = not low_precision.is_scaled(dtype)
+    terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
+    flops = 2 * math.prod(extents.values()) * (4 if np.issubdtype(dtype, np.complexfloating) else 1)
+    for call in planner.layouts(in_no_layout("mk", "kn", "mn"), terms):
+        if len(call.roles) < len(mesh):
+            continue
+        a, b, d, sums = planner.local_bytes(call, terms)
+        transfers = moves.in_call(call, dict(mesh), a, b, sums)
+        moved = () if hardware.is_shared else transfers  # read in place, as `explain` counts them
+        time = call_time(
+            hardware,
+            flops=flops,
+            kind=kind_of(dtype.name),
+            ndevices=math.prod(size for _, size in mesh),
+            nbytes=a + b + d + sum(each.nbytes for each in moved),
+            transfers=moved,
+            is_fused=True,
+        )
+        of_a, of_b, of_d = map(partition_spec, call.layout)
+        pattern, moved_bytes = call.pattern.value, sum(each.nbytes for each in transfers)
+        fits, held = a + b + d <= hardware.memory, a + b + d
+        yield Choice(pattern, str(call), mesh, of_a, of_b, of_d, time, held, moved_bytes, fits, False)
+
+
+def _ranked(found: list[Choice]) -> Iterator[Choice]:
     """Those that fit first, then by time, then by memory; in that order one is efficient if it needs less memory than
     all before it."""
     least = float("inf")
-    for mesh, way in sorted(found, key=lambda x: (x[1].memory > capacity, x[1].time.total, x[1].memory)):
-        call, fits, is_efficient = way.call, way.memory <= capacity, way.memory < least
-        a, b, d = map(partition_spec, call.layout)
-        yield Choice(
-            call.pattern.value, str(call), mesh, a, b, d, way.time, way.memory, way.bytes_moved, fits, is_efficient
-        )
-        least = min(least, way.memory)
+    for each in sorted(found, key=lambda x: (not x.fits, x.seconds, x.memory)):
+        yield dataclasses.replace(each, is_efficient=each.memory < least)
+        least = min(least, each.memory)
 
 
 def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:

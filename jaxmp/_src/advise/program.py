@@ -1,23 +1,26 @@
-"""`advise` of a function: the shardings of all of its products together, ranked by predicted time."""
+"""`advise` of a function: the known ways to share it among devices, compiled, and ranked by predicted time."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._src.advise.chain import Chain, Node
-from jaxmp._src.advise.search import AXIS, CAP, Chosen, PlanStep, Search, spec_of
+from jaxmp._src.advise.dimensions import Dimensions
+from jaxmp._src.advise.recipes import Mesh, Recipe, recipes
 from jaxmp._src.explain.arrays import is_array, split_arrays
+from jaxmp._src.explain.compiled import CompiledExplanation, Operation
+from jaxmp._src.explain.estimate import estimate
+from jaxmp._src.explain.explain import explain
+from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals import jax_compat, jax_compiled
 from jaxmp._src.runtime.text import aligned, as_html
 
 Choice = TypeVar("Choice")
@@ -58,33 +61,54 @@ class Ranking(Generic[Choice]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Shardings of all products of a function.
+class PlanStep:
+    """A product of a plan, or collectives that run as one.
 
     Attributes:
-      name: how many products have which pattern, and how many reshards there are.
-      arguments, keywords: the shardings of the function's arguments, as it takes them, for `jax.device_put`; None in
-        the places of those that are no arrays.
+      line: the line of the program, "train.py:41".
+      operation: "product", or the kind of the collective: "all-reduce".
+      pattern: of a product, `explain`'s word for it; "local" for XLA's own.
+      count: how often it runs; nbytes: bytes that a device receives each time.
+      time: the predicted time of one run.
+    """
+
+    line: str
+    operation: str
+    pattern: str
+    count: int
+    nbytes: int
+    time: CallTime
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.time.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A way to share a function among devices, compiled.
+
+    Attributes:
+      name: what the devices share: "data", "fully sharded", "tensor", "sequence", "expert", or two of them on the two
+        axes of a mesh, as "data x tensor".
+      arguments, keywords: the shardings of the function's arguments, as it takes them; None in the places of those
+        that are no arrays.
       mesh: (axis, size) of the mesh.
-      steps, products: the products and reshards, in turn; the products alone.
-      seconds, exposed_seconds: the predicted time of all, and what of their communication no product hides.
-      argument_bytes: of the shards of the arguments that a device holds; result_bytes: of the products' results and of
-        resharded copies, as if all were kept until the end, as they are for a gradient; memory: of both.
+      steps, products: the products and collectives; the products alone.
+      explanation: what `explain(fn, compiled=True)` says of the program, with a cause for each collective.
+      seconds, exposed_seconds: the predicted time of all steps, and what of their communication no product hides.
+      bytes_moved: bytes that a device receives.
+      memory: bytes of a device at the peak; argument_bytes: of its shards of the arguments.
       fits: whether the machine's devices have that memory.
     """
 
+    name: str
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Mesh
     steps: tuple[PlanStep, ...]
-    argument_bytes: int
-    result_bytes: int
+    explanation: CompiledExplanation
     fits: bool
-
-    @property
-    def name(self) -> str:
-        counts = collections.Counter(step.pattern or step.operation for step in self.steps)
-        return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
     @property
     def seconds(self) -> float:
@@ -95,8 +119,16 @@ class Plan:
         return sum(step.count * step.time.exposed for step in self.steps)
 
     @property
+    def bytes_moved(self) -> int:
+        return self.explanation.bytes_moved
+
+    @property
     def memory(self) -> int:
-        return self.argument_bytes + self.result_bytes
+        return self.explanation.memory.peak if self.explanation.memory else 0
+
+    @property
+    def argument_bytes(self) -> int:
+        return self.explanation.memory.arguments if self.explanation.memory else 0
 
     @property
     def products(self) -> tuple[PlanStep, ...]:
@@ -105,121 +137,147 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ProgramAdvice(Ranking[Plan]):
-    """Plans for the products of a function on one machine. `str` gives the tables, and notebooks show them.
+    """Plans for a function on one machine. `str` gives the tables, and notebooks show them.
 
     Attributes:
-      choices: the plans, each of less memory than all that are faster: those that fit in memory first, then by time.
+      choices: the plans: those that fit in memory first, then by time, then by bytes.
       best: the first.
-      remarks: what was not followed, or not counted.
+      remarks: what was left out.
       hardware: the machine.
     """
 
-    legend = "no plan is faster in as little memory; MB are of one device, all results kept"
+    legend = "us are predicted; MB are of one device, as compiled; `.best.explanation` tells why each collective runs"
 
     def tables(self) -> list[Table]:
-        """The plans, the steps of the best one, the arguments in it."""
+        """The plans, and the arguments in the best one."""
         leaves = jax.tree_util.tree_leaves_with_path(
             (self.best.arguments, self.best.keywords), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
+        head = ["plan", "mesh", "us", "us exposed", "collectives", "MB received", "MB held", ""]
         return [
-            [["plan", "us", "us exposed", "MB arguments", "MB results", ""], *map(_cells, self.choices)],
-            [["line", "operation", "shapes", "shardings", "us", "bound by"], *map(_step_cells, self.best.steps)],
+            [head, *map(_cells, self.choices)],
             [["argument", "sharding"], *([jax.tree_util.keystr(path[1:]), _text(spec)] for path, spec in leaves)],
         ]
 
 
-class Advised:
-    """`advise(fn, devices=...)`, whose text says how it is called."""
+def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
+    """`advise(fn, devices=...)`."""
 
-    def __init__(self, fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> None:
-        functools.update_wrapper(self, fn, updated=())
-        self._fn, self._devices, self._hardware, self._quiet = fn, devices, hardware, quiet
-        self._name = getattr(fn, "__name__", type(fn).__name__)
-
-    def __repr__(self) -> str:
-        return f"<jaxmp.advise of {self._name}: call it with the arguments of {self._name}>"
-
+    @functools.wraps(fn, updated=())
     @jax_compat.hides_frames
-    def __call__(self, *args: Any, **kwargs: Any) -> ProgramAdvice:
-        advice = self._advice(args, kwargs)
-        if not self._quiet:
+    def of_arguments(*args: Any, **kwargs: Any) -> ProgramAdvice:
+        advice = _advice(fn, devices, hardware, args, kwargs)
+        if not quiet:
             print(advice)
         return advice
 
-    def _advice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProgramAdvice:
-        *arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        chain = self._chain(fn_of_arrays, given)
-        mesh = jax.sharding.get_abstract_mesh()
-        if chain.left and AxisType.Explicit in mesh.axis_types:  # of their shards jaxmp's calls make shard_maps
-            with contextlib.suppress(Exception), _with_axes_of_one(mesh):
-                chain = self._chain(fn_of_arrays, given)
-        if not any(node.kind == "product" for node in chain.nodes):
-            left = f"; not counted are {', '.join(chain.left)}" if chain.left else ""
-            raise ValueError(f"advise: {self._name} has no product whose time is predicted{left}")
-        search = Search(chain.nodes, self._devices, self._hardware)
-        plans = [self._plan(chain.nodes, args, kwargs, *found) for found in search.plans()]
-        plans.sort(key=lambda plan: not plan.fits)
-        program = f"{self._name} on {self._devices} devices of {self._hardware.name}, mesh ({AXIS}={self._devices})"
-        return ProgramAdvice(program, tuple(plans), self._hardware, _remarks(chain, search.met_cap))
-
-    def _chain(self, fn: Callable[..., Any], given: Sequence[Any]) -> Chain:
-        traced = jax.make_jaxpr(jax.jit(fn))(*given[0], **given[1]).jaxpr
-        return Chain(jax_compat.without_dead_code(traced), traced.invars, self._devices, self._hardware)
-
-    def _plan(
-        self, nodes: Sequence[Node], args: tuple[Any, ...], kwargs: dict[str, Any], memory: int, decisions: list[Any]
-    ) -> Plan:
-        chosen = {one.node: one.sharding for one in decisions if isinstance(one, Chosen)}
-        arguments = {i: math.prod(x.shape) * x.dtype.itemsize for i, x in enumerate(nodes) if x.kind == "argument"}
-        # One that no product reads lies whole.
-        memory += sum(nbytes for i, nbytes in arguments.items() if i not in chosen)
-        held = sum(nbytes // (1 if chosen.get(i) is None else self._devices) for i, nbytes in arguments.items())
-        specs = (spec_of(len(nodes[i].shape), chosen.get(i)) for i in arguments)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        of_args, of_kwargs = jax.tree.unflatten(tree, [next(specs) if is_array(leaf) else None for leaf in leaves])
-        steps = tuple(one for one in decisions if isinstance(one, PlanStep))
-        fits = memory <= self._hardware.memory
-        return Plan(of_args, of_kwargs, ((AXIS, self._devices),), steps, held, memory - held, fits)
+    return of_arguments
 
 
-@contextlib.contextmanager
-def _with_axes_of_one(mesh: AbstractMesh) -> Iterator[None]:
-    """A context with the axes of a mesh, each of size 1."""
-    small = AbstractMesh((1,) * len(mesh.axis_names), mesh.axis_names, axis_types=mesh.axis_types)
-    # Without the empty mesh between them JAX refuses a mesh of another size.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(small):
-        yield
+def _advice(
+    fn: Callable[..., Any], devices: int, hardware: Hardware, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ProgramAdvice:
+    *arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(arrays)]
+    given: Any = jax.tree.unflatten(jax.tree.structure(arrays), types)
+    dimensions = Dimensions(jax.make_jaxpr(jax.jit(fn_of_arrays))(*given[0], **given[1]).jaxpr)
+    first, mesh = len(jax.tree.leaves(given[0][:1])), jax.sharding.get_abstract_mesh()
+    if mesh.shape and mesh.size != devices:
+        raise ValueError(f"advise: devices is {devices}, but the mesh that is set has {mesh.size}")
+    plans, errors = list[Plan](), dict[str, Exception]()
+    nparameters = first if 1 < first < len(types) else 0
+    for recipe in recipes(dimensions, types, nparameters, devices, tuple(mesh.shape.items())):
+        try:
+            plans.append(_plan(fn, recipe, hardware, args, kwargs, dimensions.types))
+        except Exception as error:  # what the program raises with these shardings
+            errors[recipe.name] = error
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if not plans:
+        raise next(iter(errors.values()))
+    if not any(plan.products for plan in plans):
+        raise ValueError(f"advise: {name} has no product whose time is predicted")
+    plans.sort(key=lambda plan: (not plan.fits, plan.seconds, plan.bytes_moved))
+    remarks = [f"left out is {name}, which raises {str(x).strip().splitlines()[0]}" for name, x in errors.items()]
+    rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}
+    remarks += [f"products of {name} have no rate on this machine, and no time here" for name in sorted(rates)]
+    return ProgramAdvice(f"{name} on {devices} devices of {hardware.name}", (*plans,), hardware, (*remarks,))
 
 
-def _remarks(chain: Chain, met_cap: bool) -> tuple[str, ...]:
-    read = sorted({view.node for node in chain.nodes for view in node.operands})
-    free = collections.Counter(chain.nodes[i].name for i in read if chain.nodes[i].kind == "value")
-    names = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in free.items())
-    return (
-        *([f"not followed, so taken in whatever sharding is wanted first: what comes from {names}"] if free else []),
-        *([f"products that are not counted: {', '.join(chain.left)}"] if chain.left else []),
-        *([f"more than {CAP} beginnings of plans; the fastest and the smallest were kept"] if met_cap else []),
-    )
+def _plan(
+    fn: Callable[..., Any],
+    recipe: Recipe,
+    hardware: Hardware,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    types: Mapping[str, np.dtype],
+) -> Plan:
+    mesh, specs, (leaves, tree) = _mesh(recipe.mesh), iter(recipe.specs), jax.tree.flatten((args, kwargs))
+    found = [next(specs) if is_array(leaf) else None for leaf in leaves]
+    placed = [
+        leaf if spec is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(leaves, found, strict=True)
+    ]
+    of_args, of_kwargs = jax.tree.unflatten(tree, found)
+    args, kwargs = jax.tree.unflatten(tree, placed)
+    with jax.set_mesh(mesh):
+        explanation = explain(fn, quiet=True, hardware=hardware, compiled=True)(*args, **kwargs)
+    steps = tuple(_steps(explanation, dict(recipe.mesh), types, hardware))
+    fits = explanation.memory is None or explanation.memory.peak <= hardware.memory
+    return Plan(recipe.name, of_args, of_kwargs, recipe.mesh, steps, explanation, fits)
+
+
+def _mesh(axes: Mesh) -> jax.sharding.Mesh:
+    """A mesh of the devices of the mesh that is set, of others if there are enough, or of such as only compile."""
+    ambient, kinds = jax_compat.ambient_mesh(), jax.sharding.get_abstract_mesh().axis_types
+    names, sizes = zip(*axes, strict=True)
+    devices = jax.devices() if ambient is None else list(ambient.devices.flat)
+    if len(devices) < math.prod(sizes):
+        devices = jax_compiled.devices_to_compile_for(math.prod(sizes))
+    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    return jax.sharding.Mesh(grid, names, axis_types=kinds or (AxisType.Auto,) * len(names))
+
+
+def _steps(
+    explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
+) -> Iterator[PlanStep]:
+    """The steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
+    ndevices = math.prod(mesh.values())
+    rounds: dict[Any, list[Operation]] = {}
+    for row in explanation.rows:
+        if row.kind == "dot":
+            dtype = types.get(row.line.rpartition(" -> ")[2], next(iter(types.values()), np.dtype("float32")))
+            time = CallTime()
+            if (kind := kind_of(dtype.name)) in hardware.rates:
+                flops = row.flops * ndevices
+                time = call_time(hardware, flops=flops, kind=kind, ndevices=ndevices, nbytes=row.traffic)
+            yield PlanStep(row.line, "product", "local", row.count or 1, 0, time)
+        elif not row.kind.startswith("jaxmp"):  # the time of a call has what it moves
+            rounds.setdefault((row.kind, row.axes, row.round), []).append(row)
+    for (kind, axes, _), rows in rounds.items():
+        nbytes = sum(row.nbytes for row in rows)
+        transfers = (Transfer.over(mesh, axes or (*mesh,), nbytes),)
+        time = call_time(hardware, ndevices=ndevices, nbytes=nbytes, transfers=transfers)
+        yield PlanStep(rows[0].line, kind, "", rows[0].count or 1, nbytes, time)
+    for call in explanation.calls.rows:
+        if call.flops and call.implementation != "xla" and not call.why.startswith("not fused"):
+            if call.implementation == "host+xla":  # what it moves is above
+                call = dataclasses.replace(call, transfers=())
+            time, nbytes = estimate(call, hardware) or CallTime(), sum(each.nbytes for each in call.transfers)
+            yield PlanStep(call.line, "product", call.pattern, call.count, nbytes, time)
 
 
 # Cells -------------------------------------------------------------------------------------------------------------
 
 
 def _cells(plan: Plan) -> list[str]:
-    numbers = (plan.seconds * 1e6, plan.exposed_seconds * 1e6, plan.argument_bytes / 1e6, plan.result_bytes / 1e6)
-    return [plan.name, *(f"{number:.4g}" for number in numbers), "" if plan.fits else "does not fit"]
-
-
-def _step_cells(step: PlanStep) -> list[str]:
-    name = step.pattern or step.operation
+    numbers = (plan.bytes_moved / 1e6, plan.memory / 1e6)
     return [
-        step.line,
-        f"{name} x{step.count}" if step.count > 1 else name,
-        " ".join("x".join(map(str, shape)) for shape in step.shapes),
-        " -> ".join(" ".join(map(_text, part)) for part in (step.shardings[:-1], step.shardings[-1:])),
-        f"{step.seconds * 1e6:.4g}",
-        step.time.bound,
+        plan.name,
+        " ".join(f"{axis}={size}" for axis, size in plan.mesh),
+        *(f"{seconds * 1e6:.4g}" for seconds in (plan.seconds, plan.exposed_seconds)),
+        str(len(plan.explanation.collectives)),
+        *(f"{number:.4g}" for number in numbers),
+        "" if plan.fits else "does not fit",
     ]
 
 

@@ -1,10 +1,11 @@
-"""Rank the shardings of a product, or of all products of a function, by predicted time: jaxmp advise M K N, or
+"""Rank the shardings of a product, or of a function's arguments, by predicted time: jaxmp advise M K N, or
 jaxmp advise model.py:forward 'f32[512,1024]' ... with the types of its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 
 import jax
 
@@ -21,10 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="rows of a, columns of a, columns of b; or a function by file and name, and the types of its arguments",
     )
-    parser.add_argument("--devices", type=int, default=8, help="how many devices share the products (8)")
+    parser.add_argument("--devices", type=int, help="how many devices share the products (8, or those of --mesh)")
     parser.add_argument("--hardware", default="h100-8", help="this, h100-8, h200-8 or gb200-nvl72 (h100-8)")
     parser.add_argument("--dtype", help="type of the operands of one product: f32, bf16, f64, ... (bf16)")
-    parser.add_argument("--mesh", default="", help="mesh of explicit axes to set, if the function names axes: x=8")
+    parser.add_argument(
+        "--mesh", default="", help="mesh of explicit axes for all plans, if the function names axes: x=8"
+    )
     parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 
@@ -54,7 +57,7 @@ def _of_product(options: argparse.Namespace) -> Advice:
         raise CommandError("--mesh is of a function; --devices says how many devices share one product")
     m, k, n = map(int, options.what)
     machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype or "bf16")
-    return advise(m, k, n, options.devices, hardware=machine, dtype=dtype, quiet=True)
+    return advise(m, k, n, _devices(options), hardware=machine, dtype=dtype, quiet=True)
 
 
 def _of_program(options: argparse.Namespace) -> ProgramAdvice:
@@ -64,13 +67,18 @@ def _of_program(options: argparse.Namespace) -> ProgramAdvice:
     machine, mesh = named_hardware(options.hardware), mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function, arguments = program(place, types, None)
+        devices = mesh.size if mesh is not None and options.devices is None else _devices(options)
         try:
-            return advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
+            return advise(function, devices=devices, hardware=machine, quiet=True)(*arguments)
         except Exception as error:
             if options.mesh or options.traceback or "set_mesh" not in str(error):
                 raise
             first = str(error).splitlines()[0]
-            raise CommandError(f"{first} (for this command --mesh x={options.devices} sets it)") from None
+            raise CommandError(f"{first} (for this command --mesh x={devices} sets it)") from None
+
+
+def _devices(options: argparse.Namespace) -> int:
+    return 8 if options.devices is None else int(options.devices)
 
 
 def _fields(choice: Choice) -> dict[str, object]:
@@ -80,11 +88,11 @@ def _fields(choice: Choice) -> dict[str, object]:
 
 
 def _plan_fields(plan: Plan) -> dict[str, object]:
-    names = ("name", "mesh", "seconds", "exposed_seconds", "argument_bytes", "result_bytes", "fits")
-    steps = [
-        {name: getattr(step, name) for name in ("line", "operation", "pattern", "count", "shapes", "seconds")}
-        | {"shardings": [list(spec) for spec in step.shardings], "bound": step.time.bound}
-        for step in plan.steps
-    ]
+    names = ("name", "mesh", "seconds", "exposed_seconds", "bytes_moved", "memory", "fits")
     fields: dict[str, object] = {name: getattr(plan, name) for name in names}
-    return fields | {"arguments": [list(spec) for spec in plan.arguments], "steps": steps}
+    return fields | {
+        "arguments": [list(spec) for spec in plan.arguments],
+        "steps": [
+            dataclasses.asdict(step) | {"seconds": step.seconds, "bound": step.time.bound} for step in plan.steps
+        ],
+    }

@@ -46,7 +46,8 @@ class Operation:
         "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
         "gradient", "out_shardings", "written", "jaxmp", "whole",
         "recomputed" or "unplaced".
-      flops: floating-point operations of a product each time.
+      flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
+      round: a name that a collective shares with others which do not need it, nor it them, so that one could do both.
       behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
       is_hidden: whether XLA has put other work between its start and its end.
     """
@@ -61,6 +62,8 @@ class Operation:
     remedy: str
     cause_kind: str
     flops: int = 0
+    traffic: int = 0
+    round: str = ""
     behind: tuple[str, ...] = ()
     is_hidden: bool = False
 
@@ -226,10 +229,13 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
                     why = cause(origins, computation, each, i)
                     why = beside_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
                     what = (each.kind, why.line, axes, nbytes, count, shape)
-                    yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
+                    words = (why.text, why.remedy, why.kind)
+                    yield Operation(*what, *words, 0, 0, independent.round(each), behind, is_hidden)
             elif each.is_product:
                 what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
-                yield Operation(*what, left.get(module.innermost(each), ""), "", "product", _flops(computation, each))
+                traffic = each.held + sum(operand.nbytes for operand in computation.operands(each))
+                of_fuse = left.get(module.innermost(each), "")
+                yield Operation(*what, of_fuse, "", "product", _flops(computation, each), traffic)
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
@@ -277,6 +283,19 @@ class _Independent:
             for operand in found:
                 serves[operand] |= serves[i]
         return [a | b for a, b in zip(needs, serves, strict=True)]
+
+    @functools.cached_property
+    def _chains(self) -> list[int]:
+        """The length of the longest chain of collectives, each needing the one before, from each instruction on."""
+        found = [0] * len(self._order)
+        for i, each in reversed([*enumerate(self._order)]):
+            found[i] += each.kind in COLLECTIVES
+            for name in each.operands:
+                found[self._place[name]] = max(found[self._place[name]], found[i])
+        return found
+
+    def round(self, collective: Instruction) -> str:
+        return f"{self._computation.name} {self._chains[self._place[collective.name]]}"
 
     def products(self, collective: Instruction) -> tuple[str, ...]:
         related = self._related[self._place[collective.name]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import uuid
@@ -9,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax._src import config as _config
+from jaxlib import xla_client as _xla_client
 from jaxlib.mlir import ir as _ir
+
+
+@functools.cache
+def devices_to_compile_for(count: int) -> list[Any]:
+    """CPU devices of a client of their own, for programs of more devices than there are, which only compile."""
+    client: Any = _xla_client.make_cpu_client(num_devices=count)
+    return list(client.devices())
 
 
 def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:

@@ -221,10 +221,11 @@ def _lower(
 def _mesh_of(described: dict[str, Any]) -> Mesh:
     """The mesh of a described call."""
     names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
-    if "devices" not in described:
+    wanted = described.get("devices", ())
+    devices = {device.id: device for device in jax.devices(described["platform"])} if wanted else {}
+    if not wanted or not devices.keys() >= {*wanted}:  # there may be fewer than a program is compiled for
         return jax.sharding.AbstractMesh(sizes, names)
-    devices = {device.id: device for device in jax.devices(described["platform"])}
-    return jax.sharding.Mesh(np.array([devices[id] for id in described["devices"]]).reshape(sizes), names)
+    return jax.sharding.Mesh(np.array([devices[id] for id in wanted]).reshape(sizes), names)
 
 
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
