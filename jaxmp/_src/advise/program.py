@@ -98,7 +98,7 @@ class Plan:
       explanation: what `explain(fn, compiled=True)` says of the program, with a cause for each collective.
       seconds, exposed_seconds: the predicted time of all steps, and what of their communication no product hides.
       bytes_moved: bytes that a device receives.
-      memory: bytes of a device at the peak; argument_bytes: of its shards of the arguments.
+      memory: bytes of a device at the peak.
       fits: whether the machine's devices have that memory.
     """
 
@@ -125,10 +125,6 @@ class Plan:
     @property
     def memory(self) -> int:
         return self.explanation.memory.peak if self.explanation.memory else 0
-
-    @property
-    def argument_bytes(self) -> int:
-        return self.explanation.memory.arguments if self.explanation.memory else 0
 
     @property
     def products(self) -> tuple[PlanStep, ...]:
@@ -162,11 +158,35 @@ class ProgramAdvice(Ranking[Plan]):
 
 def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
     """`advise(fn, devices=...)`."""
+    name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn, updated=())
     @jax_compat.hides_frames
     def of_arguments(*args: Any, **kwargs: Any) -> ProgramAdvice:
-        advice = _advice(fn, devices, hardware, args, kwargs)
+        axes = jax.sharding.get_abstract_mesh().shape
+        if axes and math.prod(axes.values()) != devices:
+            raise ValueError(f"advise: devices is {devices}, but the mesh that is set has {math.prod(axes.values())}")
+        *arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
+        given: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        dimensions = Dimensions(jax.make_jaxpr(jax.jit(fn_of_arrays))(*given[0], **given[1]).jaxpr)
+        types, first = jax.tree.leaves(given), len(jax.tree.leaves(given[0][:1]))
+        nparameters = first if 1 < first < len(types) else 0
+        plans, errors = list[Plan](), dict[str, Exception]()
+        for recipe in recipes(dimensions, types, nparameters, devices, tuple(axes.items())):
+            try:
+                plans.append(_plan(recipe, fn, (args, kwargs), dimensions.types, hardware))
+            except Exception as error:  # what the program raises with these shardings
+                errors[recipe.name] = error
+        if not plans:
+            raise next(iter(errors.values()))
+        if not any(plan.products for plan in plans):
+            raise ValueError(f"advise: {name} has no product whose time is predicted")
+        plans.sort(key=lambda plan: (not plan.fits, plan.seconds, plan.bytes_moved))
+        remarks = [f"left out is {plan}, which raises {str(x).strip().splitlines()[0]}" for plan, x in errors.items()]
+        rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}
+        remarks += [f"products of {dtype} have no rate on this machine, and no time here" for dtype in sorted(rates)]
+        subject = f"{name} on {devices} devices of {hardware.name}"
+        advice = ProgramAdvice(subject, tuple(plans), hardware, tuple(remarks))
         if not quiet:
             print(advice)
         return advice
@@ -174,44 +194,10 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
     return of_arguments
 
 
-def _advice(
-    fn: Callable[..., Any], devices: int, hardware: Hardware, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ProgramAdvice:
-    *arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(arrays)]
-    given: Any = jax.tree.unflatten(jax.tree.structure(arrays), types)
-    dimensions = Dimensions(jax.make_jaxpr(jax.jit(fn_of_arrays))(*given[0], **given[1]).jaxpr)
-    first, mesh = len(jax.tree.leaves(given[0][:1])), jax.sharding.get_abstract_mesh()
-    if mesh.shape and mesh.size != devices:
-        raise ValueError(f"advise: devices is {devices}, but the mesh that is set has {mesh.size}")
-    plans, errors = list[Plan](), dict[str, Exception]()
-    nparameters = first if 1 < first < len(types) else 0
-    for recipe in recipes(dimensions, types, nparameters, devices, tuple(mesh.shape.items())):
-        try:
-            plans.append(_plan(fn, recipe, hardware, args, kwargs, dimensions.types))
-        except Exception as error:  # what the program raises with these shardings
-            errors[recipe.name] = error
-    name = getattr(fn, "__name__", type(fn).__name__)
-    if not plans:
-        raise next(iter(errors.values()))
-    if not any(plan.products for plan in plans):
-        raise ValueError(f"advise: {name} has no product whose time is predicted")
-    plans.sort(key=lambda plan: (not plan.fits, plan.seconds, plan.bytes_moved))
-    remarks = [f"left out is {name}, which raises {str(x).strip().splitlines()[0]}" for name, x in errors.items()]
-    rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}
-    remarks += [f"products of {name} have no rate on this machine, and no time here" for name in sorted(rates)]
-    return ProgramAdvice(f"{name} on {devices} devices of {hardware.name}", (*plans,), hardware, (*remarks,))
-
-
 def _plan(
-    fn: Callable[..., Any],
-    recipe: Recipe,
-    hardware: Hardware,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    types: Mapping[str, np.dtype],
+    recipe: Recipe, fn: Callable[..., Any], given: Any, types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Plan:
-    mesh, specs, (leaves, tree) = _mesh(recipe.mesh), iter(recipe.specs), jax.tree.flatten((args, kwargs))
+    mesh, specs, (leaves, tree) = _mesh(recipe.mesh), iter(recipe.specs), jax.tree.flatten(given)
     found = [next(specs) if is_array(leaf) else None for leaf in leaves]
     placed = [
         leaf if spec is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
