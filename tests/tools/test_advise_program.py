@@ -112,7 +112,9 @@ def test_the_best_plan_moves_no_more_than_data_parallelism(name, mesh_of):
     assert data in [plan.bytes_moved for plan in advice.choices if plan.name == "data"]
     found = explained(step, arguments, best.arguments, mesh_of(dict(best.mesh), AxisType.Auto))
     assert (best.bytes_moved, best.memory) == (found.bytes_moved, found.memory.peak)
-    assert [plan.seconds for plan in advice.choices] == sorted(plan.seconds for plan in advice.choices)
+    for few in ([plan for plan in advice.choices if len(plan.mesh) == axes] for axes in (1, 2)):
+        assert [plan.seconds for plan in few] == sorted(plan.seconds for plan in few)
+    assert best.seconds <= min(plan.seconds * (1.1 if len(plan.mesh) > 1 else 1) for plan in advice.choices)
     names = {plan.name for plan in advice.choices}
     assert names >= {"data", "fully sharded", "tensor"}
     assert ({"data x tensor", "fully sharded x tensor"} <= names) == (name != "transformer")
@@ -208,7 +210,7 @@ def test_a_plan_that_does_not_fit_comes_last():
     advice = advice_of(trained(loss), params, *batch, hardware=small)
     assert {plan.fits for plan in advice.choices} == {True, False}
     assert all(plan.fits == (plan.memory <= small.memory) for plan in advice.choices)
-    keys = [(not plan.fits, plan.seconds) for plan in advice.choices]
+    keys = [not plan.fits for plan in advice.choices]
     assert keys == sorted(keys)
     assert "does not fit" in str(advice)
     assert advice.best.fits
