@@ -241,6 +241,8 @@ def test_plans_use_the_axes_of_the_mesh_that_is_set(mesh_of):
         (lambda w, x: x @ w, (array(16, 32), array(8, 16)), (P(), P("x", None))),
         (lambda table, tokens: table[tokens] @ table.T, (array(64, 16), array(8, 4, dtype="int32")),
          (P(), P("x", None))),
+        (lambda p, tokens: p["e"][tokens] + p["b"],
+         ({"e": array(64, 16), "b": array(16)}, array(64, dtype="int32")), ({"e": P(), "b": P()}, P("x"))),
         (lambda p, key, x: x @ p["w"] + jax.random.normal(key, (32,)) + p["b"],
          ({"w": array(16, 32), "b": array(32)}, array(2, dtype="uint32"), array(8, 16)),
          ({"w": P(), "b": P()}, P(), P("x", None))),
@@ -251,7 +253,7 @@ def test_plans_use_the_axes_of_the_mesh_that_is_set(mesh_of):
          ({"w": array(16, 16), "c": array()}, array(2, 4, 8, 16), array(8, 16)),
          ({"w": P(), "c": P()}, P(None, None, "x", None), P("x", None))),
     ],
-    ids=["first", "second", "tokens", "key", "state", "cache"],
+    ids=["first", "second", "tokens", "as many tokens", "key", "state", "cache"],
 )  # fmt: skip
 def test_the_batch_is_found(fn, arguments, wanted):
     assert specs_of(fn, *arguments)["data"] == wanted
@@ -275,6 +277,7 @@ FOLLOWED = {
     "joined halves": (lambda x: jnp.concatenate([x[:, 64:], -x[:, :64]], axis=1), (0, None)),
     "repeats": (lambda x: jnp.broadcast_to(x[:, None], (64, 4, 128)), (0, None, 1)),
     "a sum": (lambda x: x.sum(0), (1,)),
+    "a lookup": (lambda x: x[jnp.arange(64)], (None, 1)),
     "a loop": (lambda x: lax.fori_loop(0, 3, lambda _, x: x * 2, x), (0, 1)),
     "a while loop": (lambda x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x * 2, x), (0, 1)),
     "a branch": (lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), (0, 1)),

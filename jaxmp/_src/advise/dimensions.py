@@ -99,9 +99,14 @@ class Dimensions:
         if name == "broadcast_in_dim":
             of = {j: dims[i] for i, j in enumerate(params["broadcast_dimensions"]) if shape[i] == shapes[0][j]}
             return [[of.get(j) for j in range(len(shapes[0]))]]
+        if name == "gather":
+            numbers = params["dimension_numbers"]
+            left = {*range(len(shape))} - {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+            of = dict(zip(numbers.offset_dims, sorted(left), strict=True))
+            return [[dims[of[j]] if j in of and shape[of[j]] == n else None for j, n in enumerate(shapes[0])]]
         if isinstance(dropped, tuple) and dropped and len(shapes[0]) + len(dropped) == len(shape):
             return [[dim for i, dim in enumerate(dims) if i not in dropped]] * len(shapes)
-        count = 1 if name.startswith(("gather", "scatter", "conv", "dynamic")) else None
+        count = 1 if name.startswith(("scatter", "conv", "dynamic")) else None
         taken = [(_shape(v), dims) for v, (dims, _) in zip(eqn.invars[:count], values, strict=False)]
         return [self._elementwise(taken, out) for out in shapes]
 
