@@ -377,8 +377,7 @@ def _at_exit() -> None:
         reason = said = f"it raised {type(error).__name__}: {error}".partition("\n")[0]
     if reason:
         watch.end_process(_job.process, reason, is_told=reason in said)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a run whose error the program has caught
-        jax.effects_barrier()  # JAX's own end calls it too, and would not come to its last step
+    jax_compat.forget_failed_effects()
     _job.close()
     _job = None
     native_lib.stop_barrier()
