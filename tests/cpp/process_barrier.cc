@@ -109,6 +109,20 @@ TEST(ARunThatARankHasLeftIsGivenUp) {
   }
 }
 
+// The numbers of two programs may be close to each other.
+TEST(AnotherProgramIsNoLaterRun) {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4"), other = Make("jit_g", 1, "k=8");
+  auto meets = Come(other, 20'000);
+  peer.Come(*other, 1, {}, 20'000);
+  CHECK_EQ(meets.get(), "");
+  auto waits = Come(call, 1);
+  Pause(300);
+  CHECK(!IsReady(waits));
+  peer.Come(*call, 1, {}, 1);
+  CHECK_EQ(waits.get(), "");
+}
+
 // A process is in several runs with several devices: the next run of one device says nothing of another device.
 TEST(AnotherDeviceMayBeARunAhead) {
   Peer peer;
