@@ -90,9 +90,9 @@ def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
 
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     """The results, from all operands, in the order of the spec."""
-    if needs_devices(spec):  # before the lowering, because JAX looks for it there
-        jax_lowering.require_devices(MATMULS)
     primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
+    if needs_devices(spec):  # before the lowering, because JAX looks for it there
+        jax_lowering.require_devices([primitive])
     outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
     return outputs
 
