@@ -300,7 +300,7 @@ def after_dispatched_programs() -> list[jax.Array]:
 
 
 def forget_failed_effects() -> None:
-    """Waits for effects. The program has caught the errors of runs that failed, and JAX's own end would stop at them."""
+    """Waits for effects and drops their errors, which the program has caught: JAX's own end would stop at them."""
     with contextlib.suppress(Exception):
         jax.effects_barrier()
     _dispatch.runtime_tokens.clear()  # JAX 0.10 keeps those that failed
