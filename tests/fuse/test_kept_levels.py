@@ -29,7 +29,7 @@ def scores(q, k):
 
 
 def line(fn, i):
-    return rf"test_refusals\.py:{fn.__code__.co_firstlineno + i}"
+    return rf"test_kept_levels\.py:{fn.__code__.co_firstlineno + i}"
 
 
 def sharded():
@@ -195,7 +195,7 @@ def test_a_fault_of_jaxmp_leaves_the_smallest_part(monkeypatch, name):
         return original(*args, **kwargs)
 
     monkeypatch.setitem(module, function, fail)
-    message = r"jaxmp.fuse fails on a part of the program .*unforeseen.*, at (test_refusals|an unknown).*report it"
+    message = r"jaxmp.fuse fails on a part of the program .*unforeseen.*, at (test_kept_levels|an unknown).*report it"
     with pytest.warns(RuntimeWarning, match=message):
         rows = explained(jaxmp.fuse(two, epilogs=name == "layers"), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)).rows
     assert [row.operation.split("+")[0] for row in rows].count("matmul") == ncalls, rows
