@@ -304,7 +304,7 @@ def test_a_function_is_as_without_fuse(mesh_of, kind, level, part):
                         programs.append((name, run, args))
                     except NotImplementedError as error:
                         if level == "run_to_run" or not re.search(
-                            r"does not hold .* at test_functions\.py:", str(error)
+                            r"does not hold .* at test_swept_functions\.py:", str(error)
                         ):
                             faults.append(f"{name}: {error!r}")
                         print(name, error)
