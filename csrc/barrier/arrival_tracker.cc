@@ -8,12 +8,12 @@ namespace {
 
 // Runs that are remembered at a call, of each process. More than XLA has under way at once.
 constexpr size_t kRunsKept = 64;
-// Runs whose failure is remembered, of each process.
+// Failed runs that are remembered, of each process.
 constexpr size_t kFailuresKept = 16;
 // Runs that may be of one program are at most so far apart. Programs are paired only if their runs are further apart.
 constexpr int32_t kNear = 1 << 16;
-// Runs that count as of one program are at most so far apart. Of 1,000 programs, whose numbers begin anywhere, two have
-// such runs in 3 of 100 jobs, and a wait as long as kPassed (service.cc) in just these runs would be an error.
+// A run counts as a later run of the same program if it is less than this far ahead. Fingerprints are random: among
+// 1,000 programs two are this close in 3 of 100 jobs. A false error then also needs a long wait (kPassed, service.cc).
 constexpr int32_t kWindow = 128;
 
 // How many runs `run` is after `other`, if they are less than `limit` apart.
@@ -179,14 +179,14 @@ void ArrivalTracker::PairRuns(const Arrival& arrival) {
   }
 }
 
-// Whether the peer's run is of the program in which this process has arrived.
+// Whether the peer runs the same program as the arrival.
 bool ArrivalTracker::IsNear(const Arrival& arrival, int process, const PeerRun& theirs) const {
   const std::vector<Run>& shifts = entry(arrival).peers.at(process).shifts;
   return std::any_of(shifts.begin(), shifts.end(),
                      [&](Run shift) { return Distance(theirs.run - shift, arrival.run).has_value(); });
 }
 
-// Whether the peer's run, which belongs to none of this process, is of a program that this process does not have.
+// Whether the peer runs a program that this process does not have, in a run that is not paired yet.
 bool ArrivalTracker::IsOtherProgram(const Arrival& arrival, int process, const PeerRun& theirs) const {
   const CallSignature::Group& call = arrival.members();
   if (theirs.own || HasFailed(process, theirs.run)) return false;
@@ -263,7 +263,7 @@ std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int 
   for (const auto& [key, other] : entries_) {
     const PeerRun* theirs = other.WaitingPeer(process);
     if (!theirs || HasFailed(process, theirs->run)) continue;
-    // Another run of this program: HasPassed. An equal call of another one, which this process has had as well:
+    // HasPassed handles other runs of this program. What is left at this call is an equal call of another program.
     if (key == mine ? IsNear(arrival, process, *theirs) : AreInOneProgram(mine, key)) continue;
     const Text found = text(theirs->digest);
     const bool has_both = std::any_of(programs_.begin(), programs_.end(),
@@ -274,7 +274,7 @@ std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int 
   return std::nullopt;
 }
 
-// A device runs the programs of one thread one after the other. In a later run it has left this one.
+// A device runs the programs of one thread one after the other. So a device in a later run has left this run.
 std::optional<std::string> ArrivalTracker::HasPassed(const Arrival& arrival, int process) const {
   const CallSignature& signature = *arrival.signature;
   const Entry& here = entry(arrival);
