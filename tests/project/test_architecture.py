@@ -145,10 +145,10 @@ PRIVATE = {
         "test_refusals": "the classes that checks raise are errors that users know",
     },
     "fuse": {
+        "test_kept_levels": "a call that is refused, and a body that cannot be rewritten",
         "test_loops": "a call that is refused",
         "test_programs": "the primitives by which activations are found",
         "test_shard_maps": "a machine that hides transfers",
-        "test_refusals": "faults that are made up",
     },
     "tools": {
         "test_advise": "the bound of extents that no sharding divides",
