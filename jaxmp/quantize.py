@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import Scale
-from jaxmp._src.spec.options import Array
-from jaxmp._src.spec.process_grid import round_up
-from jaxmp._src.spec.refusal import naming
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.low_precision import Scale
+from jaxmp._src.core.spec.options import Array
+from jaxmp._src.core.spec.process_grid import round_up
+from jaxmp._src.core.spec.refusal import naming
 
 __all__ = [
     "amax",

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, quantize
-from jaxmp._src.lowering import backend
+from jaxmp._src.core.lowering import backend
 
 
 @pytest.fixture(autouse=True)
