@@ -19,7 +19,6 @@ from jaxmp._src.core.primitive.primitives import (
     PRODUCTS,
     activated_matmul_p,
     activation_grad_p,
-    by_batch,
     naming_by_spec,
 )
 from jaxmp._src.core.sharding import partitioner, ragged
@@ -48,10 +47,10 @@ def _register(
 for _product in MATMULS:
     _register(
         _product,
-        abstract_eval=by_batch(primitives.matmul_abstract_eval, batch_rules.batched_abstract_eval),
-        jvp=by_batch(jvp.matmul_jvp_rule, batch_rules.batched_jvp_rule),
-        transpose=by_batch(transpose.matmul_transpose_rule, batch_rules.batched_transpose_rule),
-        batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
+        abstract_eval=batch_rules.abstract_eval,
+        jvp=batch_rules.jvp_rule,
+        transpose=batch_rules.transpose_rule,
+        batch=batch_rules.batch_rule,
         lower=lambda platform: partitioner.partitioned_rule(rules.matmul_rule(platform), partitioner.sharding_rule_of),
     )
     _jet_rules[_product] = naming_by_spec(as_traced(jvp.jet_rule))

@@ -15,6 +15,7 @@ import jax
 
 from jaxmp._src.core.lowering import xla_matmul
 from jaxmp._src.core.primitive.collectives import Axes, collective_p
+from jaxmp._src.core.primitive.primitives import over_batch
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.platform.jax_internals import jax_compat, jax_rules
 
@@ -39,7 +40,7 @@ def _sparsify(
         named = dict(zip(spec.names, operands, strict=True))
         return list(xla_matmul.global_matmul(named, spec, jax_compat.default_platform(), None).values())
 
-    results: Sequence[Any] = transform.sparsify_raw(jax.vmap(product) if spec.is_batch else product)(env, *operands)[0]
+    results: Sequence[Any] = transform.sparsify_raw(over_batch(product, spec.batch))(env, *operands)[0]
     return results
 
 
@@ -57,8 +58,7 @@ def _roofline(primitive: jax_compat.Primitive, ctx: Any, *operands: Any, spec: M
     def product(*operands: Any) -> list[jax.Array]:
         return [*xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, _PLATFORM).values()]
 
-    product = jax.vmap(product) if spec.is_batch else product
-    return _roofline_of(product, primitive, ctx, operands, spec.group.mesh)
+    return _roofline_of(over_batch(product, spec.batch), primitive, ctx, operands, spec.group.mesh)
 
 
 def _collective_roofline(ctx: Any, x: Any, *, kind: str, mesh: Axes, caller: str, **where: Any) -> Any:

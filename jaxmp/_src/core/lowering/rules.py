@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.core.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.forms import Xla, resolve, resolve_activation_grad
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
+from jaxmp._src.core.primitive.batching import may_batch
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
-from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices
+from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices, of_one_index, over_batch
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.activations import multiply_by_slope
 from jaxmp._src.core.spec.extents import operations
@@ -30,8 +32,8 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
     of_batch = _batch_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        if spec.is_batch:
-            return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
+        if spec.batch:
+            return of_batch(ctx, *nodes, spec=spec)
         avals: Any = ctx.avals_in
         a, b, *_ = avals
         apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
@@ -71,24 +73,35 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         avals: Any = ctx.avals_in
-        a, b = map(jax_compat.without_front, avals[:2])
+        (a, b), front, spec = of_one_index(spec, *avals[:2]), spec.batch, spec.replace(batch=0)
         apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
         work = operations(spec, a.shape, b.shape)
         choice, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
+        is_one_product = is_one_product and may_batch(spec)
         is_barred = platform == "cpu" and is_one_product
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
+        # XLA may shard each dimension of a batch that is its own.
+        stays_apart = is_one_product and choice.implementation == "xla" and not site
 
         def lower(*operands: jax.Array) -> Any:
+            sizes = operands[0].shape[:front]
+            if stays_apart:
+                return over_batch(multiply, front)(*operands)
+            outputs = of_batch(*(x.reshape(math.prod(sizes), *x.shape[front:]) for x in operands))
+            return [x.reshape(*sizes, *x.shape[1:]) for x in outputs]
+
+        def of_batch(*operands: jax.Array) -> Any:
             if not is_one_product:
                 return lax.map(lambda each: bind_operands(spec, *each), operands)
             a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
             if site:
                 fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
                 a, b = site.barrier(spec.source_line, fields, [a, b])
-            named = dict(zip(spec.names, (a, b, *rest), strict=True))
             is_ours = choice.implementation != "xla" and isinstance(a.shape[0], int)
-            local = batch_product if is_ours else None
-            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform, local))(named)
+            return jax.vmap(functools.partial(multiply, local=batch_product if is_ours else None))(a, b, *rest)
+
+        def multiply(*operands: jax.Array, local: Any = None) -> list[jax.Array]:
+            outputs = xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, platform, local)
             return [outputs[name] for name in spec.output_names]
 
         with jax_compat.off_explicit_mesh():

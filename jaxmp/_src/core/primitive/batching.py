@@ -6,14 +6,14 @@ both                     a product with a batch of its own, or, where a library 
                          one call per index in a scan
 
 cuBLASMp has no batched product, XLA has: one dot and one collective for the whole batch. So a batch stays one equation,
-for it is known only when a program is lowered which of the two serves it better (`backend`). All its operands have one
-more dimension in front. What it means is vmap of the product of one index, and so are its rules.
+for it is known only when a program is lowered which of the two serves it better (`backend`). All its operands have
+more dimensions in front. What it means is vmap of the product of one index, and so are its rules. On automatic axes it
+stays one in any case, with its dimensions apart, so that XLA may shard each of them.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +30,7 @@ from jaxmp._src.core.primitive.primitives import (
     bind_named,
     bind_operands,
     bind_rows,
+    by_batch,
     fold_rows,
     has_rows,
     matmul_abstract_eval,
@@ -39,7 +40,7 @@ from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.platform.runtime.types import Aval, BatchDims, Operand, Tangent
+from jaxmp._src.platform.runtime.types import Aval, BatchDims, Operand, Tangent, is_symbolic
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -72,11 +73,11 @@ def matmul_batch_rule(
             if _folds(spec, name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
         outputs = bind_rows(spec.folded(size), operands)
-    elif may_batch(spec) and batched.issuperset("ab"):
+    elif may_batch(spec, *args) and batched.issuperset("ab"):
         whole = {
             name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
         }
-        outputs = bind_named(spec.replace(is_batch=True), whole)
+        outputs = bind_named(spec.replace(batch=1), whole)
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
         outputs = jax.lax.map(lambda mapped: bind_named(spec, fixed | mapped), operands)
@@ -167,15 +168,17 @@ def activated_matmul_batch_rule(
 # A batch ---------------------------------------------------------------------------------------------------------
 
 
-def may_batch(spec: MatmulSpec) -> bool:
-    """Whether XLA may serve a batch of such products: not where a library or its order of sums is asked for."""
-    return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
+def may_batch(spec: MatmulSpec, *operands: jax.Array) -> bool:
+    """Whether a batch of such products may be one equation: XLA's own product, if neither a library nor its order of
+    sums is asked for, or a call that XLA partitions."""
+    is_partitioned = spec.is_unsettled and not is_symbolic(*operands)
+    return (is_partitioned or not spec.asked_of_library) and not spec.distributions
 
 
 def batched_abstract_eval(*avals: Aval, spec: MatmulSpec) -> list[Aval]:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
-    outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
+    outputs = abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
     return [jax_compat.with_front(aval, size) for aval in outputs]
 
 
@@ -184,7 +187,7 @@ def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], 
 
     def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
         given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
-        outputs, moved = matmul_jvp_rule(primals, given, spec=spec)
+        outputs, moved = jvp_rule(primals, given, spec=spec)
         return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
 
     outputs, moved = jax.vmap(one)(list(primals), moving)
@@ -202,7 +205,7 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
     def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
         each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
         ct = [given[i] if i in given else ad.Zero(jax_compat.without_front(x.aval)) for i, x in enumerate(cts)]
-        results = matmul_transpose_rule(ct, *each, spec=spec)
+        results = transpose_rule(ct, *each, spec=spec)
         return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
 
     results = jax.vmap(one)(known, given)
@@ -212,16 +215,18 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 def batched_batch_rule(
     operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """A further batch joins the one there is, where all operands have it; else it is the inner one of two."""
+    """A further batch is one more dimension in front, where all operands have it; else it is the inner one of two."""
     batched = [dim for dim in dims if dim is not None]
     if len(batched) == len(operands):
-        fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, batched, strict=True)]
-        sizes = fronted[0].shape[:2]
-        outputs = bind_operands(
-            spec.replace(is_batch=True), *(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted)
-        )
-        return [x.reshape(*sizes, *x.shape[1:]) for x in outputs], [0] * len(outputs)
+        outputs = bind_operands(spec.replace(batch=spec.batch + 2), *map(_front, operands, dims))
+        return outputs, [0] * len(outputs)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(operands, dims, strict=True)]
     inner = jax.vmap(functools.partial(bind_operands, spec), in_axes=tuple(None if dim is None else 0 for dim in dims))
     outputs = jax.vmap(inner)(*moved)
     return outputs, [1] * len(outputs)
+
+
+abstract_eval = by_batch(matmul_abstract_eval, batched_abstract_eval)
+jvp_rule = by_batch(matmul_jvp_rule, batched_jvp_rule)
+transpose_rule = by_batch(matmul_transpose_rule, batched_transpose_rule)
+batch_rule = by_batch(matmul_batch_rule, batched_batch_rule)

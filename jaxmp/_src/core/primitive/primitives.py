@@ -2,7 +2,7 @@
 
 matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
                                     the epilog returns beside d; `matmul_spec` names operands and results. Without C
-                                    and epilog it is bilinear. With spec.is_batch all have one more dimension in front
+                                    and epilog it is bilinear. All have spec.batch more dimensions in front
                                     (`batching`). Where spec.group is unsettled a and b are global arrays, and
                                     XLA's partitioner chooses the pattern (`partitioner`).
 partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
@@ -71,8 +71,9 @@ def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, 
     they stand."""
     if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
-    batch = ((0,), (0,)) if params["spec"].is_batch else ((), ())
-    contract = ((2,), (1,)) if batch[0] else ((1,), (0,))
+    front = params["spec"].batch
+    batch = (*range(front),), (*range(front),)
+    contract = (front + 1,), (front,)
     as_dot = {"precision": None, "preferred_element_type": None, "out_sharding": None}
     return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
 
@@ -90,7 +91,8 @@ def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
 
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     """The results, from all operands, in the order of the spec."""
-    primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
+    is_of_xla = spec.batch and not spec.asked_of_library
+    primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
         jax_lowering.require_devices([primitive])
     outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
@@ -181,12 +183,24 @@ Rule = Callable[..., Any]
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
+    """The rule of a product and that of a batch, which takes the spec of one index of the first dimension, as one."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
-        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
+        return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)
 
     return rule
+
+
+def over_batch(fn: Callable[..., Any], ndim: int) -> Callable[..., Any]:
+    """`fn` mapped over the first `ndim` dimensions of its operands."""
+    return functools.reduce(lambda mapped, _: jax.vmap(mapped), range(ndim), fn)
+
+
+def of_one_index(spec: MatmulSpec, *avals: Aval) -> tuple[Aval, ...]:
+    """The types of operands at one index of all dimensions in front."""
+    for _ in range(spec.batch):
+        avals = tuple(map(jax_compat.without_front, avals))
+    return avals
 
 
 def by_settled(of_shards: Rule, of_global: Rule) -> Rule:

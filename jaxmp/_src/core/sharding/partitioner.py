@@ -17,6 +17,7 @@ import contextvars
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from jaxmp._src.core.lowering import grouped
 from jaxmp._src.core.lowering.forms import resolve
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p
+from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p, of_one_index
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -43,7 +44,7 @@ from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce
-from jaxmp._src.platform.jax_internals import jax_lowering, jax_partitioner, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_partitioner, jax_tracing
 from jaxmp._src.platform.jax_internals.jax_lowering import LoweringRule
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global, OnShards
 from jaxmp._src.platform.runtime import native
@@ -74,28 +75,34 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """A product as planned for the shardings that XLA proposes."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
-    rows, columns = dims[2]
-    left_out: Dim = ()
+    front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
+    left_out: Dim = sum(front, ())
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
-    if has_mask and results[0].shape[1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
+    if has_mask and results[0].shape[-1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
         left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
     if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
         left_out += rows  # over which XLA would complete the sums
-    dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
+    dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each[spec.batch :]) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    names, where = spec.names, (results[0].shape, mesh.shape)
+    names, where = spec.names, (results[0].shape[spec.batch :], mesh.shape)
+    matrices = [jax.ShapeDtypeStruct(x.shape[spec.batch :], x.dtype) for x in args[:2]]
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
-    local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items()))))
+    plan = sharded_call.planned(spec, given, matrices, *where, shares_columns=not spec.fixed_reduction_order)
+    local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items())), batch=0))
 
-    def body(*shards: jax.Array) -> Sequence[jax.Array]:
+    def multiply(*shards: jax.Array) -> Sequence[jax.Array]:
         return tuple(bind_plan(plan, local, dict(zip(names, shards, strict=True))).values())
 
-    def placed(name: str) -> NamedSharding:
-        return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
+    def of_batch(*shards: jax.Array) -> Sequence[jax.Array]:
+        sizes = shards[0].shape[: spec.batch]
+        results = jax.vmap(multiply)(*(x.reshape(math.prod(sizes), *x.shape[spec.batch :]) for x in shards))
+        return [x.reshape(*sizes, *x.shape[1:]) for x in results]
 
-    return body, [*map(placed, names)], [*map(placed, spec.output_names)]
+    def placed(name: str) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec((*front, *sharded_call.dims_of(spec, plan, name))))
+
+    return of_batch if spec.batch else multiply, [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -113,7 +120,8 @@ def sharding_rule_of(spec: MatmulSpec) -> str:
 
     def factors(name: str) -> str:
         # A dimension of blocks has an extent of its own, so no sharding can be propagated into it.
-        return " ".join(span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
+        matrix = (span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
+        return " ".join((*(f"batch{i}" for i in range(spec.batch)), *matrix))
 
     operands = [factors(name) for name in spec.names]
     results = [factors(name) for name in spec.output_names]
@@ -147,11 +155,13 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
         types: Any = ctx.avals_in
-        if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
-            if not spec.is_batch:  # raises where a library was asked for
-                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
+        is_of_xla = spec.batch and not spec.asked_of_library
+        if is_of_xla or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
+            if not is_of_xla:  # raises where a library was asked for
+                a, b = of_one_index(spec, *types[:2])
+                resolve(spec.replace(batch=0), a, b, jax_lowering.platform(ctx), "")
             spec = spec.replace(implementation="xla")
-            _note("batches" if spec.is_batch else "")
+            _note("batches" if spec.batch else "")
             return on_shards(ctx, *nodes, spec=spec, **params)
         call = {"spec": to_fields(spec), **params}
         return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
@@ -255,13 +265,23 @@ def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) ->
     dims = tuple(dim for spec in specs for dim in spec if isinstance(dim, tuple) and len(dim) > 1)
     axes: dict[Any, frozenset[str]] = {}
     axes |= {v: frozenset(jax.tree.leaves(spec)) for v, spec in zip(part.invars, specs, strict=False)}
-    for eqn in part.eqns:
+    for eqn in _with_bodies(part, axes):
         read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
         axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
         if eqn.primitive in (matmul_p, grouped_p):
             types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
             found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
     return found
+
+
+def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]]) -> Iterator[Any]:
+    """The equations of a part and of the loops in it; notes in `axes` what the operands of a loop differ over."""
+    for eqn in part.eqns:
+        for body in jax_compat.subjaxprs(eqn.params) if eqn.primitive.name == "scan" else ():
+            pairs = zip(body.invars, eqn.invars, strict=True)
+            axes |= {v: axes[x] for v, x in pairs if not jax_tracing.is_literal(x) and x in axes}
+            yield from _with_bodies(body, axes)
+        yield eqn
 
 
 def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:

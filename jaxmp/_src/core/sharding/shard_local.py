@@ -14,7 +14,15 @@ from jax import lax
 from jaxmp._src.core.contraction.contraction import Contraction, Dim
 from jaxmp._src.core.lowering import xla_matmul
 from jaxmp._src.core.primitive import bias_grad, collectives
-from jaxmp._src.core.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
+from jaxmp._src.core.primitive.primitives import (
+    bind,
+    bind_named,
+    bind_rows,
+    fold_rows,
+    global_amax,
+    has_rows,
+    over_batch,
+)
 from jaxmp._src.core.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import axes_text
@@ -185,6 +193,7 @@ def bind_folded(
     columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free
     # Row dimensions stay apart where ranks share one, and others are slower.
     keeps_rows = plan is not None and plan.dimension > 0
+    front = len(numbers.lhs_batch)
     a, transpose_a = _matrix(a, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
     b, transpose_b = _matrix(b, numbers.rhs_batch, numbers.rhs_contract, columns)
     spec = spec.replace(transpose_a=transpose_a, transpose_b=transpose_b)
@@ -195,7 +204,10 @@ def bind_folded(
         matrices = {"a": a, "b": b}
         return (bind_plan(plan, spec, matrices) if plan else bind_shards(spec, 0, matrices))["d"]
 
-    d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
+    if not spec.is_unsettled:  # else XLA may shard each dimension of the batch
+        a, b = (x.reshape(*[math.prod(x.shape[:front])] * (front > 0), *x.shape[front:]) for x in (a, b))
+        front = min(front, 1)
+    d = over_batch(multiply, front)(a, b)
     ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
     order = tuple(map(numbers.rhs_free.index, columns))
     d = d.reshape(*shape[:ahead], *pick(shape[ahead:], order))
@@ -207,12 +219,11 @@ def _matrix(
 ) -> tuple[jax.Array, bool]:
     """(`x` as (batch, first, second) or as (batch, second, first), whichever takes no copy; whether it is the latter).
 
-    Each of the three is one dimension, but for `first` under `keeps_first`, and for a batch of no dimensions.
+    `first` and `second` are one dimension each, but for `first` under `keeps_first`.
     """
     stored = tuple(i for i in range(x.ndim) if i not in batch)
     is_transposed = stored == second + first and stored != first + second and not keeps_first
     parts = [pick(x.shape, first) if keeps_first else (math.prod(pick(x.shape, first)),)]
     parts.insert(0 if is_transposed else 1, (math.prod(pick(x.shape, second)),))
-    lead = (math.prod(pick(x.shape, batch)),) if batch else ()
     x = lax.transpose(x, (*batch, *(stored if is_transposed else first + second)))
-    return x.reshape(*lead, *parts[0], *parts[1]), is_transposed
+    return x.reshape(*x.shape[: len(batch)], *parts[0], *parts[1]), is_transposed

@@ -142,7 +142,7 @@ class MatmulSpec(Parts):
     block-cyclic. `source_line` names the call in messages: the public function, and in a job of several processes
     its line, "matmul at train.py:41". `determinism` names the `level`. `b_leads`: on automatic axes,
     JAX's own product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete
-    for. `is_batch`: operands and results have one more dimension in front.
+    for. `batch`: how many more dimensions operands and results have in front.
     """
 
     out_dtype: np.dtype
@@ -170,7 +170,7 @@ class MatmulSpec(Parts):
     is_typed: bool = False
     source_line: str = "matmul"
     b_leads: bool = False
-    is_batch: bool = False
+    batch: int = 0
 
     @functools.cached_property
     def is_unsettled(self) -> bool:

@@ -18,7 +18,7 @@ from jaxmp._src.core.lowering.forms import resolve, resolve_chosen
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.core.primitive.grouped import GROUPED
-from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p
+from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p, of_one_index
 from jaxmp._src.core.sharding import ragged, shardings
 from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
 from jaxmp._src.core.spec.extents import extents, operations
@@ -89,13 +89,14 @@ def rows_of(
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
-            size = a.shape[0] if spec.is_batch else 1
-            a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
+            size = math.prod(a.shape[: spec.batch])
+            a, b = of_one_index(spec, a, b)
+            spec = spec.replace(batch=0) if spec.asked_of_library else spec  # call by call
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
-            if not spec.is_batch:
+            if not spec.batch:
                 row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
             is_open = spec.is_unsettled and not is_symbolic(*avals)
-            unsettled = UNSETTLED_BATCH if spec.is_batch else UNSETTLED
+            unsettled = UNSETTLED_BATCH if spec.batch else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
             differ = varying[0], varying[-1]
@@ -167,7 +168,7 @@ def matmul_row(
     apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
     is_one_product = False  # of all of a batch
     with naming(spec.function + f" at {line}" * bool(line)):
-        if spec.is_batch:
+        if spec.batch:
             work = operations(spec, a.shape, b.shape)
             choice, is_one_product = backend.choose_for_batch(spec, platform, apart, operands, work)
             call = resolve_chosen(spec, a, b, choice)
