@@ -1,13 +1,15 @@
 """What `fuse` does with a product that cannot be a call: under a level an error, else the smallest part stays JAX's."""
 
+import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import collectives_of
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -241,3 +243,29 @@ def test_an_error_of_a_users_rule_is_raised_alone():
         jax.grad(lambda x: jaxmp.fuse(lambda x: jnp.sum(wrong(x)))(x))(W)
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         jaxmp.fuse(lambda x, w: x @ w, determinism="batch")(X * jnp.inf, W)
+
+
+def test_heads_stay_sharded_on_automatic_axes(mesh_of):
+    """Scores of attention and their gradients at every level, and of `jaxmp.einsum`: a batch of two dimensions."""
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    x, *weights = (jax.device_put(X, NamedSharding(mesh, spec)) for spec in (P(), *[P(None, "x")] * 2))
+    weights = [jnp.concatenate([w, w]) for w in weights]
+
+    def program(q, k, x, einsum=jnp.einsum):
+        def scores(q, k):
+            return einsum("bqgd,bkgd->bgqk", *((x @ w).reshape(2, 4, 4, 4) for w in (q, k)))
+
+        return scores(q, k), jax.grad(lambda q, k: (scores(q, k) ** 2).sum(), (0, 1))(q, k)
+
+    def found(fn):
+        compiled = jax.jit(fn).lower(*weights, x).compile()
+        return jax.tree.map(lambda sharding: sharding.spec, compiled.output_shardings), collectives_of(
+            compiled.as_text()
+        )
+
+    with jax.set_mesh(mesh):
+        heads = P(None, "x")
+        assert (plain := found(program)) == ((heads, (heads, heads)), [])
+        for level in ("run_to_run", "batch", "topology"):
+            assert found(jaxmp.fuse(program, determinism=level)) == plain, level
+        assert found(functools.partial(program, einsum=jaxmp.einsum)) == plain
