@@ -183,8 +183,8 @@ def interleaved_rows_count_as_contiguous(original, layout):
 
 
 @seeded("core.primitive.batching:may_batch", "determinism/test_determinism.py", "product/test_batches.py")
-def a_batch_under_a_level_may_go_to_xla(original, spec):
-    return original(dataclasses.replace(spec, determinism="run_to_run"))
+def a_batch_under_a_level_may_go_to_xla(original, spec, *operands):
+    return original(dataclasses.replace(spec, determinism="run_to_run"), *operands)
 
 
 @seeded("core.lowering.process_barrier:numbered", "process/test_products.py")

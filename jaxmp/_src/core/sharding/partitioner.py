@@ -249,19 +249,24 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
 @dataclasses.dataclass(frozen=True)
 class Settled:
     """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
-    first two operands differ between devices, and the dimensions that several axes shard."""
+    first two operands differ between devices, the dimensions that several axes shard, and into how many parts the mesh
+    divides a batch."""
 
     spec: Any
     types: tuple[Any, ...]
     varying: tuple[frozenset[str], frozenset[str]]
     dims: tuple[Dim, ...]
+    parts: int
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
     """The products of jaxmp's in one device's part of a call."""
-    call = _on_shards(json.loads(text), operands, results)
+    described = json.loads(text)
+    call = _on_shards(described, operands, results)
+    front = described["call"].get("spec", {}).get("batch", 0)
     part, found = jax_partitioner.part_of(call, operands), []
     specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
+    parts = size_of(call.results[0].mesh.shape, tuple(jax.tree.leaves(specs[len(operands)][:front])))
     dims = tuple(dim for spec in specs for dim in spec if isinstance(dim, tuple) and len(dim) > 1)
     axes: dict[Any, frozenset[str]] = {}
     axes |= {v: frozenset(jax.tree.leaves(spec)) for v, spec in zip(part.invars, specs, strict=False)}
@@ -270,7 +275,7 @@ def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) ->
         axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
         if eqn.primitive in (matmul_p, grouped_p):
             types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
-            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
+            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims, parts))
     return found
 
 

@@ -27,14 +27,16 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
     for row in rows:
         if row.pattern != UNSETTLED or not settled:
             found.append(row)
-        elif (match := next((one for one in left if _is_part_of(one, row)), None)) is not None:
+        elif (match := next((one for one in left if _is_part_of(one[0], row)), None)) is not None:
             left.remove(match)
-            names = ["count", "line", *["global_shapes", "extents", "flops"] * (row.operation == "ragged_dot")]
-            found.append(dataclasses.replace(match, **{name: getattr(row, name) for name in names}))
-    return [_on_one_device(row, has_batches) for row in found + left]
+            count = row.count // match[1]
+            names = ["line", *["global_shapes", "extents", "flops"] * (row.operation == "ragged_dot")]
+            found.append(dataclasses.replace(match[0], count=count, **{name: getattr(row, name) for name in names}))
+    return [_on_one_device(row, has_batches) for row in [*found, *(row for row, _ in left)]]
 
 
-def _settled(whole: Module) -> Iterator[Row]:
+def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
+    """Each row, and into how many parts the mesh divides its batch."""
     products = functools.cache(partitioner.settled)
     for computation, count in whole.executed():
         for each in computation.instructions.values():
@@ -46,10 +48,11 @@ def _settled(whole: Module) -> Iterator[Row]:
             for one in products(text, operands, _arrays(each)):
                 line, times = whole.innermost(each), count or 1
                 if isinstance(one.spec, GroupedSpec):
-                    yield grouped_row(one.spec, one.types, line, times)
+                    yield grouped_row(one.spec, one.types, line, times), 1
                 else:
                     a, b, *_ = one.types
-                    yield matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
+                    row = matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
+                    yield row, one.parts
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:
