@@ -73,7 +73,7 @@ class Scaling:
       aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
       aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.
 
-    docs/matmul.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    docs/low-precision.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
     """
 
     a: Scale | None = None
@@ -237,9 +237,16 @@ def dequantize(
 
 
 def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x in an fp8 or fp4 type, saturating: CUDA's SATFINITE, as cuBLASLt stores. `astype` gives NaN or infinity."""
-    most = float(jnp.finfo(dtype).max)
+    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE)."""
+    most = largest(dtype)
+    if np.dtype(dtype).name == INT8:
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
     return jnp.clip(x, -most, most).astype(dtype)
+
+
+def largest(dtype: DTypeLike) -> float:
+    """The largest number that quantizers use: of int8 127, since -128 has no opposite."""
+    return 127.0 if np.dtype(dtype).name == INT8 else float(jnp.finfo(dtype).max)
 
 
 def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
