@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import re
-import signal
-import socket
 import sys
 import threading
 import time
@@ -52,18 +49,16 @@ class _Job:
 
     def __init__(self, process: int, nprocesses: int, timeout: float) -> None:
         self.process, self.nprocesses, self.timeout = process, nprocesses, timeout
-        self.interrupts = _watch_interrupts()
         self.peers: Peers | None = None  # until it has met them
         self.failure = ""  # of `initialize` or `shutdown`
         self.at_end = watch.idle_thread()
 
     def close(self) -> None:
-        """Listen no more, to peers and to signals."""
+        """Closes the sockets on which peers connect."""
         hardware.set_of_job("")
         self.at_end(lambda: None)
         if self.peers is not None:
             self.peers.close()
-        _ignore_interrupts(self.interrupts)
 
 
 _job: _Job | None = None
@@ -166,7 +161,7 @@ def initialize(
 
 def _join(job: _Job, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
-    native, interrupts = native_lib.extension(), job.interrupts
+    native = native_lib.extension()
     join = functools.partial(
         bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
     )
@@ -179,7 +174,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
     job.peers = membership.peers
     hardware.set_of_job(membership.told)
     jax_compat.let_gloo_listen_at(membership.peers.host)
-    native_lib.start_barrier(job.process, job.nprocesses, job.timeout, interrupts[0].fileno() if interrupts else -1)
+    native_lib.start_barrier(job.process, job.nprocesses, job.timeout)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
     guard = functools.partial(
         watch.guard_main_thread, job.process, job.timeout, lambda: _job is job and not job.failure
@@ -270,35 +265,6 @@ def _check_moment() -> None:
         )
 
 
-# Interrupts -----------------------------------------------------------------------------------------------------
-
-
-def _watch_interrupts() -> tuple[socket.socket, ...]:
-    """A pair of sockets over which Python tells at once of a signal, while its handler has to wait for Python code."""
-    if threading.current_thread() is not threading.main_thread():
-        return ()
-    reader, writer = socket.socketpair()
-    for end in (reader, writer):
-        end.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if previous != -1:  # somebody else's, an event loop perhaps
-        signal.set_wakeup_fd(previous)
-        reader.close()
-        writer.close()
-        return ()
-    return reader, writer
-
-
-def _ignore_interrupts(interrupts: tuple[socket.socket, ...]) -> None:
-    if not interrupts:
-        return
-    with contextlib.suppress(ValueError):  # not the main thread
-        if (current := signal.set_wakeup_fd(-1)) not in (-1, interrupts[1].fileno()):
-            signal.set_wakeup_fd(current)
-    for end in interrupts:
-        end.close()
-
-
 # The end --------------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +314,6 @@ def _forget() -> None:
         return
     if job.peers is not None:
         job.peers.forget()
-    _ignore_interrupts(job.interrupts)
     jax_compat.forget_distributed()
 
 

@@ -26,7 +26,6 @@ namespace jaxmp {
 struct BarrierOptions {
   int process = 0, nprocesses = 1;
   double timeout = 60;  // seconds until a process that has not come is missing
-  int interrupts = -1;  // a descriptor that becomes readable when the user interrupts, or -1
 };
 
 // One process barrier per operating-system process. Start, Leave and Stop are called by one thread; Arrive by any.

@@ -86,7 +86,6 @@ struct Service {
   std::vector<Waiting> waiting;  // in the order in which they came
   std::string failure, last_call;
   std::optional<Status> late_failure;
-  bool is_interrupted = false;
   int wake[2] = {-1, -1};
   std::thread thread;
 
@@ -100,7 +99,6 @@ struct Service {
   Status GiveUp(const Arrival& arrival, const std::string& text, Kind kind);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
   std::vector<Resumed> Settle();
-  void DrainInterrupts();
   void Read(int process);
   void Handle(int process, const Message& message);
 };

@@ -41,7 +41,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/platform/runtime/native.py has the same number.
-constexpr int kAbiVersion = 17;
+constexpr int kAbiVersion = 18;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -262,10 +262,8 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_sharing", &cuda::SetSharing, nb::arg("may_share"));
   m.def(
       "start_barrier",
-      [](int process, int nprocesses, double timeout, int interrupts) {
-        StartBarrier({process, nprocesses, timeout, interrupts});
-      },
-      nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"), nb::arg("interrupts"));
+      [](int process, int nprocesses, double timeout) { StartBarrier({process, nprocesses, timeout}); },
+      nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"));
   m.def(
       "own_arena",
       [] {

@@ -406,7 +406,7 @@ TEST(NoAttributeCrashes) {
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   close(ends[1]);
-  StartBarrier({0, 2, 0.1, -1});
+  StartBarrier({0, 2, 0.1});
   ConnectPeer(1, ends[0]);
   std::vector<Target> targets = Targets();
   for (Target& target : targets) TryEveryMutation(target);

@@ -442,19 +442,26 @@ def wait_for_a_signal():
 
 
 def catch_an_interrupt():
-    """Rank 0 gets a signal in a call for which it waits, and goes on; rank 1 comes to that call later."""
+    """Rank 0 gets a signal while it waits for a call to which rank 1 comes later, catches it and goes on."""
     initialize()
     a, b = operands(make_mesh())
     check(product(a, b), 48)
+    total = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P()).sum())
+    wait = {"block_until_ready": jax.block_until_ready, "asarray": np.asarray, "float": float}[os.environ["WAIT"]]
+    wait(total(a, b))
     print("READY")
     if PROCESS == 0:
         fault()
     else:
         time.sleep(3)
+    caught = None
     try:
-        check(product(a, b), 48)
+        wait(total(a, b))
     except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
-        print("CAUGHT", type(error).__name__, error)
+        caught = type(error).__name__
+        time.sleep(0.01)  # a second exception would come here
+    if caught:
+        print("CAUGHT", caught)
     check(product(a, b), 48)
 
 

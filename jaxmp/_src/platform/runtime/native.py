@@ -30,7 +30,7 @@ COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -173,11 +173,11 @@ def capabilities(library: str = "host") -> dict[str, bool]:
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
-def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
+def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
-    extension().start_barrier(process, nprocesses, timeout, interrupts)
+    extension().start_barrier(process, nprocesses, timeout)
     has_barrier = True
 
 
