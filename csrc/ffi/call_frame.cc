@@ -26,7 +26,7 @@ ffi::Error ToError(const Status& status) {
 
 namespace {
 
-StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string_view name) {
+StatusOr<Attribute> AnyAttribute(const ffi::Dictionary& dictionary, std::string_view name) {
   if (auto value = dictionary.get<int64_t>(name)) return Attribute(*value);
   if (auto value = dictionary.get<std::string_view>(name)) return Attribute(std::string(*value));
   if (auto value = dictionary.get<ffi::Span<const int64_t>>(name)) {
@@ -43,7 +43,7 @@ StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string
 StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
   Attributes attributes;
   for (std::string_view name : dictionary) {
-    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, ReadAttribute(dictionary, name));
+    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, AnyAttribute(dictionary, name));
     if (attributes.emplace(name, std::move(attribute)).second) continue;
     return InvalidArgument("jaxmp: attribute ", name, " is given twice");
   }

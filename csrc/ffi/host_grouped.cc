@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 namespace jaxmp {
 namespace {
 
-StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attributes) {
+StatusOr<std::unique_ptr<GroupedSite>> MakeGroupedSite(const ffi::Dictionary& attributes) {
   auto site = std::make_unique<GroupedSite>();
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_contraction", &site->is_contraction));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_transposed", &site->is_transposed));
@@ -108,7 +108,7 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   return p;
 }
 
-Outcome Run(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
+Outcome RunGrouped(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
             ffi::RemainingRets rets) {
   GroupRank group_rank{};
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
@@ -121,10 +121,10 @@ Outcome Run(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Rem
 
 }  // namespace
 
-XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<GroupedSite, MakeSite>(frame); }
+XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<GroupedSite, MakeGroupedSite>(frame); }
 
 XLA_FFI_Error* GroupedExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<GroupedSite, Run, ffi::RunId, ffi::ThreadPool>(frame);
+  return Execute<GroupedSite, RunGrouped, ffi::RunId, ffi::ThreadPool>(frame);
 }
 
 }  // namespace jaxmp
