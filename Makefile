@@ -189,9 +189,9 @@ docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warning
 
 # The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand. The wheel's
 # environment has what pyproject.toml names for a build, where pip would make one for each build and keep silent.
-build_requires = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+build_requires = import tomllib; print(end="\n".join(tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))
 build_wheel = import scikit_build_core.build as b; b.build_wheel("$(WHEEL)", {"build-dir": "build/$(notdir $(WHEEL))"})
-more_requires = import scikit_build_core.build as b; print(*b.get_requires_for_build_wheel(), sep="\n")
+more_requires = import scikit_build_core.build as b; print(end="\n".join(b.get_requires_for_build_wheel()))
 install_for_wheel = xargs -r -d '\n' $(WHEEL)/bin/pip install --quiet --disable-pip-version-check --no-compile
 $(WHEEL)/.ready: $(ALL_SOURCES)
 	@echo "step 1 of 4: setting up $(WHEEL)"
