@@ -139,7 +139,7 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
 }
 
 ffi::Error RunCuda(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
-               ffi::RemainingRets rets) {
+                   ffi::RemainingRets rets) {
   try {
     return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
   } catch (const std::exception& exception) {  // memory

@@ -243,7 +243,9 @@ ffi::Error RunCollect(DeferredSite* site, ffi::ThreadPool pool, ffi::RemainingAr
 
 size_t TrimProducts(double unused_for) { return blocks().Trim(unused_for); }
 
-XLA_FFI_Error* DeferredInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<DeferredSite, MakeDeferredSite>(frame); }
+XLA_FFI_Error* DeferredInstantiate(XLA_FFI_CallFrame* frame) {
+  return Instantiate<DeferredSite, MakeDeferredSite>(frame);
+}
 XLA_FFI_Error* StartExecute(XLA_FFI_CallFrame* frame) {
   return Execute<DeferredSite, RunStart, ffi::RunId, ffi::DeviceOrdinal, ffi::ThreadPool>(frame);
 }

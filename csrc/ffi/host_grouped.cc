@@ -98,18 +98,15 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
   int64_t position = 0;
   if (nranks > 1) {
-    const ffi::AnyBuffer given = *args.get<ffi::AnyBuffer>(3);
-    if (given.element_type() != ffi::U32 || given.element_count() != 1) {
-      return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");
-    }
-    position = *static_cast<const uint32_t*>(given.untyped_data());
+    JAXMP_ASSIGN_OR_RETURN(const void* given, PositionAt(args, 3));
+    position = *static_cast<const uint32_t*>(given);
   }
   JAXMP_ASSIGN_OR_RETURN(*group_rank, site.communicator->Find(position));
   return p;
 }
 
 Outcome RunGrouped(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
-            ffi::RemainingRets rets) {
+                   ffi::RemainingRets rets) {
   GroupRank group_rank{};
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
   const StatusOr<hostmp::GroupedProduct> product = ReadCall(*site, args, rets, &group_rank);

@@ -51,7 +51,8 @@ StatusOr<GroupRank> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, c
   return plan.communicator().Find(position ? *static_cast<const int32_t*>(position) : 0);
 }
 
-Outcome RunMatmul(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+Outcome RunMatmul(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
   Plan& plan = *site->plan;
   Buffers buffers;
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.

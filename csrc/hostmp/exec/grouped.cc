@@ -13,9 +13,9 @@
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/exec/collective_call.h"
+#include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
-#include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/tiling/tiling.h"
 
 namespace jaxmp::hostmp {
@@ -95,7 +95,7 @@ class GroupedWork final : public SharedWork {
     }
     if (is_in_d) return;
     if (tile.d) return Store(c, tile.nrows, tile.ncols, InMatrix(tile));
-    const char* from = c;
+    char* from = c;
     for (size_t i = tile.first; i < tile.last; ++i) {
       Store(from, tile.nrows, rows_[i].count, InRows(tile, rows_[i]));
       from += BytesOf(sums_, rows_[i].count * tile.nrows);
@@ -284,40 +284,26 @@ class GroupedWork final : public SharedWork {
     return product;
   }
 
-  // The rows of each rank, summed one behind the other. An instruction sums a whole unit of rows: that around the end
-  // of a rank's rows is put together in `copied`.
+  // The rows of each rank, summed one behind the other.
   KSegments SegmentsOf(const GroupTile& tile, char* copied) const {
-    const int64_t unit = KUnit(KernelFor(tile).kernel);
-    const auto product_of = [&](int64_t depth, const char* w, int64_t lda, const char* x, int64_t ldb) {
-      return Product{kPlain, kTransposed, tile.nrows, tile.ncols, depth, w, lda, x, ldb, nullptr, 0};
+    std::vector<int64_t> ends;
+    for (size_t i = tile.first; i < tile.last; ++i) ends.push_back((i > tile.first ? ends.back() : 0) + rows_[i].count);
+    const auto product_of = [&](size_t i, int64_t begin, int64_t end) {
+      const Rows& rows = rows_[tile.first + i];
+      const int64_t row = begin - (ends[i] - rows.count);
+      return Product{kPlain,
+                     kTransposed,
+                     tile.nrows,
+                     tile.ncols,
+                     end - begin,
+                     At(rows.w, p_.type, row * p_.n + tile.row),
+                     p_.n,
+                     At(rows.x, p_.type, row * p_.k + tile.col),
+                     p_.k,
+                     nullptr,
+                     0};
     };
-    const auto w_of = [&](size_t i, int64_t row) { return At(rows_[i].w, p_.type, row * p_.n + tile.row); };
-    const auto x_of = [&](size_t i, int64_t row) { return At(rows_[i].x, p_.type, row * p_.k + tile.col); };
-    KSegments segments;
-    int64_t begin = 0, at = 0;  // of rank i's rows, and of what the segments do not have yet
-    for (size_t i = tile.first; i < tile.last; begin += rows_[i++].count) {
-      const int64_t end = begin + rows_[i].count;
-      const int64_t whole = end == tile.depth ? end : end / unit * unit;
-      if (at < whole) {
-        segments.push_back(product_of(whole - at, w_of(i, at - begin), p_.n, x_of(i, at - begin), p_.k));
-        at = whole;
-      }
-      if (at >= end) continue;
-      const int64_t depth = std::min(unit, tile.depth - at);
-      char* const w = copied;
-      char* const x = At(w, p_.type, depth * tile.nrows);
-      copied = At(x, p_.type, depth * tile.ncols);
-      segments.push_back(product_of(depth, w, tile.nrows, x, tile.ncols));
-      int64_t row = at - begin;
-      size_t rank = i;
-      for (int64_t k = 0; k < depth; ++k, ++row) {
-        while (row == rows_[rank].count) ++rank, row = 0;
-        CopyView(p_.type, {const_cast<char*>(w_of(rank, row)), 0}, tile.nrows, 1, {At(w, p_.type, k * tile.nrows), 0});
-        CopyView(p_.type, {const_cast<char*>(x_of(rank, row)), 0}, tile.ncols, 1, {At(x, p_.type, k * tile.ncols), 0});
-      }
-      at += depth;
-    }
-    return segments;
+    return CutAtUnits(ends, KUnit(KernelFor(tile).kernel), product_of, copied);
   }
 
   void FillZero(const GroupTile& tile) const {
@@ -327,18 +313,13 @@ class GroupedWork final : public SharedWork {
   }
 
   // Sums of so many columns to d, whose columns are n apart.
-  void Store(const char* from, int64_t nrows, int64_t ncols, char* to) const {
-    for (int64_t col = 0; col < ncols; ++col) {
-      const char* const sums = from + BytesOf(sums_, col * nrows);
-      char* const column = At(to, p_.out, col * p_.n);
-      if (p_.out == sums_) {
-        std::memcpy(column, sums, static_cast<size_t>(BytesOf(sums_, nrows)));
-      } else if (p_.out == abi::CUDA_R_16BF) {
-        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<BFloat16*>(column), nrows);
-      } else {
-        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<Float16*>(column), nrows);
-      }
-    }
+  void Store(char* from, int64_t nrows, int64_t ncols, char* to) const {
+    hostmp::Finish finish{};
+    finish.epilog = FindEpilog(abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT);
+    finish.rows = nrows, finish.cols = ncols;
+    finish.z = from, finish.ldz = nrows;
+    finish.d = to, finish.ldd = p_.n;
+    FinishTile(finish, sums_, p_.out);
   }
 
   const std::vector<const GroupedProduct*> ranks_;

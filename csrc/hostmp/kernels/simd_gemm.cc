@@ -27,8 +27,6 @@ struct Simd {
   }
   JAXMP_SIMD void Store(T* to, const V& value) { std::memcpy(to, &value, sizeof(value)); }
   JAXMP_SIMD V Broadcast(T value) { return V{value, value, value, value}; }
-  JAXMP_SIMD V Add(const V& x, const V& y) { return x + y; }
-  JAXMP_SIMD V Mul(const V& x, const V& y) { return x * y; }
   JAXMP_SIMD V Fma(const V& x, const V& y, const V& sum) { return sum + x * y; }
   JAXMP_SIMD V Fnma(const V& x, const V& y, const V& sum) { return sum - x * y; }
 };

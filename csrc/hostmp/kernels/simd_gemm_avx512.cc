@@ -34,8 +34,6 @@ struct Simd<float> {
   JAXMP_SIMD V Load(const Float8E5m2* from) { return Widen16(from); }
   JAXMP_SIMD void Store(float* to, V value) { _mm512_storeu_ps(to, value); }
   JAXMP_SIMD V Broadcast(float value) { return _mm512_set1_ps(value); }
-  JAXMP_SIMD V Add(V x, V y) { return _mm512_add_ps(x, y); }
-  JAXMP_SIMD V Mul(V x, V y) { return _mm512_mul_ps(x, y); }
   JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
 
@@ -74,8 +72,6 @@ struct Simd<double> {
   JAXMP_SIMD V Load(const double* from) { return _mm512_loadu_pd(from); }
   JAXMP_SIMD void Store(double* to, V value) { _mm512_storeu_pd(to, value); }
   JAXMP_SIMD V Broadcast(double value) { return _mm512_set1_pd(value); }
-  JAXMP_SIMD V Add(V x, V y) { return _mm512_add_pd(x, y); }
-  JAXMP_SIMD V Mul(V x, V y) { return _mm512_mul_pd(x, y); }
   JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm512_fmadd_pd(x, y, sum); }
   JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm512_fnmadd_pd(x, y, sum); }
 };

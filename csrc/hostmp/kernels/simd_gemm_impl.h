@@ -191,8 +191,8 @@ JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, in
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
       T* const to = c + col * ldc + v * kLanes;
-      const V term = Simd<T>::Mul(sums[col][v], factor);
-      Simd<T>::Store(to, adds ? Simd<T>::Add(Simd<T>::Load(to), term) : term);
+      const V term = sums[col][v] * factor;
+      Simd<T>::Store(to, adds ? Simd<T>::Load(to) + term : term);
     }
   }
 }

@@ -28,8 +28,6 @@ struct Simd<float> {
   }
   JAXMP_SIMD void Store(float* to, V value) { vst1q_f32(to, value); }
   JAXMP_SIMD V Broadcast(float value) { return vdupq_n_f32(value); }
-  JAXMP_SIMD V Add(V x, V y) { return vaddq_f32(x, y); }
-  JAXMP_SIMD V Mul(V x, V y) { return vmulq_f32(x, y); }
   JAXMP_SIMD V Fma(V x, V y, V sum) { return vfmaq_f32(sum, x, y); }
   JAXMP_SIMD V Fnma(V x, V y, V sum) { return vfmsq_f32(sum, x, y); }
 };
@@ -38,6 +36,8 @@ template <>
 struct Simd<double> {
   struct V {
     float64x2_t low, high;
+    V operator+(V y) const { return {low + y.low, high + y.high}; }
+    V operator*(V y) const { return {low * y.low, high * y.high}; }
   };
   static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   JAXMP_SIMD V Load(const double* from) { return {vld1q_f64(from), vld1q_f64(from + 2)}; }
@@ -46,8 +46,6 @@ struct Simd<double> {
     vst1q_f64(to + 2, value.high);
   }
   JAXMP_SIMD V Broadcast(double value) { return {vdupq_n_f64(value), vdupq_n_f64(value)}; }
-  JAXMP_SIMD V Add(V x, V y) { return {vaddq_f64(x.low, y.low), vaddq_f64(x.high, y.high)}; }
-  JAXMP_SIMD V Mul(V x, V y) { return {vmulq_f64(x.low, y.low), vmulq_f64(x.high, y.high)}; }
   JAXMP_SIMD V Fma(V x, V y, V sum) { return {vfmaq_f64(sum.low, x.low, y.low), vfmaq_f64(sum.high, x.high, y.high)}; }
   JAXMP_SIMD V Fnma(V x, V y, V sum) { return {vfmsq_f64(sum.low, x.low, y.low), vfmsq_f64(sum.high, x.high, y.high)}; }
 };

@@ -130,7 +130,8 @@ JAXMP_TARGET void SmallN(const Product* segments, size_t count, T alpha, bool ad
 void SmallNGemm(abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
   WithType(type, [&](auto number) {
     using From = decltype(number);
-    if constexpr (kParts<From> == 1) SmallN<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
+    if constexpr (kParts<From> == 1)
+      SmallN<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
   });
 }
 
