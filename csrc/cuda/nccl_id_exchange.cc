@@ -43,15 +43,15 @@ class Table {
 };
 
 // Never destroyed: the Python function must not be released after the interpreter, and threads may still wait.
-struct State {
+struct ExchangeState {
   std::mutex mutex;
   std::shared_ptr<const Exchange> exchange;  // guarded by mutex; null: the table
   std::atomic<double> timeout{25.0};
   Table table;
 };
 
-State& state() {
-  static auto* const only = new State;
+ExchangeState& exchange_state() {
+  static auto* const only = new ExchangeState;
   return *only;
 }
 
@@ -99,21 +99,21 @@ StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks)
 
 void SetExchange(Exchange exchange) {
   auto shared = exchange ? std::make_shared<const Exchange>(std::move(exchange)) : nullptr;
-  std::lock_guard<std::mutex> lock(state().mutex);
-  state().exchange.swap(shared);
+  std::lock_guard<std::mutex> lock(exchange_state().mutex);
+  exchange_state().exchange.swap(shared);
 }
 
 StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout) {
   std::shared_ptr<const Exchange> exchange;
   {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    exchange = state().exchange;
+    std::lock_guard<std::mutex> lock(exchange_state().mutex);
+    exchange = exchange_state().exchange;
   }
-  return exchange ? (*exchange)(key, value, timeout) : state().table(key, value, timeout);
+  return exchange ? (*exchange)(key, value, timeout) : exchange_state().table(key, value, timeout);
 }
 
-void SetTimeout(double seconds) { state().timeout = seconds; }
-double Timeout() { return state().timeout; }
+void SetTimeout(double seconds) { exchange_state().timeout = seconds; }
+double Timeout() { return exchange_state().timeout; }
 
 StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nranks) {
   StatusOr<std::string> value = rank == 0 ? MakeValue(key, nranks) : ReceiveValue(key, rank, nranks);

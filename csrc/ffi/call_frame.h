@@ -20,6 +20,10 @@ DType DTypeOf(xla::ffi::DataType type);
 Status ReadOperands(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
 
+// Where the device stands in the mesh: argument `index`, which begins with that. Programs that were exported earlier
+// have an int32.
+StatusOr<const void*> PositionAt(const xla::ffi::RemainingArgs& args, size_t index);
+
 // Arguments a and b alone, and with `has_d` result d; others may follow.
 Status ReadFactors(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
                    const xla::ffi::RemainingRets& rets, bool has_d, Buffers* buffers);

@@ -28,7 +28,7 @@ std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
   return cuda::GetCudaCommunicator({p.mesh_shape, p.axes_row, p.axes_col}, p.devices);
 }
 
-StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) {
+StatusOr<std::unique_ptr<CudaSite>> MakeCudaSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
   JAXMP_RETURN_IF_ERROR(MakeDistribution(problem).status());
@@ -138,8 +138,8 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   return ExecuteOnLocalRank(site, place, ordinal, buffers, stream);
 }
 
-ffi::Error Run(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
-               ffi::RemainingRets rets) {
+ffi::Error RunCuda(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
   try {
     return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
   } catch (const std::exception& exception) {  // memory
@@ -161,10 +161,10 @@ Status CudaSite::Open() {
   return {};
 }
 
-XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<CudaSite, MakeSite>(frame); }
+XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<CudaSite, MakeCudaSite>(frame); }
 
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<CudaSite, Run, ffi::DeviceOrdinal, ffi::PlatformStream<abi::CUstream>>(frame);
+  return Execute<CudaSite, RunCuda, ffi::DeviceOrdinal, ffi::PlatformStream<abi::CUstream>>(frame);
 }
 
 }  // namespace jaxmp

@@ -51,6 +51,12 @@ void ThrowIfFailed(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
 }
 
+template <typename T>
+T OrThrow(StatusOr<T> result) {
+  ThrowIfFailed(result.status());
+  return *std::move(result);
+}
+
 nb::dict DictOf(std::initializer_list<std::pair<const char*, nb::object>> items) {
   nb::dict result;
   for (const auto& [key, value] : items) result[key] = value;
@@ -208,12 +214,11 @@ nb::dict PeerDicts() {
 
 nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
   const std::string text = value ? std::string(value->c_str(), value->size()) : "";
-  StatusOr<std::string> result = [&] {
+  const std::string result = OrThrow([&] {
     const nb::gil_scoped_release released;
     return cuda::CallExchange(key, value ? &text : nullptr, timeout);
-  }();
-  ThrowIfFailed(result.status());
-  return nb::bytes(result->data(), result->size());
+  }());
+  return nb::bytes(result.data(), result.size());
 }
 
 }  // namespace
@@ -265,12 +270,7 @@ NB_MODULE(_jaxmp, m) {
       [](int process, int nprocesses, double timeout) { StartBarrier({process, nprocesses, timeout}); },
       nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"));
   m.def(
-      "own_arena",
-      [] {
-        const StatusOr<std::string> described = DescribeLocalArena();
-        ThrowIfFailed(described.status());
-        return *described;
-      },
+      "own_arena", [] { return OrThrow(DescribeLocalArena()); },
       "What the other processes of this machine need to share this one's memory.");
   m.def(
       "share_arena", [](int process, const std::string& described) { ThrowIfFailed(ShareArena(process, described)); },
@@ -300,10 +300,6 @@ NB_MODULE(_jaxmp, m) {
   m.def("service_lost_for", &ServiceLostFor);
   m.def(
       "start_coordinator_proxy",
-      [](const std::string& host, const std::string& port) {
-        const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
-        ThrowIfFailed(port_of_proxy.status());
-        return *port_of_proxy;
-      },
+      [](const std::string& host, const std::string& port) { return OrThrow(StartCoordinatorProxy(host, port)); },
       nb::arg("host"), nb::arg("port"));
 }
