@@ -186,7 +186,7 @@ void Product::Exchange() const {
     sequence.Delay(rank);
     ranks.push_back(peer == rank ? *own : *Slot(windows, is_fetched ? peer : rank, peer).load());
     is_one_call = is_one_call && IsOneCall(ranks.back(), *own);
-    scratch.emplace_back(BytesOf(own->desc_d, peer) + own->bytes + 512);
+    scratch.emplace_back(BytesOf(ranks.back().desc_d, peer) + own->bytes + 512);
     const auto at = (reinterpret_cast<uintptr_t>(scratch.back().data()) + 255) / 256 * 256;
     ranks.back().work = reinterpret_cast<void*>(at);
     if (peer != rank) ranks.back().d = reinterpret_cast<void*>(at + (own->bytes + 255) / 256 * 256);
