@@ -39,7 +39,7 @@ def __dir__() -> list[str]:
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.
-# Without XLA's flag that is half an hour, and never where the ranks of NCCL's do not find each other; a link may be slow.
+# Without XLA's flag that is half an hour, and on GPUs never; a link may be slow.
 _TRANSFER = 10
 # Seconds in which neighbours are met though the job cannot run.
 _GRACE = 10
