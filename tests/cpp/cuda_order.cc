@@ -69,7 +69,7 @@ int CountWrong(int64_t first_device, int calls) {
 }
 
 int Calls() {
-  const char* const calls = std::getenv("JAXMP_ORDER_CALLS");
+  const char* const calls = std::getenv("FAKE_CUBLASMP_CALLS");
   return calls ? std::atoi(calls) : 1200;
 }
 
