@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from tables import means
 
 import jaxmp
-from jaxmp._src.ops.moe_mlp import layers
+from jaxmp._src.core.ops.moe_mlp import layers
 
 RANKS = (2, 4)
 TOKENS, WIDTH, HIDDEN, EXPERTS = 4096, 512, 1024, 8

@@ -26,7 +26,7 @@ from common import interleaved, machine, table
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "gpu.md"

@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 from tables import means
 
 import jaxmp
-from jaxmp._src.cli import calibrate
-from jaxmp._src.hardware import hardware
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.platform.hardware import hardware
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.tools.cli import calibrate
 
 NAMES, ADDRESSES, LINK, PORT = ("jaxmp-bench-a", "jaxmp-bench-b"), ("10.77.41.1", "10.77.41.2"), "veth0", 9999
 RATES, SIZES, TYPES, ROUNDS = ("1gbit", "2500mbit", "10gbit"), (2048, 4096), ("float32", "bfloat16"), 9

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import jaxmp
-from jaxmp._src.cli import calibrate
+from jaxmp._src.tools.cli import calibrate
 
 PATTERNS = {**bench_matmul.PATTERNS, "local": (P("x", None), P(None, None), P("x", None))}
 SHAPES = [shape for shape in bench_matmul.SHAPES if min(shape) >= 512]

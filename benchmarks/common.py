@@ -12,9 +12,9 @@ import jax
 import tables
 
 import jaxmp
-from jaxmp._src.hardware.clock import interleaved as interleaved
-from jaxmp._src.hardware.processor import processor
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.hardware.clock import interleaved as interleaved
+from jaxmp._src.platform.hardware.processor import processor
+from jaxmp._src.platform.runtime import native
 
 # With these set, OpenBLAS, which is opened later, takes the kernels of another processor than this one.
 for variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):

@@ -3,41 +3,41 @@
 import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize
-from jaxmp._src import registration as _registration  # noqa: F401  registers the rules of the primitives
-from jaxmp._src.advise.advise import Advice, advise
-from jaxmp._src.advise.program import ProgramAdvice
-from jaxmp._src.audit.audit import audit
-from jaxmp._src.audit.table import Audit
-from jaxmp._src.draw.draw import Drawing, draw
-from jaxmp._src.explain.compiled import CompiledExplanation
-from jaxmp._src.explain.explain import assert_no_collectives, explain
-from jaxmp._src.explain.table import Explanation
-from jaxmp._src.fuse.fuse import fuse
-from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
-from jaxmp._src.ops.collective_matmul import (
+from jaxmp._src.core import registration as _registration  # noqa: F401  registers the rules of the primitives
+from jaxmp._src.core.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
+from jaxmp._src.core.ops.collective_matmul import (
     all_gather_matmul,
     block_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from jaxmp._src.ops.dot_general import dot_general
-from jaxmp._src.ops.einsum import einsum
-from jaxmp._src.ops.gated_mlp import gated_mlp
-from jaxmp._src.ops.matmul import linear, matmul
-from jaxmp._src.ops.mlp import mlp
-from jaxmp._src.ops.moe_mlp import moe_mlp
-from jaxmp._src.ops.ragged_all_to_all import ragged_all_to_all
-from jaxmp._src.ops.ragged_dot import ragged_dot
-from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
-from jaxmp._src.primitive.primitives import dots_saveable
-from jaxmp._src.profile.profile import Profile, profile
-from jaxmp._src.runtime import config as _config
-from jaxmp._src.runtime.native import plan_cache_clear, plan_cache_info, register
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.options import CommOptions
-from jaxmp._src.spec.process_grid import BlockCyclic
+from jaxmp._src.core.ops.dot_general import dot_general
+from jaxmp._src.core.ops.einsum import einsum
+from jaxmp._src.core.ops.gated_mlp import gated_mlp
+from jaxmp._src.core.ops.matmul import linear, matmul
+from jaxmp._src.core.ops.mlp import mlp
+from jaxmp._src.core.ops.moe_mlp import moe_mlp
+from jaxmp._src.core.ops.ragged_all_to_all import ragged_all_to_all
+from jaxmp._src.core.ops.ragged_dot import ragged_dot
+from jaxmp._src.core.ops.ragged_dot_general import ragged_dot_general
+from jaxmp._src.core.primitive.primitives import dots_saveable
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.options import CommOptions
+from jaxmp._src.core.spec.process_grid import BlockCyclic
+from jaxmp._src.fuse.fuse import fuse
+from jaxmp._src.platform.hardware.hardware import Hardware
+from jaxmp._src.platform.runtime import config as _config
+from jaxmp._src.platform.runtime.native import plan_cache_clear, plan_cache_info, register
+from jaxmp._src.tools.advise.advise import Advice, advise
+from jaxmp._src.tools.advise.program import ProgramAdvice
+from jaxmp._src.tools.audit.audit import audit
+from jaxmp._src.tools.audit.table import Audit
+from jaxmp._src.tools.draw.draw import Drawing, draw
+from jaxmp._src.tools.explain.compiled import CompiledExplanation
+from jaxmp._src.tools.explain.explain import assert_no_collectives, explain
+from jaxmp._src.tools.explain.table import Explanation
+from jaxmp._src.tools.profile.profile import Profile, profile
 from jaxmp.distributed import DistributedError
 
 __version__ = _metadata.version("jaxmp")

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxmp._src.cli.main import main
+from jaxmp._src.tools.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

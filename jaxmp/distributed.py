@@ -17,17 +17,17 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.hardware import calibration, hardware
-from jaxmp._src.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.primitive.collectives import collective_p
-from jaxmp._src.primitive.grouped import partitioned_grouped_p
-from jaxmp._src.primitive.primitives import MATMULS
-from jaxmp._src.processes import bootstrap, watch
-from jaxmp._src.processes.peers import Peers
-from jaxmp._src.processes.watch import DistributedError
-from jaxmp._src.runtime import logs
-from jaxmp._src.runtime import native as native_lib
-from jaxmp._src.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
+from jaxmp._src.core.primitive.collectives import collective_p
+from jaxmp._src.core.primitive.grouped import partitioned_grouped_p
+from jaxmp._src.core.primitive.primitives import MATMULS
+from jaxmp._src.jobs import bootstrap, watch
+from jaxmp._src.jobs.peers import Peers
+from jaxmp._src.jobs.watch import DistributedError
+from jaxmp._src.platform.hardware import calibration, hardware
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime import logs
+from jaxmp._src.platform.runtime import native as native_lib
+from jaxmp._src.platform.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
 
 __all__ = ["DistributedError", "cause", "initialize", "shutdown"]
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmp._src.ops import routing
-from jaxmp._src.ops.matmul import linear
-from jaxmp._src.spec.levels import Determinism
-from jaxmp._src.spec.options import Activation, Sharding
-from jaxmp._src.spec.refusal import of_layer
+from jaxmp._src.core.ops import routing
+from jaxmp._src.core.ops.matmul import linear
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.options import Activation, Sharding
+from jaxmp._src.core.spec.refusal import of_layer
 
 try:
     import equinox as _equinox

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._src.ops import routing
-from jaxmp._src.ops.dot_general import dot_general
-from jaxmp._src.ops.matmul import linear
-from jaxmp._src.spec.levels import Determinism
-from jaxmp._src.spec.options import Activation, Sharding
-from jaxmp._src.spec.refusal import of_layer
+from jaxmp._src.core.ops import routing
+from jaxmp._src.core.ops.dot_general import dot_general
+from jaxmp._src.core.ops.matmul import linear
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.options import Activation, Sharding
+from jaxmp._src.core.spec.refusal import of_layer
 
 try:
     from flax import linen, nnx

@@ -1,8 +1,9 @@
-"""To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, and the library's layouts.
+"""Converts to int8, float8 and float4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, layouts.
 
 A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
-Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. A cotangent of q has the narrow type of q, as JAX has
-it, so NaN or 0 where that ends: to train, give the derivative yourself (examples/05_fp8_linear.py).
+Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. int8 takes `tensor` and `rows`. JAX gives a cotangent
+of q the type of q, which makes large ones NaN and small ones 0: to train, write the derivative yourself
+(examples/05_fp8_linear.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import Scale
-from jaxmp._src.spec.options import Array
-from jaxmp._src.spec.process_grid import round_up
-from jaxmp._src.spec.refusal import naming
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.low_precision import Scale
+from jaxmp._src.core.spec.options import Array
+from jaxmp._src.core.spec.process_grid import round_up
+from jaxmp._src.core.spec.refusal import naming
 
 __all__ = [
     "amax",
@@ -53,15 +54,15 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1).
+    """The largest number that a quantizer uses: 127 (int8), 448 (e4m3), 57344 (e5m2), 6 (e2m1).
 
-    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales alone.
+    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales only.
     """
     name = jnp.dtype(dtype).name
-    if name.startswith(("float8", "float4")) and name != "float8_e8m0fnu":
-        return float(jnp.finfo(dtype).max)
-    why = ", which is for scales alone" if name == "float8_e8m0fnu" else ""
-    raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {name}{why}")
+    if name == "int8" or (name.startswith(("float8", "float4")) and name != "float8_e8m0fnu"):
+        return low_precision.largest(dtype)
+    why = ", which is for scales only" if name == "float8_e8m0fnu" else ""
+    raise TypeError(f"quantize: dtype must be int8, a float8 or a float4 type, got {name}{why}")
 
 
 def amax(x: Array) -> jax.Array:
@@ -80,7 +81,10 @@ def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> 
 
 
 def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
-    """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
+    """Rounds `x` to `dtype`, to the nearest number, ties to even, and saturates.
+
+    `x.astype(dtype)` gives NaN or infinity for large numbers, and truncates for int8. int8 has no NaN: NaN becomes 0.
+    """
     return low_precision.encode(jnp.asarray(x), dtype)
 
 
@@ -108,7 +112,10 @@ def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) 
 
 
 def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows,)): one float32 scale a row."""
+    """(q, scale (rows,)): one float32 scale for each row.
+
+    For the columns of w (k, n) in int8: `q, scale = rows(w.T, jnp.int8)`, and `q.T` is the operand.
+    """
     if not jnp.ndim(x):
         raise ValueError("quantize.rows: x must have rows, got a scalar")
     scale = scale_for(low_precision.amax(_wide(x), -1), dtype)
@@ -117,7 +124,7 @@ def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
-    _check_blocks("vec128", x, 128)
+    _check_blocks("vec128", x, 128, dtype=dtype)
     scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
     divisor = low_precision.expand(scale, low_precision.VEC128, x.shape)
     return low_precision.encode(_over(_wide(x), divisor), dtype), scale
@@ -125,7 +132,7 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
-    _check_blocks("blk128", x, 128)
+    _check_blocks("blk128", x, 128, dtype=dtype)
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
     scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
@@ -138,7 +145,7 @@ def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
     Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
     """
-    _check_blocks("mxfp8", x, 32)
+    _check_blocks("mxfp8", x, 32, dtype=dtype)
     return low_precision.encode_blocks(_wide(x), low_precision.VEC32, dtype)
 
 
@@ -250,7 +257,11 @@ def _check_type(name: str, x: Array, dtype: str) -> None:
         raise TypeError(f"quantize.{name}: takes {dtype}, got {_described(x)}")
 
 
-def _check_blocks(name: str, x: Array, size: int, ndim: int = 2) -> None:
+def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLike = _E4M3) -> None:
+    if jnp.dtype(dtype) == jnp.int8:
+        raise TypeError(
+            f"quantize.{name}: int8 has one scale, or one for each row; use quantize.tensor or quantize.rows"
+        )
     if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(
             f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"

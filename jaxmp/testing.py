@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.lowering import fixed_shape
-from jaxmp._src.ops import matmul as matmul_lib
-from jaxmp._src.runtime.bitwise import assert_bitwise_equal as assert_bitwise_equal
-from jaxmp._src.spec import epilogs
-from jaxmp._src.spec.activations import pack_relu_aux
-from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.core.lowering import fixed_shape
+from jaxmp._src.core.ops import matmul as matmul_lib
+from jaxmp._src.core.spec import epilogs
+from jaxmp._src.core.spec.activations import pack_relu_aux
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.platform.runtime.bitwise import assert_bitwise_equal as assert_bitwise_equal
 
 __all__ = ["assert_bitwise_equal"]
 

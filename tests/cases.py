@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import Epilog
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 
 @dataclasses.dataclass(frozen=True)

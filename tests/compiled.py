@@ -4,7 +4,7 @@ import re
 
 import jax
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|collective-permute|collective-broadcast|all-to-all)(?:-start)?\("
 

@@ -7,7 +7,7 @@ import cases
 import jax
 import pytest
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 
 @pytest.fixture

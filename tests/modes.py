@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.spec import epilogs
+from jaxmp._src.core.spec import epilogs
 
 # The function of each pattern inside shard_map.
 IN_SHARD_MAP = {

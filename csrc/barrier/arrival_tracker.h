@@ -5,7 +5,7 @@
 // of its text and devices, and count the dispatches. So equal programs have equal numbers on every process, whatever
 // each of them has run before, and also if a run has ended before its first call. Arrivals at a call meet only within
 // one run, and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one
-// instruction of the compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them), and within a run a
+// instruction of the compiled program (jaxmp/_src/platform/jax_internals/jax_lowering.py numbers them), and within a run a
 // device comes to one instruction again only in the next iteration of a loop.
 //
 // A run that ends early on one process (an interrupt, a callback that raises) leaves no count behind. The next run has

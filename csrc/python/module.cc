@@ -40,7 +40,7 @@ namespace nb = nanobind;
 namespace jaxmp {
 namespace {
 
-// The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
+// The version of the boundary to the Python files; jaxmp/_src/platform/runtime/native.py has the same number.
 constexpr int kAbiVersion = 17;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
@@ -221,7 +221,7 @@ nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& v
 
 NB_MODULE(_jaxmp, m) {
   using namespace jaxmp;  // NOLINT
-  m.doc() = "jaxmp's compiled half; use it through jaxmp._src.runtime.native.";
+  m.doc() = "jaxmp's compiled half; use it through jaxmp._src.platform.runtime.native.";
   m.def("version", [] { return JAXMP_VERSION; });
   m.def("abi_version", [] { return kAbiVersion; });
   m.def("jaxlib_version", [] { return JAXMP_JAXLIB_VERSION; }, "The jaxlib whose FFI headers this was built with.");

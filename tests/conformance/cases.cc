@@ -281,7 +281,7 @@ void add_options(int nranks, const Add& add) {
 namespace {
 
 // What cuBLASMp 0.10.0 computes wrongly or refuses, or what ends or stops the process, as seen on an H200. jaxmp has it
-// computed otherwise (jaxmp/_src/lowering/faults.py).
+// computed otherwise (jaxmp/_src/core/lowering/faults.py).
 bool is_fault_of_cublasmp(const Case& c) {
   const bool is_many = c.nranks() > 1, is_double = c.out == CUDA_R_64F;
   const bool sums = c.pattern == Pattern::kReduceScatter || c.pattern == Pattern::kAllReduce;

@@ -114,7 +114,7 @@ def _libraries(arguments) -> list[str]:
     if arguments.cublasmp:
         paths = {"cublasmp": arguments.cublasmp, "nccl": arguments.nccl, "driver": arguments.driver}
     else:
-        from jaxmp._src.runtime import cuda_libraries
+        from jaxmp._src.platform.runtime import cuda_libraries
 
         found = cuda_libraries.find()
         paths = {"cublasmp": found.cublasmp, "nccl": found.nccl, "driver": found.driver}
@@ -124,7 +124,7 @@ def _libraries(arguments) -> list[str]:
 def environment() -> dict[str, str]:
     """Ours, where the loader finds the libraries of all wheels. cuBLASMp's looks for cuBLAS beside itself, and another
     folder of the import path may have it; in a Python process JAX's plugin has loaded it before."""
-    from jaxmp._src.runtime import cuda_libraries
+    from jaxmp._src.platform.runtime import cuda_libraries
 
     folders = [
         folder
@@ -138,7 +138,7 @@ def environment() -> dict[str, str]:
 def _blas() -> str:
     if os.environ.get("JAXMP_BLAS"):
         return os.environ["JAXMP_BLAS"]
-    from jaxmp._src.runtime import native
+    from jaxmp._src.platform.runtime import native
 
     return native._blas_path()
 

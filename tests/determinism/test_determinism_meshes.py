@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog, testing
-from jaxmp._src.primitive import primitives
-from jaxmp._src.spec import epilogs, matmul_spec
+from jaxmp._src.core.primitive import primitives
+from jaxmp._src.core.spec import epilogs, matmul_spec
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog, testing
-from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_compat
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES

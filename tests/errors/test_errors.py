@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, quantize
-from jaxmp._src.lowering import backend
+from jaxmp._src.core.lowering import backend
 
 
 @pytest.fixture(autouse=True)
@@ -182,9 +182,9 @@ CALLS = {
     "assert_no_collectives string": (lambda: jaxmp.assert_no_collectives(abs, allowed="all-reduce"), TypeError, "assert_no_collectives: allowed must be a list of kinds, got 'all-reduce'; pass ['all-reduce']"),
     "assert_no_collectives kind": (lambda: jaxmp.assert_no_collectives(abs, allowed=[("psum", "x")]), ValueError, "assert_no_collectives: allowed has ('psum', 'x'); it takes all-gather, "),
     "explain compiled": (lambda: jaxmp.explain(abs, compiled="yes"), TypeError, "explain: compiled must be True or False, got 'yes'"),
-    "quantize to a type of scales": (lambda: quantize.tensor(A, jnp.float8_e8m0fnu), TypeError, "quantize: dtype must be a float8 or float4 type, got float8_e8m0fnu"),
+    "quantize to a type of scales": (lambda: quantize.tensor(A, jnp.float8_e8m0fnu), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float8_e8m0fnu"),
     "quantize complex": (lambda: quantize.tensor(A.astype(np.complex64)), TypeError, "quantize: takes an array of real numbers, got"),
-    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be a float8 or float4 type, got float32"),
+    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float32"),
     "quantize no array": (lambda: quantize.amax("x"), TypeError, "quantize: takes an array of real numbers, got 'x'"),
     "pack_fp4 type": (lambda: quantize.pack_fp4(A), TypeError, "quantize.pack_fp4: takes float4_e2m1fn, got float32[4,6]"),
     "pack_fp4 odd": (lambda: quantize.pack_fp4(A[:, :5].astype("float4_e2m1fn")), ValueError, "quantize.pack_fp4: the last dimension must be a multiple of 2, got shape (4, 5)"),

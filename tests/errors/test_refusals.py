@@ -11,8 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
-from jaxmp._src.spec.refusal import (
+from jaxmp._src.core.spec.refusal import (
     DuplicateAxis,
     InvalidOperands,
     InvalidPath,
@@ -26,6 +25,7 @@ from jaxmp._src.spec.refusal import (
     NotInstalled,
     Refusal,
 )
+from jaxmp._src.platform.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
 
 A = jnp.ones((4, 4))
 GPU = {"implementation": "cublasmp"}  # refused where a program for CPUs is lowered

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.fuse import emit
-from jaxmp._src.spec.refusal import NotAvailable
 
 # In float64 another rounding of gelu is far from a wrong step.
 pytestmark = pytest.mark.usefixtures("promotion_of_users", "x64")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]
 

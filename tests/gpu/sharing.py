@@ -36,7 +36,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import Epilog
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 
 def death():

@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog, testing
-from jaxmp._src.lowering import fixed_shape
-from jaxmp._src.runtime import native
+from jaxmp._src.core.lowering import fixed_shape
+from jaxmp._src.platform.runtime import native
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")

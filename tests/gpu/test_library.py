@@ -7,7 +7,7 @@ import sys
 import pytest
 from gpu import ROOT, SHARING, conformance, cublasmp
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 

@@ -15,7 +15,7 @@ import pytest
 from gpu import SHARING, cublasmp
 from job import free_port
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 HERE = Path(__file__).resolve().parent

@@ -39,59 +39,61 @@ def seeded(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[
 # Layouts ---------------------------------------------------------------------------------------------------------
 
 
-@seeded("contraction.moves:entry", "product/test_drawn_contractions.py")
+@seeded("core.contraction.moves:entry", "product/test_drawn_contractions.py")
 def a_gathered_operand_has_no_sum_in_its_gradient(original, *args):
     dims, gathers = original(*args)
     return dims, tuple(gather._replace(varies=not gather.varies) for gather in gathers)
 
 
-@seeded("contraction.moves:received", "product/test_grids_along_k.py", "product/test_hlo.py")
+@seeded("core.contraction.moves:received", "product/test_grids_along_k.py", "product/test_hlo.py")
 def nothing_costs_to_move(original, *args):
     return 0
 
 
-@seeded("contraction.contraction:Contraction.dimension", "product/test_batches.py", "product/test_dot_general.py")
+@seeded("core.contraction.contraction:Contraction.dimension", "product/test_batches.py", "product/test_dot_general.py")
 def rows_behind_a_batch_are_gathered_as_the_batch(original, contraction):
     return 0
 
 
 @seeded(
-    "contraction.contraction:Contraction.columns", "product/test_dot_general.py", "product/test_drawn_contractions.py"
+    "core.contraction.contraction:Contraction.columns",
+    "product/test_dot_general.py",
+    "product/test_drawn_contractions.py",
 )
 def shared_columns_do_not_come_first(original, contraction):
     return contraction.cols
 
 
 @seeded(
-    "contraction.planner:_divides",
+    "core.contraction.planner:_divides",
     "product/test_any_sharding.py::test_axes_that_do_not_divide_a_dimension_do_not_split_it",
 )
 def axes_need_not_divide_a_dimension(original, call, extents, mesh):
     return True
 
 
-@seeded("primitive.collectives:all_gather", "product/test_drawn_contractions.py", "product/test_table.py")
+@seeded("core.primitive.collectives:all_gather", "product/test_drawn_contractions.py", "product/test_table.py")
 def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
     return original(x, axes[::-1], **options)
 
 
-@seeded("spec.process_grid:numroc", "product/test_block_cyclic.py")
+@seeded("core.spec.process_grid:numroc", "product/test_block_cyclic.py")
 def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
     return original(n, nb, iproc, 0, nprocs)
 
 
-@seeded("lowering.xla_matmul:without_padding", "product/test_block_cyclic.py")
+@seeded("core.lowering.xla_matmul:without_padding", "product/test_block_cyclic.py")
 def what_lies_in_the_padding_of_c_reaches_d(original, spec, d):
     return d
 
 
-@seeded("spec.low_precision:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
+@seeded("core.spec.low_precision:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
 def scales_of_blocks_lie_row_by_row(original, scales):
     swizzled = original(scales)
     return swizzled.reshape(-1, 32, 16).swapaxes(1, 2).reshape(-1)
 
 
-@seeded("ops.einsum:_permuted", "product/test_einsum.py")
+@seeded("core.ops.einsum:_permuted", "product/test_einsum.py")
 def operands_that_change_places_leave_their_shardings(original, *args):
     return args[1]
 
@@ -99,70 +101,70 @@ def operands_that_change_places_leave_their_shardings(original, *args):
 # Rules of the primitives -----------------------------------------------------------------------------------------
 
 
-@seeded("primitive.transpose:cotangent_of_a", "product/test_table.py")
+@seeded("core.primitive.transpose:cotangent_of_a", "product/test_table.py")
 def a_cotangent_ignores_conjugation(original, ct, a, b, *, spec):
     return original(ct, a, b, spec=spec.replace(conjugate_b=False))
 
 
-@seeded("primitive.transpose:reduced_cotangent", "product/test_table.py", "product/test_transforms.py")
+@seeded("core.primitive.transpose:reduced_cotangent", "product/test_table.py", "product/test_transforms.py")
 def without_types_a_cotangent_of_a_sum_is_of_one_rank(original, spec, ct):
     return ct
 
 
-@seeded("primitive.jvp:_widened", "product/test_low_precision_transforms.py")
+@seeded("core.primitive.jvp:_widened", "product/test_low_precision_transforms.py")
 def a_derivative_ignores_the_scale_of_an_operand(original, operands, spec):
     return original({name: x for name, x in operands.items() if name != "scale_b"}, spec)
 
 
-@seeded("primitive.batching:_front", "product/test_batches.py")
+@seeded("core.primitive.batching:_front", "product/test_batches.py")
 def vmap_takes_the_first_dimension(original, x, dim):
     return x
 
 
-@seeded("primitive.batching:_crosses_blocks", "product/test_table.py", "product/test_batches.py")
+@seeded("core.primitive.batching:_crosses_blocks", "product/test_table.py", "product/test_batches.py")
 def a_batch_of_blocks_becomes_columns(original, *args):
     return False
 
 
-@seeded("primitive.bias_grad:_sum", "product/test_table.py")
+@seeded("core.primitive.bias_grad:_sum", "product/test_table.py")
 def a_bias_gradient_has_the_sums_of_one_rank(original, x, dimension, is_conjugated, axes, source_line):
     return original(x, dimension, is_conjugated, (), source_line)
 
 
-@seeded("sharding.shard_local:_sum_over_data", "product/test_table.py")
+@seeded("core.sharding.shard_local:_sum_over_data", "product/test_table.py")
 def a_bias_gradient_is_not_summed_over_data(original, spec, outputs, axes):
     return outputs
 
 
-@seeded("spec.activations:unpack_relu_aux", "product/test_epilogs.py", "product/test_table.py")
+@seeded("core.spec.activations:unpack_relu_aux", "product/test_epilogs.py", "product/test_table.py")
 def a_mask_is_read_from_the_other_end_of_a_byte(original, aux, n):
     import jax.numpy as jnp
 
     return jnp.unpackbits(aux, axis=-1, count=n).astype(bool)
 
 
-@seeded("spec.activations:_constants", "product/test_table.py")
+@seeded("core.spec.activations:_constants", "product/test_table.py")
 def gelu_is_off_in_the_fifth_digit(original, z):
     first, second = original(z)
     return first, second * 1.001
 
 
-@seeded("spec.low_precision:encode", "product/test_low_precision_results.py", "product/test_quantize.py")
+@seeded("core.spec.low_precision:encode", "product/test_low_precision_results.py", "product/test_quantize.py")
 def large_results_do_not_saturate(original, x, dtype):
     return x.astype(dtype)
 
 
-@seeded("ops.activated:activate", "product/test_layers.py")
+@seeded("core.ops.activated:activate", "product/test_layers.py")
 def a_gated_layer_activates_the_other_product(original, f, zs):
     return original(f, zs[::-1])
 
 
-@seeded("lowering.ffi_call:_transposition", "product/test_table.py")
+@seeded("core.lowering.ffi_call:_transposition", "product/test_table.py")
 def a_call_forgets_conjugation(original, is_transposed, is_conjugated):
     return original(is_transposed, False)
 
 
-@seeded("lowering.ffi_call:_aliases", "product/test_in_place.py")
+@seeded("core.lowering.ffi_call:_aliases", "product/test_in_place.py")
 def c_is_copied_for_d(original, spec):
     return {}
 
@@ -170,48 +172,48 @@ def c_is_copied_for_d(original, spec):
 # Bits that are promised, and agreement of processes --------------------------------------------------------------
 
 
-@seeded("primitive.row_order:unfolded", "determinism/test_determinism_meshes.py")
+@seeded("core.primitive.row_order:unfolded", "determinism/test_determinism_meshes.py")
 def gathered_rows_are_summed_rank_after_rank(original, spec, x, dimension):
     return x
 
 
-@seeded("primitive.row_order:_is_contiguous", "determinism/test_determinism_meshes.py")
+@seeded("core.primitive.row_order:_is_contiguous", "determinism/test_determinism_meshes.py")
 def interleaved_rows_count_as_contiguous(original, layout):
     return True
 
 
-@seeded("primitive.batching:may_batch", "determinism/test_determinism.py", "product/test_batches.py")
+@seeded("core.primitive.batching:may_batch", "determinism/test_determinism.py", "product/test_batches.py")
 def a_batch_under_a_level_may_go_to_xla(original, spec):
     return original(dataclasses.replace(spec, determinism="run_to_run"))
 
 
-@seeded("lowering.process_barrier:numbered", "process/test_products.py")
+@seeded("core.lowering.process_barrier:numbered", "process/test_products.py")
 def ranks_count_from_the_other_end(original, axes, names):
     ranks = original(axes, names)
     return ranks.max() - ranks
 
 
-@seeded("jax_internals.jax_lowering:next_index", "process/test_products.py")
+@seeded("platform.jax_internals.jax_lowering:next_index", "process/test_products.py")
 def calls_of_a_program_share_one_number(original, ctx, key):
     return 0
 
 
-@seeded("sharding.ragged:bounds_of", "product/test_ragged_dot.py::test_sizes")
+@seeded("core.sharding.ragged:bounds_of", "product/test_ragged_dot.py::test_sizes")
 def negative_sizes_count(original, sizes, *rest):
     return original(abs(sizes), *rest)
 
 
-@seeded("sharding.ragged:_split", "product/test_ragged_dot_meshes.py::test_a_level_on_a_mesh")
+@seeded("core.sharding.ragged:_split", "product/test_ragged_dot_meshes.py::test_a_level_on_a_mesh")
 def a_sum_under_a_level_is_split(original, *shardings, keeps_k):
     return original(*shardings, keeps_k=False)
 
 
-@seeded("ops.moe_mlp:_permuted", "product/test_moe_layers.py::test_published_forms")
+@seeded("core.ops.moe_mlp:_permuted", "product/test_moe_layers.py::test_published_forms")
 def tokens_are_not_sorted(original, x, order):
     return x
 
 
-@seeded("sharding.ragged:shared_axes", "fuse/test_groups_of_rows.py::test_automatic_axes")
+@seeded("core.sharding.ragged:shared_axes", "fuse/test_groups_of_rows.py::test_automatic_axes")
 def experts_gather_their_rows(original, spec, mesh, rows, groups):
     return ()
 

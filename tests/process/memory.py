@@ -18,8 +18,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.lowering import process_barrier
-from jaxmp._src.runtime import native
+from jaxmp._src.core.lowering import process_barrier
+from jaxmp._src.platform.runtime import native
 
 # Of one axis or two in either order, of rows and columns; an all-reduce of few bytes and of more, which ranks divide
 # or do not.

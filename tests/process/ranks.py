@@ -41,7 +41,7 @@ def initialize(port=PORT, **options):
 
 def cut_all():
     """Every product over gloo in as many chunks as it has, whatever that costs."""
-    deferred, hardware = jaxmp._src.lowering.deferred, jaxmp._src.hardware.hardware
+    deferred, hardware = jaxmp._src.core.lowering.deferred, jaxmp._src.platform.hardware.hardware
     machine = hardware.Hardware("a test", dict.fromkeys(hardware.RATES, 1.0), memory_bandwidth=1.0, link_bandwidth=1.0)
     hardware.of_job = lambda: machine
     deferred.best_chunks = lambda machine, possible, **_: max(possible, default=1)
@@ -217,7 +217,7 @@ def dies_while_the_transport_opens():
     initialize()
     a, b = operands(make_mesh(), 2048, 1024, 2048 * NPROCESSES)
     if PROCESS == 0:
-        native = jaxmp._src.runtime.native.extension()
+        native = jaxmp._src.platform.runtime.native.extension()
 
         def watch():
             while not native.last_call():
@@ -230,20 +230,20 @@ def dies_while_the_transport_opens():
 
 def calibrate():
     """The command that measures a job, by small products, and what the next job is told."""
-    cli, hardware = importlib.import_module("jaxmp._src.cli.main").info, jaxmp._src.hardware
+    cli, hardware = importlib.import_module("jaxmp._src.tools.cli.main").info, jaxmp._src.platform.hardware
     measures, timed = cli.calibrate, cli.calibrate.interleaved
     measures._LARGE, measures._STREAM = 32, 2**12
     measures.interleaved = lambda calls, **_: timed(calls, seconds=1e-4, rounds=(1, 1))
     start = functools.partial(jaxmp.distributed.initialize, f"127.0.0.1:{PORT}", NPROCESSES, PROCESS)
     cli.config.launcher, cli.distributed.initialize = (lambda: ("a test", NPROCESSES)), start
-    assert importlib.import_module("jaxmp._src.cli.main").main(["info", "--calibrate", "--json"]) == 0
+    assert importlib.import_module("jaxmp._src.tools.cli.main").main(["info", "--calibrate", "--json"]) == 0
     assert hardware.hardware.of_job() is None  # when it began
     print("TELLS", hardware.calibration.for_job())
 
 
 def told():
     initialize()
-    machine = jaxmp._src.hardware.hardware.of_job()
+    machine = jaxmp._src.platform.hardware.hardware.of_job()
     print("TOLD", machine and (machine.network_bandwidth, machine.network_latency, machine.network_load, machine.node))
 
 
@@ -258,7 +258,7 @@ def dies_while_backends_start():
 def dies_while_all_join():
     """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
     if PROCESS == 0:
-        jaxmp._src.processes.bootstrap.join_job = lambda *args, **_: send(signal.SIGKILL)()
+        jaxmp._src.jobs.bootstrap.join_job = lambda *args, **_: send(signal.SIGKILL)()
     initialize()
 
 
@@ -284,7 +284,7 @@ def one_never_starts():
 
 def strangers_at_the_start():
     """Before a rank answers anybody, strangers wait at its port, silent and loud."""
-    start, kept = jaxmp._src.processes.bootstrap.Peers.start, []
+    start, kept = jaxmp._src.jobs.bootstrap.Peers.start, []
 
     def start_late(self, *args):
         for number in range(80):
@@ -293,7 +293,7 @@ def strangers_at_the_start():
             kept.append(stranger)
         start(self, *args)
 
-    jaxmp._src.processes.bootstrap.Peers.start = start_late
+    jaxmp._src.jobs.bootstrap.Peers.start = start_late
     initialize()
     check(product(*operands(make_mesh())), 48)
     if PROCESS == 0:  # JAX's service listens at the address that was given, and at no other one of this machine
@@ -368,7 +368,7 @@ def one_program_under_two_names():
 
 def other_version():
     if IS_VICTIM:
-        jaxmp._src.processes.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
+        jaxmp._src.jobs.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
     fault()
     initialize()
 
@@ -424,7 +424,7 @@ def end_without_threads():
 def end_late():
     """One rank ends long after the others, which are not all connected with it."""
     initialize()
-    print("NEIGHBOURS", *sorted(jaxmp._src.runtime.native.extension().peers()))
+    print("NEIGHBOURS", *sorted(jaxmp._src.platform.runtime.native.extension().peers()))
     if PROCESS == 3:
         time.sleep(1.5 * float(os.environ["JAXMP_TIMEOUT"]))
 
@@ -537,7 +537,7 @@ def share_under_a_limit():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(most),) * 2)
 
     keep_to("LIMIT")
-    native = jaxmp._src.runtime.native
+    native = jaxmp._src.platform.runtime.native
     initialize()
     keep_to("LATER_LIMIT")
     print("SHARES", *sorted(native.shared_processes))

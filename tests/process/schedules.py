@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from job import run as run_job
 
 import jaxmp
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 M, K, N = 8, 16, 32
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}

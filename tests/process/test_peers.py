@@ -15,9 +15,9 @@ import time
 
 import pytest
 
-from jaxmp._src.processes import bootstrap
-from jaxmp._src.processes import peers as peers_lib
-from jaxmp._src.processes.peers import Peers
+from jaxmp._src.jobs import bootstrap
+from jaxmp._src.jobs import peers as peers_lib
+from jaxmp._src.jobs.peers import Peers
 
 SECRET = b"s" * 32
 STRANGERS = int(os.environ.get("JAXMP_FUZZ", "0")) or 300

@@ -12,8 +12,8 @@ import pytest
 from job import free_port, run
 
 import jaxmp
-from jaxmp._src.processes import bootstrap
-from jaxmp._src.runtime import config
+from jaxmp._src.jobs import bootstrap
+from jaxmp._src.platform.runtime import config
 
 
 def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.sharding import meshes
+from jaxmp._src.core.sharding import meshes
 
 MESHES = {
     "2x2": {"x": 2, "y": 2},

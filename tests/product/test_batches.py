@@ -19,9 +19,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.lowering import backend
-from jaxmp._src.lowering.backend import LARGE_IN_BATCH
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.core.lowering import backend
+from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.

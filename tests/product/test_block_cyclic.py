@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import BlockCyclic
-from jaxmp._src.spec import process_grid
+from jaxmp._src.core.spec import process_grid
 
 GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))
 DTYPES = ("float32", "float64", "bfloat16", "complex64")

@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.jax_internals import jax_lowering
-from jaxmp._src.lowering import backend
-from jaxmp._src.lowering.backend import why_card_refuses
-from jaxmp._src.runtime import native
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
+from jaxmp._src.core.lowering import backend
+from jaxmp._src.core.lowering.backend import why_card_refuses
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
+from jaxmp._src.platform.jax_internals import jax_lowering
+from jaxmp._src.platform.runtime import native
 
 __all__ = ["cards"]  # a fixture
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
-from jaxmp._src.sharding import eager_calls, sharded_call
+from jaxmp._src.core.sharding import eager_calls, sharded_call
 
 
 @pytest.fixture(autouse=True)

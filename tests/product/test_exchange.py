@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 ID = b"i" + bytes(range(128))
 

@@ -22,12 +22,12 @@ from low_precision_cases import E4M3, SCALE_MODES
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
-from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.lowering import backend, fixed_shape, forms
-from jaxmp._src.lowering.backend import Capabilities
-from jaxmp._src.primitive import primitives
-from jaxmp._src.runtime import native
-from jaxmp._src.spec import matmul_spec
+from jaxmp._src.core.lowering import backend, fixed_shape, forms
+from jaxmp._src.core.lowering.backend import Capabilities
+from jaxmp._src.core.primitive import primitives
+from jaxmp._src.core.spec import matmul_spec
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import native
 
 __all__ = ["cards"]  # a fixture
 EXPLICIT = modes.BY_ID["explicit"]

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.lowering import backend
-from jaxmp._src.lowering.backend import Capabilities
+from jaxmp._src.core.lowering import backend
+from jaxmp._src.core.lowering.backend import Capabilities
 
 # Shardings of a (s, m, k), b (k, n) and the result over x * y = 2 * 2 devices; the rows and columns of the grid.
 LAYOUTS = {

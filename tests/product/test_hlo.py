@@ -16,7 +16,7 @@ from compiled import calls_of, collectives_of, compiled_text, other_products_of
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 
 # Case: what forward, gradient in a and gradient in b compile to, as (patterns of our calls, XLA's collectives).
 # The gradient of a gathered product in its rows is a reduce-scatter and the other way round. The other gradient

@@ -18,7 +18,7 @@ from low_precision_cases import F32, IMPLEMENTATIONS, PATTERNS, by_name, powers,
 
 import jaxmp
 from jaxmp import Epilog, Scaling, testing
-from jaxmp._src.spec.epilogs import RULES
+from jaxmp._src.core.spec.epilogs import RULES
 
 KINDS = (("rows", "rows"), ("rows", "scalar"), ("none", "rows"), ("scalar", "scalar"))
 WAYS = modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid", "ag-transposed", "rs-transposed"))

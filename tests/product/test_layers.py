@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from layer_cases import ALL, LAYOUTS, MESH, SHAPES, data, operands_of, place, specs_of
 
 import jaxmp
-from jaxmp._src.spec import activations
+from jaxmp._src.core.spec import activations
 
 # Transforms: of a layer f and values x.
 

@@ -17,10 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.primitive.primitives import bind
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.core.primitive.primitives import bind
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 M, K, N = 5, 7, 9  # rows of 4-bit numbers that begin within a byte
 BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # that kernels decode by vectors

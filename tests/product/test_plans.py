@@ -19,15 +19,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.contraction import contraction, planner
-from jaxmp._src.contraction.contraction import Layout
-from jaxmp._src.lowering import backend, forms
-from jaxmp._src.lowering.backend import Capabilities, why_unsupported
-from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
-from jaxmp._src.sharding.factored_mesh import factored
-from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.spec.low_precision import VEC128
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
+from jaxmp._src.core.contraction import contraction, planner
+from jaxmp._src.core.contraction.contraction import Layout
+from jaxmp._src.core.lowering import backend, forms
+from jaxmp._src.core.lowering.backend import Capabilities, why_unsupported
+from jaxmp._src.core.lowering.fixed_shape import PADDED_K, with_k
+from jaxmp._src.core.sharding.factored_mesh import factored
+from jaxmp._src.core.sharding.meshes import partition_spec
+from jaxmp._src.core.spec.low_precision import VEC128
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))

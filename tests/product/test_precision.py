@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 
 import jaxmp
 from jaxmp import CommOptions
-from jaxmp._src.jax_internals import jax_compat
-from jaxmp._src.lowering import ffi_call, process_barrier
-from jaxmp._src.spec import matmul_spec, precisions
+from jaxmp._src.core.lowering import ffi_call, process_barrier
+from jaxmp._src.core.spec import matmul_spec, precisions
+from jaxmp._src.platform.jax_internals import jax_compat
 
 EXPLICIT = modes.BY_ID["explicit"]
 ROUNDING = ("TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32")
@@ -279,7 +279,7 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
     """What Python lets through, the library takes."""
     served = set()
     for name, algorithm in itertools.product(
-        ("local", "ag", "rs", "ar", "grid"), jaxmp._src.validation.comm_options.ALGORITHMS
+        ("local", "ag", "rs", "ar", "grid"), jaxmp._src.core.validation.comm_options.ALGORITHMS
     ):
         case = cases.BY_NAME[name].replace(per_shard=(2, 4, 2))
         a, b = case.integers(rng)

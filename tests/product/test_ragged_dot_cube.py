@@ -23,10 +23,10 @@ from jax.sharding import AxisType, NamedSharding
 from ragged import assert_same, integers, reference, shardings
 
 import jaxmp
-from jaxmp._src.contraction.contraction import Layout
-from jaxmp._src.primitive.grouped import GroupedSpec
-from jaxmp._src.sharding import ragged
-from jaxmp._src.sharding.shardings import as_dims
+from jaxmp._src.core.contraction.contraction import Layout
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.sharding import ragged
+from jaxmp._src.core.sharding.shardings import as_dims
 
 AXES = {"p": 2, "q": 2, "r": 2}
 KINDS = (AxisType.Explicit, AxisType.Auto)

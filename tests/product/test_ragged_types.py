@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from ragged import reference
 
 import jaxmp
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.matmul_spec import RESULT_TYPES
 
 TYPES = tuple(dict.fromkeys((*RESULT_TYPES, *low_precision.NARROW)))
 SIZES = jnp.array([1, 2])

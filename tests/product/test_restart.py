@@ -13,8 +13,8 @@ import sys
 import pytest
 import restart
 
-from jaxmp._src.spec.fields import from_fields
-from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.fields import from_fields
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def run(*args):

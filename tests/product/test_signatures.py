@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp._src.spec import activations, options, request
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.validation.comm_options import ALGORITHMS
+from jaxmp._src.core.spec import activations, options, request
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.validation.comm_options import ALGORITHMS
 
 
 @pytest.mark.parametrize("epilog", [epilog for epilog in Epilog if epilog != Epilog.ALLREDUCE], ids=lambda x: x.name)
 def test_overloads_know_what_each_epilog_returns(epilog):
-    returns_more = bool(jaxmp._src.spec.epilogs.RULES[epilog].outputs)
+    returns_more = bool(jaxmp._src.core.spec.epilogs.RULES[epilog].outputs)
     assert (epilog in typing.get_args(request.AuxEpilog)) == returns_more
     assert (epilog in typing.get_args(request.PlainEpilog)) != returns_more
 

@@ -21,8 +21,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from low_precision_cases import SCALE_MODES, place_scaled, sharded_call
 
-from jaxmp._src.primitive import collectives
-from jaxmp._src.sharding import meshes
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.sharding import meshes
 
 BITS = {"s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16, "f32": 32, "s32": 32}
 WIDENED = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmp._src.runtime import config
+from jaxmp._src.platform.runtime import config
 
 ROOT = Path(__file__).resolve().parents[2]
 # The folders of hostmp, from the bottom to the top: each may include those before it, `base` and `cublasmp`.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmp._src.runtime import cuda_libraries
+from jaxmp._src.platform.runtime import cuda_libraries
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 import compare

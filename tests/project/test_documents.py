@@ -29,7 +29,7 @@ def train_step(params, batch): return batch @ params
 """,
 }
 # Pages of Python sessions run as doctests; architecture and others have no Python.
-SESSIONS = ["matmul"]
+SESSIONS = ["epilogs", "experts", "low-precision", "matmul"]
 PAGES = [
     page for page in DOCUMENTS if documents.blocks(page) and page.stem not in SESSIONS and page.name != "CHANGELOG.md"
 ]
@@ -56,7 +56,7 @@ def test_the_examples_of_the_docstrings_run(name, standard_promotion):
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_sessions_of_a_page_run(name, standard_promotion):
-    assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 10
+    assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 2
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -89,10 +89,10 @@ def test_the_commands_that_documents_name_are_those_of_the_makefile():
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_files_that_a_document_names_exist(name):
-    """`folder/module` of jaxmp/_src, or a path of the repository."""
+    """`folder/module` of a room of jaxmp/_src, or a path of the repository."""
     named = set(re.findall(r"`((?:[\w.]+/)+\w+(?:\.\w+)?)`", (ROOT / name).read_text()))
     assert named
-    folders = (ROOT, ROOT / "jaxmp/_src")
+    folders = (ROOT, ROOT / "jaxmp/_src", *(ROOT / "jaxmp/_src").iterdir())
     missing = {path for path in named if not any((f / path).exists() or (f / f"{path}.py").exists() for f in folders)}
     assert missing <= {"build/docs"}, missing
 

@@ -14,8 +14,8 @@ import jax
 import jax.export
 import pytest
 
-from jaxmp._src.runtime import config as config_lib
-from jaxmp._src.runtime import cuda_libraries, native
+from jaxmp._src.platform.runtime import config as config_lib
+from jaxmp._src.platform.runtime import cuda_libraries, native
 
 # ---- finding the libraries
 

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._src.runtime import config as config_lib
-from jaxmp._src.runtime import logs, native
+from jaxmp._src.platform.runtime import config as config_lib
+from jaxmp._src.platform.runtime import logs, native
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ import sys, jaxmp
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 assert "jaxmp._jaxmp" not in sys.modules
-jaxmp._src.runtime.native.blas_info()
+jaxmp._src.platform.runtime.native.blas_info()
 """
 
 
@@ -112,7 +112,7 @@ def test_a_missing_extension_says_how_to_get_one(monkeypatch):
 
 PRODUCTS = """
 import hashlib, jax, numpy as np, jaxmp
-from jaxmp._src.runtime import native
+from jaxmp._src.platform.runtime import native
 rng = np.random.default_rng(0)
 print(native.blas_info()["instruction set"])
 for dtype in ("float32", "float16", "complex64"):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp._src.advise.advise import lower_bound
+from jaxmp._src.tools.advise.advise import lower_bound
 
 F32 = np.dtype("float32")
 ALL = jaxmp.advise(64, 32, 128, 8, dtype=F32, quiet=True).choices

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.advise.dimensions import Dimensions
-from jaxmp._src.advise.recipes import recipes
+from jaxmp._src.tools.advise.dimensions import Dimensions
+from jaxmp._src.tools.advise.recipes import recipes
 
 H100 = jaxmp.advise(8, 8, 8, 1, hardware="h100-8", quiet=True).hardware
 D, HIDDEN, HEADS, EXPERTS, VOCABULARY = 32, 64, 4, 4, 48

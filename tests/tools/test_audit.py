@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.audit import operations
+from jaxmp._src.tools.audit import operations
 
 audit = functools.partial(jaxmp.audit, quiet=True)
 
@@ -386,7 +386,7 @@ def test_the_table_is_printed_and_returned(capsys, rng):
     none = audit(jnp.sin, X)
     assert capsys.readouterr().out == ""
     assert str(none).startswith("total: 0 of 1 operations differ; 8 rows compared with 1 row, 4 rows, 11 rows\n\n")
-    output = jaxmp._src.audit.report.Output("[0]", "4 rows", found.rows[0].difference)
+    output = jaxmp._src.tools.audit.report.Output("[0]", "4 rows", found.rows[0].difference)
     text = str(jaxmp.Audit(**{**vars(none), "outputs": (output,)}))
     assert "whole program: [0] differs, by up to 1 ulp (" in text
     assert "no operation alone does, so XLA compiles them otherwise together" in text

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.audit import bits
-from jaxmp._src.audit.variation import Variation
+from jaxmp._src.tools.audit import bits
+from jaxmp._src.tools.audit.variation import Variation
 
 TINY = np.float32(2.0**-149)
 # Case: (type, actual, expected, elements that differ, units in the last place, absolute difference).

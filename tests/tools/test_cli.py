@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jaxmp import testing
-from jaxmp._src.cli import bench, explain, main, output, selftest
-from jaxmp._src.hardware import processor
+from jaxmp._src.platform.hardware import processor
+from jaxmp._src.tools.cli import bench, explain, main, output, selftest
 
 PROGRAM = """
 import jax, jaxmp

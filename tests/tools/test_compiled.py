@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.explain import hlo
+from jaxmp._src.tools.explain import hlo
 
 F32 = 4
 SHARDED = {"in_shardings": (P(None, "model"), P("model")), "out_sharding": P()}

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.explain import hlo
+from jaxmp._src.tools.explain import hlo
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.draw.blocks import label, matrices, shown
+from jaxmp._src.tools.draw.blocks import label, matrices, shown
 
 F32 = np.dtype("float32")
 SHAPES = (64, 32), (32, 128), (64, 128)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.jax_internals import jax_compiled
+from jaxmp._src.platform.jax_internals import jax_compiled
 
 EXPLICIT = modes.BY_ID["explicit"]
 

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.cli import calibrate, main
-from jaxmp._src.hardware import calibration
-from jaxmp._src.hardware.call_time import Transfer, best_chunks, call_time, kind_of
-from jaxmp._src.hardware.hardware import MACHINES
+from jaxmp._src.platform.hardware import calibration
+from jaxmp._src.platform.hardware.call_time import Transfer, best_chunks, call_time, kind_of
+from jaxmp._src.platform.hardware.hardware import MACHINES
+from jaxmp._src.tools.cli import calibrate, main
 
 # 1 op/ns, 1 byte/ns of memory, 0.1 byte/ns of links: times below are in ns.
 SIMPLE = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e9, link_bandwidth=1e8)

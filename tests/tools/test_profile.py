@@ -9,9 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.profile import timeline
-from jaxmp._src.profile.profile import Profile
-from jaxmp._src.profile.trace import Event
+from jaxmp._src.tools.profile import timeline
+from jaxmp._src.tools.profile.profile import Profile
+from jaxmp._src.tools.profile.trace import Event
 
 
 def test_every_call_of_every_device_is_found(mesh_of, capsys):

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._src.jax_internals.source_lines import is_of_library, line_name
+from jaxmp._src.platform.jax_internals.source_lines import is_of_library, line_name
 
 KERNEL = "/tmp/ipykernel_123/456.py"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmp._src.fuse.graph import PRODUCTS, Graph
 from jaxmp._src.fuse.products import SUMS, Product
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # What users write for the collectives.
 _WRITTEN = {"reduce_scatter": "psum_scatter", "psum_invariant": "psum", "all_gather_invariant": "all_gather"}

@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
 Evaluate = Callable[..., list[Any]]

@@ -13,18 +13,18 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.core.ops import dot_general as _dot_general
+from jaxmp._src.core.ops.matmul import linear, matmul
+from jaxmp._src.core.spec import epilogs, levels
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.levels import Level
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.options import Implementation
+from jaxmp._src.core.spec.refusal import NotAvailable, of_layer
+from jaxmp._src.core.spec.request import Request
 from jaxmp._src.fuse import emit_shards
 from jaxmp._src.fuse.operands import Operand, is_auto, is_explicit
 from jaxmp._src.fuse.products import Product
-from jaxmp._src.ops import dot_general as _dot_general
-from jaxmp._src.ops.matmul import linear, matmul
-from jaxmp._src.spec import epilogs, levels
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.levels import Level
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.options import Implementation
-from jaxmp._src.spec.refusal import NotAvailable, of_layer
-from jaxmp._src.spec.request import Request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,16 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmp._src.fuse.operands import Operand
-from jaxmp._src.fuse.products import Product
-from jaxmp._src.ops.collective_matmul import (
+from jaxmp._src.core.ops.collective_matmul import (
     all_gather_matmul,
     block_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from jaxmp._src.spec import epilogs
-from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.core.spec import epilogs
+from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.fuse.operands import Operand
+from jaxmp._src.fuse.products import Product
 
 Dims = tuple[int, ...]
 

@@ -6,15 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from jaxmp._src.core.spec import levels
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.options import Implementation
+from jaxmp._src.core.validation.operand_checks import check_flag, check_implementation
+from jaxmp._src.core.validation.public import public
 from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.rewrite import Rewriter
-from jaxmp._src.jax_internals import jax_tracing
-from jaxmp._src.spec import levels
-from jaxmp._src.spec.levels import Determinism
-from jaxmp._src.spec.options import Implementation
-from jaxmp._src.validation.operand_checks import check_flag, check_implementation
-from jaxmp._src.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

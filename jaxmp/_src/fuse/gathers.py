@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.contraction import moves
+from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.products import collective_behind
-from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
-from jaxmp._src.hardware.hardware import MACHINES, Hardware
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.spec.options import Implementation
+from jaxmp._src.platform.hardware.call_time import Transfer, call_time, kind_of
+from jaxmp._src.platform.hardware.hardware import MACHINES, Hardware
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
 @dataclasses.dataclass(frozen=True)

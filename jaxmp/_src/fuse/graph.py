@@ -10,8 +10,8 @@ from typing import Any
 
 from jax import lax
 
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.core.spec.refusal import Refusal
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # Primitives that multiply matrices.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")

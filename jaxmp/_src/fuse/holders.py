@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmp._src.fuse.graph import Graph
-from jaxmp._src.jax_internals import jax_tracing
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 Evaluate = Callable[[Graph, dict[Any, Any]], list[Any]]
 ValueOf = Callable[[Any], Any]

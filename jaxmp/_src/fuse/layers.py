@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.core.ops.gated_mlp import gated_mlp
+from jaxmp._src.core.ops.mlp import mlp
+from jaxmp._src.core.spec.refusal import of_layer
 from jaxmp._src.fuse.emit import Options, out_sharding
 from jaxmp._src.fuse.graph import Graph, Group
 from jaxmp._src.fuse.products import Product
-from jaxmp._src.jax_internals import jax_tracing
-from jaxmp._src.ops.gated_mlp import gated_mlp
-from jaxmp._src.ops.mlp import mlp
-from jaxmp._src.spec.refusal import of_layer
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from jax import lax
 
+from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.fuse import control_flow
 from jaxmp._src.fuse.graph import Graph, Group, UnknownError, read, schedule
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 Values = dict[Any, Any]
 # (what is replaced, why the other products are not) in a graph, which is also given without barriers.

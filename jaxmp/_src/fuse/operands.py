@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxmp._src.fuse.graph import Graph
-from jaxmp._src.jax_internals import jax_tracing
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 Dims = tuple[int, ...]
 

@@ -14,13 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.options import ActivationName
 from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.scales import Parts, Scale, repeated
 from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.options import ActivationName
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 SUMS = ("psum", "psum_invariant")
 

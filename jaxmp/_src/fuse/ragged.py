@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.core.ops.ragged_all_to_all import ragged_all_to_all
+from jaxmp._src.core.ops.ragged_dot_general import ragged_dot_general
+from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.operands import is_auto
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.ops.ragged_all_to_all import ragged_all_to_all
-from jaxmp._src.ops.ragged_dot_general import ragged_dot_general
-from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
 def is_of_xla(eqn: Any, options: Options) -> bool:

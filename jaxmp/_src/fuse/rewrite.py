@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.core.spec import levels, low_precision
+from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
 from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
@@ -35,10 +38,7 @@ from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.fuse.weights import with_narrow_weights
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.lowering.backend import LARGE_IN_BATCH
-from jaxmp._src.spec import levels, low_precision
-from jaxmp._src.spec.refusal import NotAvailable, Refusal
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 Result = TypeVar("Result")
 

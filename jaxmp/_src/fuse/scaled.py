@@ -17,13 +17,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxmp._src.core.sharding.sharded_call import product
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.refusal import Refusal
+from jaxmp._src.core.spec.request import Request
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.operands import is_auto, is_explicit
-from jaxmp._src.sharding.sharded_call import product
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.refusal import Refusal
-from jaxmp._src.spec.request import Request
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
-from jaxmp._src.jax_internals import jax_tracing
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 Dims = tuple[int, ...]
 # A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.

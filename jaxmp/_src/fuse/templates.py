@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._src.core.spec.options import ActivationName
 from jaxmp._src.fuse.graph import RESULT, Graph
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.spec.options import ActivationName
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 Function = Callable[..., Any]
 

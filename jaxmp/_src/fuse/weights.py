@@ -26,17 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.core.ops.ragged_dot import ragged_dot
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, Safely, read, spliced
 from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
-from jaxmp._src.jax_internals import jax_compat, jax_tracing
-from jaxmp._src.ops.ragged_dot import ragged_dot
-from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # What moves numbers, as well narrow as wide.
 _MOVES = ("transpose", "reshape", "pvary")

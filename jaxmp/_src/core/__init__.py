@@ -1,0 +1,1 @@
+"""Products: the public functions, their checks, plans, primitives and lowerings."""

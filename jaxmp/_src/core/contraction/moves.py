@@ -1,0 +1,131 @@
+"""What moves in a call and around it: transfers, steps from one sharding to another, gathers ahead of a call."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims
+from jaxmp._src.platform.hardware.call_time import Transfer
+
+
+def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
+    """The number of ranks of these axes."""
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
+    """What a rank receives in a call, of whose operands it holds `a` and `b` bytes, and of its own sums of d `sums`.
+
+    The other ranks' parts of what is gathered. Of partial sums, in a ring of P, those of its own part from P - 1 ranks;
+    twice (P - 1) / P where each gets all.
+    """
+    axes = call.row_axes + call.col_axes
+    p = size_of(mesh, axes)
+    if call.gathered:
+        nbytes = (a if call.gathered[0] == "a" else b) * (p - 1)
+    elif call.sums:
+        nbytes = 2 * sums * (p - 1) // p if call.is_reduced else sums * (p - 1)
+    else:
+        return in_grid(call, mesh, a, b)
+    return (Transfer.over(mesh, axes, nbytes),) if nbytes else ()
+
+
+def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
+    """What a rank of a grid of blocks receives: the blocks of a in its row, and those of b in its column."""
+    parts = (
+        (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
+        (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
+    )
+    return tuple(Transfer.over(mesh, axes, nbytes) for nbytes, axes in parts if nbytes)
+
+
+def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
+    """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
+    total = 0
+    for before, after in itertools.pairwise((have, *steps(have, want, mesh))):
+        parts = 1  # a device holds one of so many of the shard that it is to have, on average
+        for dim, wanted in zip(before, after, strict=True):
+            common = len(dim) if dim == wanted[: len(dim)] else len(wanted) if wanted == dim[: len(wanted)] else 0
+            parts *= size_of(mesh, dim[common:])
+        if parts > 1:
+            total += math.prod(shape) // size_of(mesh, sum(after, ())) * (parts - 1) // parts
+    return total
+
+
+class Gather(NamedTuple):
+    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside of shard_map.
+
+    `varies`: the ranks of the axes do not compute the same with it, so that its transpose is a reduce-scatter.
+    """
+
+    dimension: int
+    axes: Dim
+    varies: bool
+
+
+def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
+    """The shardings through which an array goes from one to another, each by one slice, all-to-all, all-gather or
+    permutation.
+
+    XLA would replicate an array for a step that is several of these at once, or end the process.
+    """
+    found: list[Dims] = []
+    while (now := found[-1] if found else have) != want:
+        step = _slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or _permutation(now, want)
+        is_permutation = all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(now, want, strict=True))
+        found.append(step or (want if is_permutation else _all_gather(now, want, is_wanted=True)) or want)
+    return tuple(found)
+
+
+def _slice(now: Dims, want: Dims) -> Dims | None:
+    used = set(sum(now, ()))
+    for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
+        fresh = tuple(itertools.takewhile(lambda axis: axis not in used, wanted[len(dim) :]))
+        if fresh and wanted[: len(dim)] == dim:
+            return _with(now, {i: dim + fresh})
+    return None
+
+
+def _all_to_all(now: Dims, want: Dims) -> Dims | None:
+    for i, j in itertools.permutations(range(len(now)), 2):
+        if now[i] and now[i] != want[i][: len(now[i])] and (*now[j], now[i][-1]) == want[j][: len(now[j]) + 1]:
+            return _with(now, {i: now[i][:-1], j: (*now[j], now[i][-1])})
+    return None
+
+
+def _all_gather(now: Dims, want: Dims, *, is_wanted: bool = False) -> Dims | None:
+    wanted = set(sum(want, ()))
+    for i, dim in enumerate(now):
+        if dim and (dim != want[i][: len(dim)] if is_wanted else dim[-1] not in wanted):
+            return _with(now, {i: dim[:-1]})
+    return None
+
+
+def _permutation(now: Dims, want: Dims) -> Dims | None:
+    for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
+        first = tuple(itertools.takewhile(dim.__contains__, wanted))
+        if first != dim[: len(first)]:
+            return _with(now, {i: first + tuple(axis for axis in dim if axis not in first)})
+    return None
+
+
+def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
+    return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
+
+
+def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
+    """How an operand of a call in `layout` enters shard_map, and the gathers that bring it from there to `want`."""
+    used = {axis for dims in layout for dim in dims for axis in dim}
+    own = {axis for dim in want for axis in dim}
+    dims, found = list(want), []
+    for i, (dim, wanted) in enumerate(zip(have, want, strict=True)):
+        rest = dim[len(wanted) :]
+        if dim[: len(wanted)] != wanted or own.intersection(rest):
+            continue
+        dims[i] = dim
+        runs = [(varies, tuple(axes)) for varies, axes in itertools.groupby(rest, used.__contains__)]
+        found += [Gather(i, axes, varies) for varies, axes in reversed(runs)]  # the last axis is the fastest
+    return tuple(dims), tuple(found)

@@ -1,0 +1,235 @@
+"""How a call runs on operands that lie so, for a result that is to lie so: one planner for every public function.
+
+Where one call gives this result of these operands, it is that call; each device at most takes its part of what it
+holds. Elsewhere every choice of roles for the axes is a layout, and the cheapest is taken: the one of least time
+(`hardware/call_time`) on a nominal machine, of what a device receives ahead of the call, in it and for its result, and
+of what it computes. An axis may split only an index that it shards in some array, so nothing moves that the shardings
+do not ask for. `layouts` has every call of a product, for `advise`, which takes the times of a machine.
+
+Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). "data"
+may split the rows, for which w is gathered, or the contraction, for which x moves and the result is reduce-scattered.
+With m > k the weights are the smaller: each device gathers w and multiplies its rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from jaxmp._src.core.contraction.contraction import Contraction, Dims, Layout, Role
+from jaxmp._src.core.contraction.moves import in_call, received, size_of
+from jaxmp._src.platform.hardware.call_time import Transfer, call_time
+from jaxmp._src.platform.hardware.hardware import Hardware
+from jaxmp._src.platform.runtime.types import Shape
+
+# The machine that plans are made for: of its rates only how many operations take as long as a byte that a device
+# receives. An H200 multiplies float32 with 67 Tflop/s and receives 0.45 TB/s over NVLink (NVIDIA H200 data sheet).
+# Tensor cores do more of them, a CPU and its memory do fewer.
+NOMINAL = Hardware("nominal", {"float32": 150.0}, memory_bandwidth=math.inf, link_bandwidth=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a plan depends on beside indices and shardings: the extent of each index, the sizes of mesh axes, and the
+    bytes of an element of a, b, the result and a sum.
+
+    `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
+    operands along k, if they are stored in order. `shares_columns`: ranks may share columns of the result.
+    """
+
+    extents: tuple[tuple[str, int], ...]
+    mesh: tuple[tuple[str, int], ...]
+    itemsizes: tuple[int, int, int, int]
+    keeps_result: bool
+    gathers_k: bool = False
+    shares_columns: bool = True
+
+
+def terms(
+    given: Contraction,
+    shapes: Sequence[Shape],
+    mesh: Mapping[str, int],
+    itemsizes: tuple[int, int, int, int],
+    *,
+    keeps_result: bool = False,
+) -> Terms:
+    """The terms for a, b and d of these shapes; a symbolic extent is taken for a number that every axis divides."""
+    found: dict[str, int] = {}
+    for indices, shape in zip(given.indices, shapes, strict=True):
+        found |= dict(zip(indices, shape, strict=True))
+    nominal = 1024 * math.prod(mesh.values())
+    extents = tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
+    return Terms(extents, tuple(mesh.items()), itemsizes, keeps_result)
+
+
+def plan(
+    given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
+) -> Contraction:
+    """The call for operands that lie, and a result that is to lie, as in `given`; `terms` are asked for if costs
+    decide."""
+    gathers_k = gathers_k and given.is_stored_in_order
+    found = as_given(given, gathers_k=gathers_k)
+    # A gather along k may cost more than to move operands.
+    if found is None or found.gathers_k or (found.is_transposed and not shares_columns):
+        found = cheapest(given, dataclasses.replace(terms(), gathers_k=gathers_k, shares_columns=shares_columns))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
+    """The one call that gives this result of operands that lie so, or None."""
+    if given.is_block_grid:
+        return given
+    roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
+    if not {*roles.values()} <= {*_roles(given, given.a + given.b, gathers_k=gathers_k)} or not given.is_one_call(
+        roles
+    ):
+        return None
+    layout = _layout(given, roles)
+    is_given = layout.d == given.layout.d and all(
+        want[: len(have)] == have
+        for which in (0, 1)
+        for have, want in zip(given.layout[which], layout[which], strict=True)
+    )
+    return given.replace(layout) if is_given else None
+
+
+def _completed(given: Contraction, role: Role) -> Role:
+    """The role of an axis where an operand that is whole takes its part of it, which moves nothing."""
+    a, b, d = role
+    if {a, b} != {""} and "" in (a, b) and (a + b) not in (*given.rows, *given.cols):
+        a = b = a + b
+    if d in given.batch and a == b == "":
+        a = b = d
+    if d and d in given.rows and not a:
+        a = d
+    if d and d in given.cols and not b:
+        b = d
+    return Role(a, b, d)
+
+
+@functools.lru_cache(maxsize=4096)
+def cheapest(given: Contraction, terms: Terms) -> Contraction:
+    """The call of least cost for operands and a result that are sharded as `given`."""
+    axes = [axis for axis, _ in terms.mesh if axis in given.roles]
+    calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
+    if terms.keeps_result:
+        calls = (call for call in calls if call.layout.d == given.layout.d)
+    if not terms.shares_columns:
+        calls = (call for call in calls if not call.is_transposed)
+    return min(calls, key=lambda call: _cost(given, terms, call))
+
+
+def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
+    """Every call of a product, in no layout yet, that runs as it lies, with another role for each mesh axis."""
+    axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
+    roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
+    for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
+        if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
+            yield call
+
+
+def _calls(
+    given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
+) -> Iterator[Contraction]:
+    """The calls in which these axes have these roles."""
+    mesh, extents = dict(terms.mesh), dict(terms.extents)
+    for choice in choices:
+        roles = dict(zip(axes, choice, strict=True))
+        if given.is_one_call(roles):
+            call = given.replace(_layout(given, roles))
+            if _divides(call, extents, mesh):
+                yield call
+
+
+def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
+    """The roles that an axis may have in a call (the table of `contraction`), of these indices."""
+    batch, rows, cols, contracted = (
+        [index for index in dict.fromkeys(where) if index and index in group]
+        for group in (product.batch, product.rows, product.cols, product.contracted)
+    )
+    roles = []
+    if gathers_k:  # ahead of what costs as much, for a call may read the shards in place
+        roles += [Role(row, k, row) for row in rows for k in contracted]
+        roles += [Role(k, col, col) for col in cols for k in contracted]
+    roles += [Role(index, index, index) for index in batch]
+    roles += [Role(index, "", index) for index in rows] + [Role("", index, index) for index in cols] + [Role()]
+    roles += [Role(row, col, index) for row in rows for col in cols for index in (col, row)]
+    return roles + [Role(k, k, index) for k in contracted for index in ("", *rows, *cols)]
+
+
+def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
+    """The roles that an axis may have for what it shards; only the one that it has where that communicates nothing."""
+    roles = _roles(given, have, gathers_k=terms.gathers_k)
+    if have in roles and not have.communicates:
+        return [have]
+    return [role for role in roles if _lies(given, role, have) and (role.d == have.d or not terms.keeps_result)]
+
+
+def _lies(given: Contraction, role: Role, have: Role) -> bool:
+    """Whether an operand that the call gathers lies so, and in an all-gather the other one as well."""
+    if not role.communicates or role.is_contracted:
+        return True
+    if given.is_grid_role(role):
+        return role.b == have.b if role.a == role.d else role.a == have.a
+    return role[:2] == have[:2]
+
+
+def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
+    """The layout in which axes have these roles; those of the group come last where a pattern wants it."""
+    # Axes that share a dimension stay in the order that they have in d, or else in a or b.
+    given_dims = (*given.layout.d, *given.layout.a, *given.layout.b)
+    places = {axis: [dim.index(axis) for dim in given_dims if axis in dim] for axis in roles}
+    # Contracted dimensions follow each other in the order of a's.
+    contracted = [axis for axis, role in roles.items() if role.is_contracted]
+    contracted.sort(key=lambda axis: (given.a.index(roles[axis].a), places[axis]))
+
+    def dims(which: int) -> Dims:
+        found = []
+        for index, own in zip(given.indices[which], given.layout[which], strict=True):
+            axes = sorted((axis for axis, role in roles.items() if role[which] == index), key=places.__getitem__)
+            # Axes over which a dimension is contracted, scattered or gathered follow the others.
+            last = [axis for axis in contracted if axis in axes]
+            gathered = [axis for axis in axes if axis not in contracted and roles[axis][which] != roles[axis].d]
+            last += sorted(gathered, key=lambda axis: own.index(axis) if axis in own else len(own))
+            found.append((*(axis for axis in axes if axis not in last), *last))
+        return tuple(found)
+
+    return Layout(dims(0), dims(1), dims(2))
+
+
+def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+    """Whether the axes of every dimension divide its extent."""
+    return all(
+        extents[index] % size_of(mesh, dim) == 0
+        for indices, dims in zip(call.indices, call.layout, strict=True)
+        for index, dim in zip(indices, dims, strict=True)
+    )
+
+
+def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
+    """The bytes that a device holds of a, b and d, and of d in sums."""
+    mesh, extents, (*sizes, of_sums) = dict(terms.mesh), dict(terms.extents), terms.itemsizes
+    held = [
+        math.prod(extents[index] // size_of(mesh, dim) for index, dim in zip(indices, dims, strict=True))
+        for indices, dims in zip(call.indices, call.layout, strict=True)
+    ]
+    a, b, d = (elements * size for elements, size in zip(held, sizes, strict=True))
+    return a, b, d, held[2] * of_sums
+
+
+def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
+    """The time on a nominal machine of what each device receives, and of what it multiplies."""
+    mesh, extents = dict(terms.mesh), dict(terms.extents)
+    ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
+    moved = [
+        size * received([extents[index] for index in indices], have, want, mesh)
+        for (indices, have, want), size in zip(ends, terms.itemsizes, strict=False)
+    ]
+    a, b, _, sums = local_bytes(call, terms)
+    transfers = (*(Transfer(nbytes, 2) for nbytes in moved), *in_call(call, mesh, a, b, sums))
+    used, flops = size_of(mesh, tuple(call.roles)), 2 * math.prod(extents.values())
+    return call_time(NOMINAL, flops=flops, kind="float32", ndevices=used, transfers=transfers).total

@@ -1,0 +1,228 @@
+"""Which implementation serves a call: the written rule behind `implementation=None`, and what a library, or a card,
+takes in no form (`forms` has those in which it takes the others)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxmp._src.core.lowering import faults
+from jaxmp._src.core.spec import low_precision, precisions
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
+from jaxmp._src.core.spec.refusal import NotAvailable, NotInstalled
+from jaxmp._src.platform.runtime import native
+
+# Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
+LARGE_IN_BATCH = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a library takes beyond cuBLASMp's documented forms; csrc/cublasmp/api_table.h declares it per library."""
+
+    all_reduce_any_transposition: bool = False
+    grid_any_shape: bool = False
+    grid_epilogs: bool = False
+    complex_epilogs: bool = False
+    fixed_reduction_order: bool = False
+    precise_gelu: bool = False
+    as_documented: bool = False
+
+    def of_tiles(self) -> Capabilities:
+        """At a level bits count more than digits, so gelu stays with the library."""
+        return dataclasses.replace(self, precise_gelu=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation serves a call, and the rule that chose it."""
+
+    implementation: str
+    why: str
+
+
+def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...] = ()) -> Choice:
+    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
+
+    `apart`: why CPU devices of a group share no call, or "" (`process_barrier.why_apart`); `operands`: the types of a
+    and b, by which a card's limits are known.
+
+    Raises:
+      NotImplementedError: the library, the platform or the card cannot compute the call.
+      RuntimeError: cuBLASMp was asked for and cannot be opened.
+    """
+    if operands and low_precision.is_mixed(*operands):  # as which it is converted where it is not taken as it is
+        operands = (low_precision.operand_type(*operands),) * 2
+    choice = _choose(spec, platform, apart, operands)
+    if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
+        raise spec.level.refusal(
+            f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
+            "where the order of a sum is the compiler's",
+            'pass implementation="cublasmp"' if (platform, spec.implementation) == ("cuda", "xla") else "",
+        )
+    return choice
+
+
+def choose_for_batch(
+    spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...], work: int
+) -> tuple[Choice, bool]:
+    """(as `choose_implementation`, whether the whole batch is one product) for products of `work`
+    multiplications and additions each.
+
+    cuBLASMp has no batched product, and XLA has. On CPUs hostmp multiplies what a device has, or has gathered, in one
+    product too, where operands are narrower than their sums. One by one go products for which a library is the better
+    one even so: on CPUs large ones that ranks share; on GPUs operands of 8 bits and fewer, which XLA widens; and those
+    of CPU devices that share no call, whose collectives may have a barrier each.
+    """
+    choice = choose_implementation(spec, platform, apart, operands)
+    wide = low_precision.operand_type(*operands)
+    is_narrow = accumulator(wide) != wide or low_precision.is_mixed(*operands)
+    if platform == "cpu" and apart and spec.group.nranks > 1:
+        return choice, False
+    if choice.implementation == "xla":
+        return choice, True
+    is_shared, is_low_precision = spec.group.nranks > 1, low_precision.is_low_precision(wide)
+    is_known = isinstance(work, int)
+    is_large = is_known and work >= LARGE_IN_BATCH
+    is_together = is_known and is_narrow and not (spec.scales.are_of_factors and low_precision.is_scaled(wide))
+    if choice.implementation == "host" and is_together and not (is_shared and is_large):
+        why = "both operands have a batch: one product for all of it"
+        return Choice("host+xla" if is_shared else "host", why), True
+    gains = (is_large and (is_shared or is_narrow)) if choice.implementation == "host" else is_low_precision
+    if gains:
+        return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
+    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
+
+
+def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
+    if spec.implementation == "xla":
+        return Choice("xla", "asked for")
+    name = np.dtype(operands[0]).name if operands else ""
+    if name in INTEGERS:
+        why = f"XLA alone multiplies {name}"
+        if spec.implementation:
+            raise NotAvailable(
+                f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
+                "operands"
+            )
+        return Choice("xla", why)
+    if platform == "cuda" and spec.implementation != "host":
+        return _choose_on_cuda(spec, operands)
+    if spec.implementation == "cublasmp":
+        raise NotAvailable(
+            f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
+            'pass implementation=None, "host" or "xla"'
+        )
+    if platform == "cpu" and (not apart or spec.group.nranks == 1):
+        why = why_unsupported(spec, capabilities_of("host")) if spec.contraction.is_grid else ""
+        if why and spec.implementation:
+            raise NotAvailable(f'implementation="host": {why}; pass implementation=None or "xla"')
+        if why:
+            return Choice("xla", why)
+        return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
+    if spec.implementation == "host":
+        where = f" where {apart}" if platform == "cpu" else ""
+        raise NotAvailable(
+            f'implementation="host" serves the CPU devices of one process, not platform {platform!r}{where}; '
+            'pass implementation=None or "xla"'
+        )
+    if platform == "cpu":
+        return Choice("host+xla", f"{apart}: each multiplies on its own")
+    return Choice("xla", f"no fused implementation for platform {platform!r}")
+
+
+def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
+    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
+    the libraries, which `distributed.initialize` compares."""
+    is_asked = spec.implementation == "cublasmp"
+    why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
+    why = why or why_card_refuses(spec, operands, native.card_capability())
+    if why and is_asked:
+        raise NotAvailable(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+    if why:
+        return Choice("xla", why)
+    if not native.cuda_devices():  # a program for another machine
+        if is_asked:
+            return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
+        remedy = 'pass implementation="cublasmp" to have it called'
+        return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
+    why = native.why_no_cublasmp()
+    if why and is_asked:
+        raise NotInstalled(f'implementation="cublasmp": {why}')
+    return (
+        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    )
+
+
+@functools.cache
+def capabilities_of(library: str) -> Capabilities:
+    """Those of "host" or "cublasmp"."""
+    return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
+
+
+# What is not taken ----------------------------------------------------------------------------------------------
+
+
+def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why the library takes the call in no form, or the empty string."""
+    # Calls of one shape are local products, whatever the pattern is.
+    has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+    why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
+    if why and spec.fixed_reduction_order:
+        return f"{why}, and XLA's would not keep {spec.level}"
+    if has_tiles:
+        return ""
+    is_free = spec.distributions or capabilities.grid_any_shape
+    if is_free or not spec.contraction.is_grid:
+        return ""
+    nrow, ncol = spec.group.shape
+    return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+
+
+def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
+    """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
+    if precisions.sums_in_16_bits(spec.precision):
+        return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
+    if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
+        return "cuBLASMp multiplies int8 to float32 only, not to int32"
+    return ""
+
+
+# Compute capabilities from which on cuBLASMp multiplies float8 (cublasmp.h 0.10, cublasMpMatmul; its modes of scales
+# begin at 8.9) and has scales of blocks (cublasMpMatmulMatrixScale_t), and the one that has the other modes.
+_FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (9, 0), (10, 0), (9, 0)
+_HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BLK128)
+
+
+def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
+    """Why a card of this compute capability does not multiply operands of these types, or the empty string.
+
+    None: the card is not known, for the program is for another machine.
+    """
+    names = [np.dtype(dtype).name for dtype in operands]
+    if capability is None or not any(name in low_precision.SCALED for name in names):
+        return ""
+    modes = {spec.scales.a, spec.scales.b}
+    has = f"this card has {capability[0]}.{capability[1]}"
+    if modes & {low_precision.VEC16, low_precision.VEC32} or low_precision.FLOAT4 in names:
+        kind = "NVFP4" if low_precision.FLOAT4 in names else "MXFP8"
+        return "" if capability >= _BLOCK_CARD else f"{kind} needs compute capability 10.0 or later, {has}"
+    if hopper := sorted(modes.intersection(_HOPPER_MODES)):
+        return "" if capability == _HOPPER else f"scales of {hopper[0]} need compute capability 9.0, {has}"
+    return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 9.0 or later, {has}"
+
+
+def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why the library has this epilog nowhere or not here, or the empty string."""
+    if spec.epilog == Epilog.NONE:
+        return ""
+    # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
+    if np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating) and not capabilities.complex_epilogs:
+        return "cuBLASMp has no epilogs of complex numbers"
+    if spec.contraction.is_grid and not capabilities.grid_epilogs:
+        return "cuBLASMp has no epilogs on 2-D grids"
+    why = "" if capabilities.precise_gelu else faults.of_gelu(spec)
+    return why or ("" if capabilities.as_documented else faults.of_epilog(spec))

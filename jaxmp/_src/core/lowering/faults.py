@@ -1,0 +1,53 @@
+"""What cuBLASMp 0.10.0 gets wrong of what it documents, as the conformance suite and tests/gpu found it on an H200.
+
+Each function says why a call is computed otherwise, or "". The suite's list is in tests/conformance/cases.cc.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+
+
+def of_operands(spec: MatmulSpec) -> str:
+    """Of a product that XLA multiplies instead."""
+    if spec.group.nranks == 1:
+        return ""
+    if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):
+        return "cuBLASMp multiplies wrongly on a grid where a is stored (k, m)"
+    if spec.contraction.sums and spec.scales.a == spec.scales.b == low_precision.VEC128:
+        return "cuBLASMp reads wrong scales of blocks of 128 where it sums over ranks"
+    return ""
+
+
+def of_gelu(spec: MatmulSpec) -> str:
+    """Of a gelu that XLA applies instead."""
+    out = np.dtype(spec.out_dtype)
+    if "gelu" not in (spec.rule.activation, spec.rule.derivative) or jnp.finfo(out).nmant <= 8:
+        return ""
+    return f"cuBLASMp's gelu is right to {11 if out == np.float64 else 5} digits, fewer than {out.name} has"
+
+
+def of_epilog(spec: MatmulSpec) -> str:
+    """Of another epilog that XLA applies instead."""
+    row, out = spec.rule, np.dtype(spec.out_dtype)
+    sums_operand = row.gradient in ("bgrada", "bgradb")
+    if sums_operand and out == np.float16:
+        return f"cuBLASMp sums in float16 beside {row.gradient}"
+    if spec.group.nranks == 1:
+        return ""
+    if row.derivative and row.gradient and out == np.float64:
+        return f"cuBLASMp's {row.gradient} of float64 is wrong over several ranks"
+    if not spec.contraction.sums:
+        return ""
+    if sums_operand:
+        return f"cuBLASMp refuses {row.gradient} of some types where it sums over ranks"
+    return "cuBLASMp leaves gelu_aux_amax unset where it sums over ranks" if spec.scales.amax_aux else ""
+
+
+def of_mask(spec: MatmulSpec) -> str:
+    """Of the mask of RELU, which is made from the result instead."""
+    return "cuBLASMp's mask has ones where the sum is 0" if spec.rule.aux == "relu_aux" else ""

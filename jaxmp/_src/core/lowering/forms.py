@@ -1,0 +1,454 @@
+"""One resolved call: what a product is, who computes it, in which form, and why.
+
+`resolve` decides all of it, once and before anything is lowered, from the spec, the shards' types and the platform.
+`rules` emits what it says, and `explain` prints it.
+
+A form is how a call reaches its library: one class each, in order of preference in `FORMS`. cuBLASMp all-reduces with
+op(A) = A^T, op(B) = B and without C only, and has its epilogs on one-dimensional layouts and of real numbers only.
+hostmp declares that it takes more. A call that a library does not take directly is put together from calls that it
+takes: `inner` is the call that a form contains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.lowering import backend, deferred, faults, ffi_call, fixed_shape, xla_matmul
+from jaxmp._src.core.lowering.backend import Capabilities, Choice, why_no_epilog
+from jaxmp._src.core.lowering.ffi_call import custom_call
+from jaxmp._src.core.primitive import bias_grad
+from jaxmp._src.core.spec import low_precision, precisions
+from jaxmp._src.core.spec.activations import pack_relu_aux
+from jaxmp._src.core.spec.epilogs import Epilog, for_activation
+from jaxmp._src.core.spec.extents import axes_text, extents
+from jaxmp._src.core.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accumulator
+from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.core.validation.comm_options import fit_comm_options
+from jaxmp._src.core.validation.epilog_checks import check_gathered_scales
+from jaxmp._src.platform.runtime import logs, native
+from jaxmp._src.platform.runtime.types import ArrayType, Operands
+
+
+class Product(NamedTuple):
+    """What is asked: a product of shards of these types."""
+
+    spec: MatmulSpec
+    a: jax.ShapeDtypeStruct
+    b: jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedCall:
+    """One product on one platform, hashable; its class is the form.
+
+    `spec` is the product in this form, for shards converted to the types `a` and `b`; `is_conjugated` says which of the
+    two are conjugated ahead of it. `implementation` is "host", "cublasmp", "host+xla" or "xla", chosen because of
+    `why`; `library` makes the calls ("host", "cublasmp", or "" for XLA). The form is taken because of `form_why`.
+    `inner` is the call that the form contains, where it is not the library's call itself.
+    """
+
+    spec: MatmulSpec
+    a: jax.ShapeDtypeStruct
+    b: jax.ShapeDtypeStruct
+    implementation: str
+    why: str
+    library: str
+    form_why: str = ""
+    is_conjugated: tuple[bool, bool] = (False, False)
+    inner: ResolvedCall = None  # type: ignore[assignment]  # of the forms that contain one
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        """Why a call takes this form, or None where it does not."""
+        raise NotImplementedError
+
+    @staticmethod
+    def asked(product: Product) -> Product | None:
+        """What the library is asked for instead."""
+        return None
+
+    def emit(self, operands: Operands, **where: Any) -> Operands:
+        """The results by name; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
+        `processes` as in `xla_matmul.matmul`."""
+        conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
+        return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        """The same, of operands that are conjugated already."""
+        raise NotImplementedError
+
+    def facts(self) -> tuple[str, int]:
+        """(algorithm, workspace bytes per rank) of the plan that serves the call.
+
+        Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
+        """
+        return f"{self.name} ({self.form_why})", 0
+
+
+class Tiles(ResolvedCall):
+    """A local product as many calls of one shape."""
+
+    name = "fixed_shape_tiles"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return None if product.spec.contraction.communicates else Gathered.why_taken(product, capabilities)
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        def tile(operands: Operands, spec: MatmulSpec) -> Operands:
+            return one_device(spec, operands, self.library).emit(operands)
+
+        with jax.named_scope(f"jaxmp {self.spec.level.name} by calls of one shape"):
+            return fixed_shape.matmul(operands, self.spec, tile)
+
+    def facts(self) -> tuple[str, int]:
+        return fixed_shape.describe(self.spec, self.a.shape, self.b.shape, self.library), 0
+
+
+class Gathered(ResolvedCall):
+    """Each rank gathers what its part of d needs, and multiplies on its own."""
+
+    name = "gathered"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        has_no_order = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+        return "the library promises no order of sums" if has_no_order else None
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec, a, b = product
+        # Over these axes the ranks have other rows of D.
+        axes = spec.contraction.sharded("d", "m")
+        if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
+            raise spec.level.refusal(
+                f"has no epilog {spec.epilog.name} where operands are gathered and the rows of the result lie over "
+                f"{axes_text(axes)}, for XLA would complete {spec.rule.gradient}",
+                "take the gradient of a bias",
+            )
+        if spec.group.nranks > 1:
+            check_gathered_scales(spec, f"where operands are gathered over {spec.group.nranks} ranks")
+            found = extents(spec, a.shape, b.shape)
+            (rows, cols), k = found.d, found.k
+            a = a.update(shape=(k, rows) if spec.transpose_a else (rows, k))
+            b = b.update(shape=(cols, k) if spec.transpose_b else (k, cols))
+        return Product(fit_comm_options(spec.local()), a, b)
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        spec, platform = self.spec, where["platform"]
+        if spec.group.nranks > 1:
+            operands = xla_matmul.gather_for_part(spec, operands, platform)
+        outputs = self.inner.emit(operands)
+        # Over these axes the ranks have summed other rows of op(a).
+        axes = spec.contraction.sharded("d", "m")
+        if spec.rule.gradient == "bgrada" and axes:
+            sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), platform=platform)
+            return outputs | {"bgrada": sums}
+        return outputs
+
+    def facts(self) -> tuple[str, int]:
+        algorithm, workspace = self.inner.facts()
+        gathers = "each rank gathers what its part of d needs; " if self.spec.group.nranks > 1 else ""
+        return gathers + algorithm, workspace
+
+
+class PaddedK(ResolvedCall):
+    """Zeros are added along k."""
+
+    name = "padded_k"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        spec, a, b = product
+        is_thin = spec.rule.derivative and extents(spec, a.shape, b.shape).k == 1
+        if not is_thin or why_no_epilog(spec, capabilities):
+            return None
+        return "cuBLASMp multiplies by an activation's derivative only where k is not 1"
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec, a, b = product
+        shape_a, shape_b = fixed_shape.with_k(spec, a.shape, b.shape, fixed_shape.PADDED_K)
+        return Product(spec, a.update(shape=shape_a), b.update(shape=shape_b))
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return self.inner.emit(fixed_shape.padded_along_k(operands, self.spec), **where)
+
+    def facts(self) -> tuple[str, int]:
+        algorithm, workspace = self.inner.facts()
+        return f"{self.name} ({self.form_why}); {algorithm}", workspace
+
+
+class SeparateEpilog(ResolvedCall):
+    """XLA adds C to the plain product and applies the epilog."""
+
+    name = "separate_epilog"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return (product.spec.epilog and why_no_epilog(product.spec, capabilities)) or None
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec, a, b = product
+        out = accumulator(low_precision.operand_type(a.dtype, b.dtype), spec.out_dtype)
+        return Product(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
+        return xla_matmul.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
+
+
+class MaskOfResult(ResolvedCall):
+    """The mask of RELU is made from d."""
+
+    name = "mask_of_result"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return None if capabilities.as_documented else faults.of_mask(product.spec) or None
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec = product.spec
+        return product._replace(spec=spec.replace(epilog=for_activation("relu", spec.rule.has_bias)))
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        outputs = self.inner.emit(operands, **where)
+        return outputs | {"relu_aux": pack_relu_aux(outputs["d"] > 0)}
+
+
+class TransposedCopy(ResolvedCall):
+    """Operands are copied, so that they are stored as the library wants them."""
+
+    name = "transposed_copy"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        copied = _copied(product, capabilities)
+        why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
+        return f"{why}; copying {2 * sum(x.size * x.dtype.itemsize for x in copied)} bytes" if copied else None
+
+    @staticmethod
+    def asked(product: Product) -> Product:
+        spec, a, b = product
+        copied = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
+        a = a.update(shape=a.shape[::-1]) if spec.transpose_a else a
+        return Product(copied, a, b if spec.transpose_b else b.update(shape=b.shape[::-1]))
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        a = operands["a"].T if self.spec.transpose_a else operands["a"]
+        b = operands["b"] if self.spec.transpose_b else operands["b"].T
+        # What a transposition also conjugated still has to be.
+        a = lax.conj(a) if self.spec.conjugate_a else a
+        return self.inner.emit(operands | {"a": a, "b": b}, **where)
+
+
+class Direct(ResolvedCall):
+    """One call of the library's."""
+
+    name = "direct"
+
+    @staticmethod
+    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+        return ""
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        return custom_call(operands, self.spec, where.get("devices", ()))
+
+    def facts(self) -> tuple[str, int]:
+        plan = native.describe_plan(ffi_call.call_attributes(self.spec, self.a, self.b), self.library)
+        if self.library == "cublasmp":
+            return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
+        workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
+        order = "; each element is one sum over k in ascending order, in fixed K blocks, then its epilog"
+        order = order if self.spec.fixed_reduction_order else ""
+        return f"{plan['library']} {plan['algorithm']} ({plan['kernel']}){order}", workspace
+
+
+class Xla(ResolvedCall):
+    """XLA computes everything but, on CPUs of several processes, the local product."""
+
+    name = "xla"
+
+    def results(self, operands: Operands, **where: Any) -> Operands:
+        product = _host_product if self.library == "host" else None
+        platform, processes = where.get("platform", "cpu"), where.get("processes")
+        return xla_matmul.matmul(operands, self.spec, platform, product, processes)
+
+    def chunks(self) -> deferred.Chunks | None:
+        """The chunks in which processes compute it, if it is cut."""
+        count = chunks_of(self)
+        if count == 1:
+            return None
+        # Of any extents: those of a chunk decide nothing of the form.
+        product = Product(_local(self.spec, self.a.dtype), self.a, self.b)
+        local = in_library(product, Choice("host", "a chunk"), "host")
+        assert isinstance(local, Direct), local
+        return deferred.Chunks(count, self.spec, local.spec, local.is_conjugated)
+
+    def facts(self) -> tuple[str, int]:
+        if self.implementation in ("host", "cublasmp"):
+            return self.form_why, 0
+        if self.library:
+            count = chunks_of(self)
+            behind = f" in {count} chunks, one behind the collective of another" if count > 1 else ""
+            return f"hostmp local Matmul and lax collectives{behind}", 0
+        return ("lax.dot_general and lax collectives" if self.spec.group.nranks > 1 else "lax.dot_general"), 0
+
+
+# The forms of a library's calls, in order of preference.
+FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, MaskOfResult, TransposedCopy, Direct)
+
+
+def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
+    """The call for shards like `a` and `b`; `apart` says why the ranks of its group share no call, or "".
+
+    Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
+    """
+    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, apart, (a.dtype, b.dtype)))
+    if logs.logger("backend").isEnabledFor(logging.DEBUG):
+        shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
+        form = f"; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
+        logs.logger("backend").debug(
+            "%s of shards %s: %s, %s%s", call.spec.group.pattern, shards, call.implementation, call.why, form
+        )
+    return call
+
+
+def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
+    """As `resolve`, for the implementation that was chosen."""
+    implementation, types = choice.implementation, (a.dtype, b.dtype)
+    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand itself, elsewhere it is converted
+        wide = low_precision.operand_type(*types)
+        is_decoded = implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
+        types = types if is_decoded else (wide, wide)
+    product = Product(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
+    extents = *a.shape, *b.shape
+    if not all(isinstance(extent, int) for extent in extents):
+        if spec.asked_of_library:
+            raise NotAvailable(
+                f"{spec.asked_of_library} takes numbers for extents, got operands of {a.shape} and {b.shape}; export "
+                "for numbers, or leave it out to have XLA multiply"
+            )
+        if spec.implementation != "xla":
+            choice = Choice("xla", "extents are symbolic, and a custom call takes numbers")
+        return in_form(Xla, "", product, choice)
+    if implementation == "cublasmp":
+        product = product._replace(spec=spec.replace(implementation="cublasmp"))
+        if 0 in extents and not spec.fixed_reduction_order:
+            return in_form(Xla, "nothing to multiply, so XLA writes d", product, choice)
+    if implementation in ("host", "cublasmp"):
+        return in_library(product, choice, implementation)
+    if spec.fixed_reduction_order:
+        why = "ranks share no call, and the order of XLA's sums is its own"
+        return in_form(Gathered, why, product, choice, "host")
+    if implementation == "host+xla":
+        return in_form(Xla, "hostmp multiplies what a device has gathered", product, choice, "host")
+    return in_form(Xla, "", product, choice)
+
+
+def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
+    """The product by an activation's derivative, of `t` as the C of a product over nothing: -0 * 0 is -0, and -0 + t is
+    t, also for t = -0."""
+    choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
+    library = choice.implementation if choice.implementation == "cublasmp" else "host"
+    spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
+    a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
+    return in_library(Product(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
+
+
+def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
+    """(the first form in which a library takes the call, why)."""
+    return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
+
+
+def in_library(
+    product: Product, choice: Choice, library: str, capabilities: Capabilities | None = None
+) -> ResolvedCall:
+    """The call in the form that the library takes; `capabilities` are the library's unless they are given."""
+    asked = product.spec
+    found = extents(asked, product.a.shape, product.b.shape)
+    if library == "host" and max(found.m, found.n, found.k) >= 2**31:
+        why = f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
+        if asked.asked_of_library:
+            raise NotAvailable(
+                f"{asked.asked_of_library} is not available here: {why}; shard the operands further, or leave it out "
+                "to have XLA multiply"
+            )
+        return in_form(Xla, "", product, Choice("xla", why))
+    if asked.rule.gradient and 0 in found.d:
+        return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
+    capabilities = capabilities or backend.capabilities_of(library)
+    # A level comes of local calls, which are right.
+    is_level = asked.fixed_reduction_order and not capabilities.fixed_reduction_order
+    if not capabilities.as_documented and not is_level and (why := faults.of_operands(asked)):
+        return in_form(Xla, why, product, choice)
+    # The sum of one rank is its product, which cuBLASMp takes as it is stored.
+    if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
+        asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))
+    # cuBLASMp conjugates only what it transposes, and sums only what it does not conjugate.
+    spec = asked
+    if asked.conjugate_a or asked.conjugate_b:
+        spec = asked.replace(
+            conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
+            conjugate_b=asked.conjugate_b and asked.transpose_b,
+        )
+    is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
+    product = product._replace(spec=spec)
+    form, why = find(product, capabilities)
+    return in_form(form, why, product, choice, library, is_conjugated=is_conjugated, capabilities=capabilities)
+
+
+def in_form(
+    form: type[ResolvedCall],
+    why: str,
+    product: Product,
+    choice: Choice,
+    library: str = "",
+    *,
+    is_conjugated: tuple[bool, bool] = (False, False),
+    capabilities: Capabilities | None = None,
+) -> ResolvedCall:
+    """The call in this form."""
+    asked = form.asked(product)
+    inner: Any = in_library(asked, choice, library, capabilities) if asked else None
+    return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
+
+
+def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
+    """One of the calls of one shape that a local product comes to."""
+    shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
+    capabilities = backend.capabilities_of(library).of_tiles()
+    return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
+
+
+def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
+    """One device's product in the accumulator's type, through the custom call."""
+    return one_device(_local(spec, a.dtype), {"a": a, "b": b}, "host").emit({"a": a, "b": b})["d"]
+
+
+def _local(spec: MatmulSpec, dtype: np.dtype) -> MatmulSpec:
+    return MatmulSpec(accumulator(dtype), **{name: getattr(spec, name) for name in (*FLAGS, "precision")})
+
+
+def chunks_of(call: ResolvedCall) -> int:
+    """Into how many chunks a call is cut, which XLA's collectives move."""
+    is_cut = isinstance(call, Xla) and call.library == "host"
+    return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
+
+
+def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
+    """The operands that are not stored as an all-reduced product wants them, which in JAX's order is (m, k), (n, k)."""
+    spec, a, b = product
+    if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:
+        return []
+    return [x for x, is_wrong in ((a, spec.transpose_a), (b, not spec.transpose_b)) if is_wrong]

@@ -1,0 +1,168 @@
+"""How products of groups of rows are lowered: hostmp's custom call on the shards of CPU devices, XLA's ragged product
+elsewhere.
+
+Ranks of several processes that share memory exchange rows: each takes those of its own groups from the others', and
+the results of its own rows back, so that nothing but these is moved. Where they share none, they gather matrices, and
+reduce-scatter their sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.lowering import process_barrier, rules
+from jaxmp._src.core.lowering.ffi_call import mesh_position
+from jaxmp._src.core.lowering.process_collectives import SharedMemory
+from jaxmp._src.core.primitive.grouped import GroupedSpec, batch_of
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, accumulator
+from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.jax_internals.jax_lowering import mlir
+from jaxmp._src.platform.runtime import native
+
+
+def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
+        why = "" if platform == "cpu" else f"the platform is {jax_lowering.platform(ctx)!r}"
+        why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
+        operands: Any = ctx.avals_in
+        is_integer = operands[0].dtype.name in INTEGERS
+        why = why or ("XLA multiplies integers other than int8" if is_integer else "")
+        if why and spec.implementation == "host":
+            raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
+        is_host = not why and spec.may_be_host
+        if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
+            asked = "a function" if callable(spec.implementation) else "XLA"
+            raise spec.level.refusal(f"is not available, for {why or f'{asked} is asked for'}")
+
+        apart = process_barrier.why_lowered_apart(ctx, spec.mesh, spec.experts)
+        is_together = is_host and not apart
+        site = None
+        if platform == "cpu" and spec.experts and not is_together:
+            site = process_barrier.site(ctx, spec.mesh, spec.experts, is_collective=True)
+
+        def local(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
+            return (_custom_call if is_host else _of_xla)(x, w, bounds, spec)
+
+        def lower(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+            if is_together or not spec.experts:
+                return local(x, w, bounds, spec)
+            alone = dataclasses.replace(spec, experts=(), mesh=())
+            if site and site.shares_memory and batch_of((x, w, bounds)) == 1:
+                fields = {
+                    "shapes of shards": (x.shape, w.shape),
+                    "dtype": x.dtype.name,
+                    "spec": dataclasses.replace(spec, implementation=None),
+                }
+                memory = SharedMemory(site, spec.function, fields)
+                shards = [y[0] for y in (x, w, bounds)]
+                return _exchanged(memory, shards, spec, functools.partial(local, spec=alone))[None]
+            move = functools.partial(rules.communicated, site, axes=spec.experts, dimensions=(1,), platform=platform)
+            if not spec.is_contraction:
+                return local(x, move("all_gather", w, caller=spec.function), bounds, alone)
+            if spec.level.global_order:
+                raise spec.level.mesh_refusal(f"is not available, for {apart}", "run it on one machine, not exported")
+            sums = local(x, w, bounds, dataclasses.replace(alone, out_dtype=accumulator(x.dtype)))
+            return move("reduce_scatter", sums, caller=spec.function).astype(spec.out_dtype)
+
+        with jax_compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=False)(ctx, *nodes)
+
+    return rule
+
+
+def _exchanged(
+    memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
+) -> jax.Array:
+    """The result of experts in several processes: each rank has the rows of its own groups, by group and then in the
+    order of the ranks, so that sums are those of one process."""
+    x, w, bounds = operands
+    ranks, m, axes = spec.nranks, x.shape[0], spec.experts
+    bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
+
+    def by_owner(of_each: jax.Array) -> jax.Array:
+        """(ranks, groups) as (owner, group, rank)."""
+        return of_each.reshape(ranks, ranks, -1).transpose(1, 2, 0)
+
+    first, sizes = by_owner(bounds[:, :-1]), by_owner(jnp.diff(bounds))
+    ends = jnp.cumsum(sizes.reshape(ranks, -1), 1).reshape(sizes.shape)
+    begin, me = ends - sizes, lax.axis_index(axes)
+    owner, rank = (lax.broadcasted_iota(np.int32, sizes.shape, i) for i in (0, 2))
+    take = jnp.stack([rank[me], first[me], sizes[me], begin[me]], -1).reshape(-1, 4)
+    x, *others = (
+        memory.rows(y, ranks * m, jnp.full(ranks, m), take, axes) for y in ([x, w] if spec.is_contraction else [x])
+    )
+    own = jnp.concatenate([jnp.zeros(1, np.int32), ends[me, :, -1]])
+    d: jax.Array = product(x[None], others[0][None] if others else w[None], own[None])[0]
+    if spec.is_contraction:
+        return d
+    back = jnp.stack([each[:, :, me] for each in (owner, begin, sizes, first)], -1).reshape(-1, 4)
+    d = memory.rows(d, m, ends[:, -1, -1], back, axes)
+    at = jnp.arange(m, dtype=np.int32)[:, None]
+    return jnp.where((at >= bounds[me, 0]) & (at < bounds[me, -1]), d, 0)
+
+
+def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
+    native.register()
+    n = w.shape[2] if spec.is_transposed else w.shape[-1]
+    groups = (bounds.shape[1] - 1) // spec.nranks
+    shape = (groups, x.shape[2], n) if spec.is_contraction else (x.shape[1], n)
+    result = jax.ShapeDtypeStruct((batch_of((x, w, bounds)), *shape), spec.out_dtype)
+    flags = {
+        "is_contraction": spec.is_contraction,
+        "is_transposed": spec.is_transposed,
+        "is_fixed_order": spec.level.fixed_order,
+    }
+    mesh, experts = (spec.mesh, spec.experts) if spec.nranks > 1 else ((), ())
+    names = [name for name, _ in mesh]
+    axes = {
+        "mesh_shape": np.array([size for _, size in mesh], np.int64),
+        "axes_row": np.array([names.index(axis) for axis in experts], np.int64),
+    }
+    position = [mesh_position(spec.mesh)] if spec.nranks > 1 else []
+    (m, k), types = x.shape[1:], "*".join(y.dtype.name for y in (x, w))
+    name = f"jaxmp ragged_dot {m}x{k}x{n} of {bounds.shape[1] - 1} {types}->{spec.out_dtype.name} {spec.level.name}"
+    with jax.enable_x64(True), jax.named_scope(name):  # attributes are 64-bit
+        call = jax.ffi.ffi_call(native.GROUPED_TARGET, result)
+        d: jax.Array = call(x, w, bounds, *position, **{name: np.int64(flag) for name, flag in flags.items()}, **axes)
+    return d
+
+
+_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
+_CONTRACTION = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
+
+
+def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
+    """By `lax.ragged_dot_general`, whose first group begins with the first row, or by the user's function."""
+    x, w = low_precision.widened(x, w)
+    given = spec.implementation
+    multiply = given if callable(given) else lax.ragged_dot_general
+
+    def product(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+        bounds = jnp.clip(bounds, 0, x.shape[0])
+        first, sizes, sums = bounds[0], jnp.diff(bounds), accumulator(x.dtype)
+        x = jnp.roll(x, -first, 0)
+        if spec.is_contraction:
+            w = jnp.roll(w, -first, 0)
+            return multiply(x, w, sizes, _CONTRACTION, preferred_element_type=sums)
+        w = w.swapaxes(1, 2) if spec.is_transposed else w
+        return jnp.roll(multiply(x, w, sizes, _ROWS, preferred_element_type=sums), first, 0)
+
+    batch = batch_of((x, w, bounds))
+    if batch == 1:
+        return product(x[0], w[0], bounds[0])[None].astype(spec.out_dtype)
+    every = [jnp.broadcast_to(y, (batch, *y.shape[1:])) for y in (x, w, bounds)]
+    d: jax.Array = lax.map(lambda each: product(*each), every)
+    return d.astype(spec.out_dtype)

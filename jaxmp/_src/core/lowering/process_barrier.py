@@ -1,0 +1,221 @@
+"""Where the ranks of a call live, and what their processes have to agree on ahead of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.extents import extents
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.platform.jax_internals import jax_lowering, jax_partitioner
+from jaxmp._src.platform.runtime import native
+from jaxmp._src.platform.runtime.config import config
+from jaxmp._src.platform.runtime.types import ArrayType
+
+# XLA:CPU runs a program of less than a thousand operations at its dispatch. An error then comes out of the dispatch
+# and not out of the wait for the result, and JAX's fast path makes a ValueError of it. This many more operations make
+# XLA run the program later. They take a microsecond to run, and one elementwise kernel to compile.
+_UNCHEAP = 1024
+# Every mesh axis as (name, size).
+MeshAxes = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The devices of a mesh, their processes and their groups, each by position in the mesh.
+
+    Worked example: axes (x=2, y=2) on devices 0 1 | 2 3, a call over "x": groups (0, 1, 0, 1). With two processes of
+    two devices, processes (0, 0, 1, 1), each group has a rank in both; a call over "y" has groups (0, 0, 1, 1), and
+    each stays within one process.
+    """
+
+    devices: tuple[int, ...]
+    processes: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @property
+    def group_processes(self) -> int:
+        """The number of processes over which the ranks of a group spread, of the group that spreads most."""
+        members: dict[int, set[int]] = {}
+        for process, group in zip(self.processes, self.groups, strict=True):
+            members.setdefault(group, set()).add(process)
+        return max(map(len, members.values()))
+
+
+def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> Span | None:
+    """The span of a call over `group_axes` of a mesh with these axes, equal on every process; None where nobody has
+    said which devices these are.
+
+    Where only the shape of the mesh is known and it has as many devices as the job, all of them take part, in an
+    order that is not known: they count as one group.
+    """
+    shape = [size for _, size in axes]
+    names = [name for name, _ in axes]
+    if mesh is None or tuple(mesh.shape.items()) != axes:
+        if math.prod(shape) != jax.device_count():
+            return None
+        devices = sorted(jax.devices(), key=lambda device: device.id)
+        groups = np.zeros(shape, int)
+    else:
+        devices = list(mesh.devices.flat)
+        groups = numbered(axes, [name for name in names if name not in group_axes])
+    return Span(
+        tuple(device.id for device in devices),
+        tuple(device.process_index for device in devices),
+        tuple(int(group) for group in groups.flat),
+    )
+
+
+def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
+    """Of each position of a mesh its number as `lax.axis_index(names)` counts."""
+    sizes = dict(axes)
+    coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    numbers = np.zeros(tuple(sizes.values()), np.int64)
+    for name in names:
+        numbers = numbers * sizes[name] + coordinates[name]
+    return numbers
+
+
+def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
+    """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
+    if mesh is None or tuple(mesh.shape.items()) != spec.group.mesh:
+        return ()
+    return tuple(device.id for device in mesh.devices.flat)
+
+
+def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], find_mesh: Callable[[], jax.sharding.Mesh | None]) -> str:
+    """Why CPU devices of a group over `group_axes` of a mesh with these axes share no call, or "".
+
+    A call that ranks share is pending until all have come, and a loop or branch with such a call counts for XLA as
+    started before the collectives in it have. Those over gloo must start in one order on every rank.
+    """
+    if jax.process_count() == 1:
+        return ""
+    mesh = find_mesh()
+    found = span(axes, group_axes, mesh)
+    nprocesses = jax.process_count() if found is None else found.group_processes
+    if nprocesses > 1:
+        return f"the ranks of a group live in {nprocesses} processes"
+    if jax_lowering.is_in_body():
+        return "the call is in a loop or branch of a program of several processes"
+    return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
+
+
+def why_lowered_apart(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> str:
+    """`why_apart`, in a lowering rule: which processes will run an exported program is not known."""
+    if jax.process_count() > 1 and jax_lowering.is_for_export(ctx):
+        return "a job of several processes exports the program"
+    return why_apart(axes, group_axes, lambda: jax_lowering.lowering_mesh(ctx))
+
+
+def may_exchange(axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether all processes of a mesh with these axes share memory."""
+    return jax.process_count() > 1 and _shares_memory(span(axes, (), mesh), axes, mesh)
+
+
+def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether all processes of the mesh share memory with this one."""
+    is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes
+    return found is not None and is_placed and native.shared_processes.issuperset(found.processes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One call of a program that is being lowered, as its processes have to see it."""
+
+    span: Span
+    program: str
+    next_index: Callable[[str], int]  # counts the calls of a kind in the program
+    axes: MeshAxes
+    shares_memory: bool  # whether all processes of the mesh share memory with this one
+    is_in_body: bool  # of a loop or branch
+
+    def barrier(self, call: str, fields: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """`operands`, ahead of a collective of XLA's, once every process of this device's group has come to an equal
+        call, or after a moment: `call` names it for people, `fields` are what has to be equal.
+
+        A process that does not come, or with another call, makes it an error in all of them, or ends them.
+        """
+        native.register()
+        position = self.position()
+        moved = [low_precision.as_moved(x) for x in operands]
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved]
+        aliases = {i: i for i in range(len(results))}
+        with jax.enable_x64(True):  # attributes are 64-bit
+            wait = jax.ffi.ffi_call(native.BARRIER_TARGET, results, input_output_aliases=aliases)
+            waited = wait(*moved, position, **self.attributes(call, fields))
+        return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
+
+    def position(self) -> jax.Array:
+        """Returns an int32 array, the first element of which is this device's position in the mesh."""
+        position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
+        return lax.iota(np.int32, _UNCHEAP) + position
+
+    def attributes(self, call: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a barrier or a collective of a call, asked for once for each."""
+        described = "\n".join(f"{name}={value}" for name, value in fields.items() if config().compares_calls)
+        program, first = self.program, 0
+        if program.startswith(jax_partitioner.PARTITIONED):  # a program of one call of another program
+            program, _, number = program.rpartition("_")
+            first = (int(number) + 1) << 32
+        return {
+            "program": program,
+            "index": np.int64(first + self.next_index(native.BARRIER_TARGET)),
+            "repeat": np.int64(first + self.next_index(f"{native.BARRIER_TARGET} {described}")),
+            "call": call,
+            "fields": described,
+            "devices": np.array(self.span.devices, np.int64),
+            "processes": np.array(self.span.processes, np.int64),
+            "groups": np.array(self.span.groups, np.int64),
+            "is_sequential": np.int64(jax.local_device_count() == 1),
+        }
+
+
+def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
+    """What has to be equal on every process of a group, in the user's terms."""
+    found = extents(spec, a.shape, b.shape)
+    described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
+    for name, value in _fields_of(spec).items():
+        if name == "source_line":
+            continue
+        if not dataclasses.is_dataclass(value):
+            described[name] = getattr(value, "name", value)
+            continue
+        prefix = "" if name == "group" else f"{name}."
+        described |= {f"{prefix}{part}": getattr(x, "name", x) for part, x in _fields_of(value).items()}
+    return described
+
+
+def _fields_of(x: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+
+
+def site(
+    ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
+) -> Site | None:
+    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier.
+
+    A group within one process needs none, but for a collective in a job that shares memory: XLA's own goes over gloo
+    there too, where a loop with a call of ours does not keep its order. An exported program has none: its processes are
+    those that run it.
+    """
+    if not native.has_barrier or jax.process_count() == 1 or jax_lowering.is_for_export(ctx):
+        return None
+    mesh = jax_lowering.lowering_mesh(ctx)
+    found = span(axes, group_axes, mesh)
+    if found is None:
+        return None
+    shares_memory = _shares_memory(found, axes, mesh)
+    if found.group_processes == 1 and not (is_collective and shares_memory):
+        return None
+    next_index = functools.partial(jax_lowering.next_index, ctx)
+    return Site(found, jax_lowering.program_name(ctx), next_index, axes, shares_memory, jax_lowering.is_in_body())

@@ -1,0 +1,124 @@
+"""Collectives of a call through memory that the processes of one machine share.
+
+Each device writes to its process's memory and comes to the barrier of the call; once all have come, each reads the
+others'. XLA's own collectives (gloo) send over sockets what lies in the memory of the same machine.
+
+Such a call is pending until all have come. In a loop or branch that would let collectives of XLA's behind it start
+ahead of those inside, in another order on each rank. There two calls stand in its place, and neither waits: the first
+writes, an all-gather of XLA's tells every rank where the others have written and in which run, and the second reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.lowering import process_barrier
+from jaxmp._src.core.lowering.process_barrier import Site
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.platform.runtime import native
+
+# Types of sums: csrc/ffi/process_collective.cc.
+_SUMMED = ("float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64")
+# Bytes of an all-reduce up to which every rank reads all, in place of a reduce-scatter and an all-gather.
+_FEW_BYTES = 32 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """The collectives of the call at `site`: `call` names it for people, `fields` have to be equal on all processes."""
+
+    site: Site
+    call: str
+    fields: Mapping[str, Any]
+
+    def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+        """A tiled `lax.all_gather` over the axes of the call's group."""
+        return low_precision.moved(lambda x: self._run(x, axes, dimension), x, "")
+
+    def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+        """A tiled `lax.psum_scatter`, summed in the order of the ranks."""
+        return self._run(x, axes, dimension, is_sum=True)
+
+    def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """`lax.psum`, summed in the order of the ranks."""
+        if x.size * x.dtype.itemsize <= _FEW_BYTES:
+            first, *others = self._run(x[None], axes, 0)
+            total: jax.Array = sum(others, first)
+            return total
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % self._nranks(axes)))
+        return self._run(self._run(flat, axes, 0, is_sum=True), axes, 0)[: x.size].reshape(x.shape)
+
+    def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """(m, ...), of which this rank takes rows from x (rows, ...) of all ranks.
+
+        Each rank writes the first `written` (ranks,) of its rows. `table` (n, 4) says which to take: the rank, the
+        first row, how many, and the first row of the result. The other rows of the result have no values.
+        """
+
+        def run(x: jax.Array) -> jax.Array:
+            tables = written.astype(np.int32), table.astype(np.int32)
+            return self._run(x, axes, 0, extent=m, tables=tables)
+
+        return low_precision.moved(run, x, "")
+
+    def sums(self, dtype: np.dtype) -> bool:
+        """Whether elements of this type can be summed."""
+        return np.dtype(dtype).name in _SUMMED
+
+    def _nranks(self, axes: tuple[str, ...]) -> int:
+        sizes = dict(self.site.axes)
+        return math.prod(sizes[name] for name in axes)
+
+    def _run(
+        self,
+        x: jax.Array,
+        axes: tuple[str, ...],
+        dimension: int,
+        *,
+        is_sum: bool = False,
+        extent: int | None = None,
+        tables: tuple[jax.Array, ...] = (),
+    ) -> jax.Array:
+        """What is gathered along a dimension, or scattered along it after it is summed; or `extent` rows by tables."""
+        nranks = self._nranks(axes)
+        if extent is None:
+            extent = x.shape[dimension] // nranks if is_sum else x.shape[dimension] * nranks
+        shape = (*x.shape[:dimension], extent, *x.shape[dimension + 1 :])
+        if 0 in (*x.shape, *shape):
+            return jnp.zeros(shape, x.dtype)
+        if nranks == 1:  # nobody would read what it writes
+            return x
+        native.register()
+        # Over some axes of the call's group, as in a grid, smaller groups communicate.
+        others = [name for name, _ in self.site.axes if name not in axes]
+        position = self.site.position()
+        attributes = {
+            "groups": process_barrier.numbered(self.site.axes, others).reshape(-1),
+            "ranks": process_barrier.numbered(self.site.axes, axes).reshape(-1),
+            "outer": np.int64(math.prod(x.shape[:dimension])),
+            "sums": np.int64(is_sum),
+            "picks": np.int64(len(tables) > 0),
+        }
+
+        def run(part: str, of: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
+            # XLA may not repeat, merge or leave out one half alone: what is written once is read once.
+            call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, of, has_side_effect=part != "all")
+            all_attributes = self.site.attributes(self.call, self.fields) | attributes
+            result: jax.Array = call(*operands, *tables, position, part=part, **all_attributes)
+            return result
+
+        whole = jax.ShapeDtypeStruct(shape, x.dtype)
+        with jax.enable_x64(True):  # attributes are 64-bit
+            if not self.site.is_in_body:
+                return run("all", whole, x)
+            (x,) = self.site.barrier(self.call, self.fields, [x])
+            place = run("write", jax.ShapeDtypeStruct((2,), np.uint64), x)
+            return run("read", whole, x, lax.all_gather(place, axes, tiled=True))

@@ -1,0 +1,171 @@
+"""The lowering rules of the primitives: each resolves its call, and emits it in the form that it has."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.lowering import backend, process_barrier, xla_matmul
+from jaxmp._src.core.lowering.forms import Xla, resolve, resolve_activation_grad
+from jaxmp._src.core.lowering.process_collectives import SharedMemory
+from jaxmp._src.core.primitive.collectives import place
+from jaxmp._src.core.primitive.grouped import batch_product
+from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.activations import multiply_by_slope
+from jaxmp._src.core.spec.extents import operations
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.options import Mesh
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.jax_internals.jax_lowering import mlir
+
+
+def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
+    of_batch = _batch_rule(platform)
+
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        if spec.is_batch:
+            return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
+        avals: Any = ctx.avals_in
+        a, b, *_ = avals
+        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
+        call = resolve(spec, a, b, platform, apart)
+        # Naming its devices ties the lowering to this process.
+        is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx) and needs_devices(spec)
+        devices = process_barrier.mesh_devices(spec, jax_lowering.lowering_mesh(ctx)) if is_named else ()
+        if devices:  # binding has asked for them, unless the backend has started since
+            jax_lowering.require_devices([matmul_p])
+        is_barred = platform == "cpu" and call.implementation != "host"
+        site = None
+        if is_barred:
+            site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=isinstance(call, Xla))
+
+        def lower(*operands: jax.Array) -> list[jax.Array]:
+            named, processes = dict(zip(spec.names, operands, strict=True)), None
+            for name, like in (("a", call.a), ("b", call.b)):
+                if named[name].dtype != like.dtype:
+                    named[name] = jax_compat.convert(named[name], like.dtype)
+            if site:
+                fields = process_barrier.fields(spec, named["a"], named["b"])
+                barrier = functools.partial(site.barrier, spec.source_line, fields)
+                if isinstance(call, Xla):
+                    memory = SharedMemory(site, spec.source_line, fields) if site.shares_memory else None
+                    processes = xla_matmul.Processes(barrier, memory, call.chunks())
+                else:
+                    named["a"], named["b"] = barrier([named["a"], named["b"]])
+            outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
+            return [outputs[name] for name in spec.output_names]
+
+        with jax_compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
+
+    return rule
+
+
+def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        avals: Any = ctx.avals_in
+        a, b = map(jax_compat.without_front, avals[:2])
+        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
+        work = operations(spec, a.shape, b.shape)
+        choice, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
+        is_barred = platform == "cpu" and is_one_product
+        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
+
+        def lower(*operands: jax.Array) -> Any:
+            if not is_one_product:
+                return lax.map(lambda each: bind_operands(spec, *each), operands)
+            a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
+            if site:
+                fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
+                a, b = site.barrier(spec.source_line, fields, [a, b])
+            named = dict(zip(spec.names, (a, b, *rest), strict=True))
+            is_ours = choice.implementation != "xla" and isinstance(a.shape[0], int)
+            local = batch_product if is_ours else None
+            outputs = jax.vmap(lambda named: xla_matmul.matmul(named, spec, platform, local))(named)
+            return [outputs[name] for name in spec.output_names]
+
+        with jax_compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
+
+    return rule
+
+
+def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
+    def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
+        if spec is None:
+            return multiply_by_slope(activation, aux, t)
+        call = resolve_activation_grad(spec, t, platform)
+        nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
+        return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
+
+    return mlir.lower_fun(grad, multiple_results=False)
+
+
+def collective_rule(
+    ctx: jax_lowering.LoweringContext,
+    x: Any,
+    *,
+    kind: str,
+    mesh: process_barrier.MeshAxes,
+    axis_name: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    caller: str,
+    platform: str,
+) -> Any:
+    """A collective: between processes through shared memory, or XLA's own behind a barrier; and that ahead of a
+    reshard."""
+    if kind in ("vary", "pass"):
+        return [x]
+    is_collective = kind != "wait"
+    site = process_barrier.site(ctx, mesh, axis_name, is_collective=is_collective) if platform == "cpu" else None
+
+    def lower(x: jax.Array) -> jax.Array:
+        return communicated(site, kind, x, axes=axis_name, dimensions=dimensions, caller=caller, platform=platform)
+
+    with jax_compat.off_explicit_mesh():
+        return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
+
+
+def communicated(
+    site: process_barrier.Site | None,
+    kind: str,
+    x: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    caller: str,
+    platform: str,
+) -> jax.Array:
+    """`x` after a collective at `site`, if processes meet there."""
+    is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
+    memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
+    if sums and low_precision.is_narrow_float(dtype):
+        x = x.astype(np.float32)
+    if site is not None:
+        fields = {"collective": name, "shape of a shard": x.shape, "dtype": x.dtype.name}
+        call, fields = f"{name} for {caller}", fields | {"axes": axes, "mesh": site.axes}
+        memory = SharedMemory(site, call, fields) if site.shares_memory and not is_wait else None
+        if memory is None or (sums and not memory.sums(x.dtype)):
+            memory, x = None, site.barrier(call, fields, [x])[0]
+    if is_wait:
+        return x
+    return xla_matmul.collective(kind, x, axes, dimensions, platform=platform, memory=memory).astype(dtype)
+
+
+def reshard_rule(
+    ctx: jax_lowering.LoweringContext, x: Any, *, mesh: Mesh, have: P, spec: P, is_explicit: bool, platform: str
+) -> Any:
+    def lower(x: jax.Array) -> jax.Array:
+        def move(x: jax.Array) -> jax.Array:
+            return place(place(x, mesh, have, is_explicit=is_explicit), mesh, spec, is_explicit=is_explicit)
+
+        return low_precision.moved(move, x, platform, mesh.size)
+
+    return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

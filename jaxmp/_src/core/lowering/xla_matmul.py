@@ -1,0 +1,389 @@
+"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
+
+Across processes the local product may be another's (`local_product`), and a barrier runs before the first collective
+(`Processes`); on one machine the collectives may go through memory that the processes share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.lowering.process_collectives import SharedMemory
+from jaxmp._src.core.primitive import bias_grad, collectives
+from jaxmp._src.core.spec import low_precision, precisions
+from jaxmp._src.core.spec.activations import FUNCTIONS, multiply_by_slope, pack_relu_aux
+from jaxmp._src.core.spec.extents import extents
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.platform.runtime.types import Operands
+
+if TYPE_CHECKING:
+    from jaxmp._src.core.lowering.deferred import Chunks
+
+# The scope of products that XLA partitions by itself, for `explain`.
+SCOPE = "jaxmp_xla"
+# (array, axes, dimension) -> array.
+Gather = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
+# As in `matmul`.
+LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
+Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How the processes of a call meet: `barrier(xs)` gives back the operands of the first collective once all ranks
+    have come; the collectives of `memory` have it in themselves. `chunks` compute the local product in chunks beside
+    the collectives, where those are XLA's."""
+
+    barrier: Barrier
+    memory: SharedMemory | None = None
+    chunks: Chunks | None = None
+
+
+def matmul(
+    operands: Operands,
+    spec: MatmulSpec,
+    platform: str,
+    local_product: LocalProduct | None = None,
+    processes: Processes | None = None,
+) -> Operands:
+    """The results by name from one device's shards.
+
+    `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
+    type.
+    """
+    a, b = low_precision.widened(operands["a"], operands["b"])
+    compute = precisions.find(spec.precision, a.dtype, platform)
+    acc = precisions.summed_in(compute, a.dtype)
+    is_scaled = low_precision.is_scaled(a.dtype)
+    if spec.distributions or (is_scaled and (spec.scales.are_of_factors or processes)):
+        local_product = None
+    if 0 in (*a.shape, *b.shape):
+        a, b = _decoded(a, b, operands, spec, acc)
+        z = jnp.zeros(extents(spec, a.shape, b.shape).d, np.float32 if _scales_sums(acc, spec) else acc)
+        return apply_epilog(z, operands | {"a": a, "b": b}, spec)
+    memory = processes.memory if processes else None
+    memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
+    barrier = processes.barrier if processes and not memory else (lambda operands: operands)
+    chunks = processes.chunks if processes and not memory and local_product else None
+    all_gather, psum, psum_scatter = _collectives(memory, platform)
+    sums = spec.contraction.sums and not spec.distributions
+    gathers = spec.contraction.communicates and not sums
+    if gathers and not chunks:  # what does not move stays out: of an argument of the program XLA would wait with a copy
+        one = None if spec.distributions else spec.contraction.gathered
+        names = [*(one[0] if one else "ab"), *(name for name in ("scale_a", "scale_b") if name in operands)]
+        operands = operands | {"a": a, "b": b}
+        operands |= dict(zip(names, barrier([operands[name] for name in names]), strict=True))
+        a, b = operands["a"], operands["b"]
+
+    def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
+        if local_product and a.dtype != np.bool_:
+            return a, b
+        return _widened(*_decoded(a, b, scales, spec, acc), platform, acc)
+
+    def add(z: jax.Array) -> jax.Array:
+        scattered = spec.contraction.scattered
+        if scattered is None:
+            return psum(z, spec.group.axes)
+        return psum_scatter(z, spec.group.axes, scattered) if spec.group.nranks > 1 else z
+
+    shards = computed(a, b, operands)
+    of_sums = _scales_of_part(spec, operands, all_gather) if _scales_sums(acc, spec) else operands
+    own = of_sums | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
+    if chunks:
+        z = chunks.gathered(*shards, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
+        return apply_epilog(z, own, spec)
+    if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
+        a, b = _gather_operands(spec, *shards, all_gather)
+    else:  # in the types that they are stored in, of fewer bytes
+        a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, operands, all_gather))
+    z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
+    if not gathers:
+        (z,) = barrier([z])
+    return apply_epilog(add(z) if sums else z, own, spec)
+
+
+def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:
+    """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
+    if memory:
+        return memory.all_gather, memory.psum, memory.psum_scatter
+    all_gather = functools.partial(_all_gather, platform=platform)
+    return all_gather, lax.psum, lambda x, axes, dim: lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def collective(
+    kind: str,
+    x: jax.Array,
+    axes: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    *,
+    platform: str,
+    memory: SharedMemory | None = None,
+) -> jax.Array:
+    """`x` after the collective `kind` of lax over `axes`."""
+    all_gather, psum, psum_scatter = _collectives(memory, platform)
+    if kind == "psum":
+        return psum(x, axes)
+    if kind == "pmax":
+        largest: jax.Array = all_gather(x[None], axes, 0).max(0) if memory else lax.pmax(x, axes)
+        return largest
+    if kind == "all_to_all":
+        split, joined = dimensions
+        if memory:  # each rank reads all parts of all ranks, and takes those that are its own
+            parts = x.reshape(*x.shape[:split], lax.axis_size(axes), -1, *x.shape[split + 1 :])
+            every = all_gather(parts, axes, joined + (joined >= split))
+            return lax.squeeze(collectives.own_part(every, split, axes), (split,))
+        return _all_to_all(x, axes, split, joined, platform)
+    return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
+
+
+@collectives.unless_empty
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, platform: str) -> jax.Array:
+    return low_precision.moved(lambda x: collectives.gather(x, axes, dimension), x, platform)
+
+
+@collectives.unless_empty
+def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, platform: str) -> jax.Array:
+    exchange = functools.partial(lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=joined, tiled=True)
+    return low_precision.moved(exchange, x, platform, lax.axis_size(axes))
+
+
+def _decoded(
+    a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Operands of fp8 and fp4 times their scales, and of int8, in the accumulator's type, and others as they are."""
+    if not low_precision.is_low_precision(a.dtype):
+        return a, b
+    if not low_precision.is_scaled(a.dtype):
+        return a.astype(acc), b.astype(acc)
+    a = low_precision.dequantize(a, operands.get("scale_a"), spec.scales.a, acc)
+    return a, low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
+
+
+def _widened(a: jax.Array, b: jax.Array, platform: str, acc: np.dtype) -> tuple[jax.Array, jax.Array]:
+    """Operands in the accumulator's type, which is exact, where XLA has no product of theirs into it: of booleans, and
+    on CPUs of 16 bits for every layout."""
+    if a.dtype == np.bool_ or platform == "cpu":
+        return a.astype(acc), b.astype(acc)
+    return a, b
+
+
+# XLA's names of the algorithms that sum in 16 bits.
+_SUMS_IN_16_BITS = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
+
+
+def _dot_general(
+    a: jax.Array,
+    b: jax.Array,
+    spec: MatmulSpec,
+    compute: str,
+    acc: np.dtype,
+    *,
+    numbers: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """The accumulated product of op(a), whose leading dimensions are rows, and op(b); or with dimension `numbers`."""
+    a = lax.conj(a) if spec.conjugate_a else a
+    b = lax.conj(b) if spec.conjugate_b else b
+    narrow = _SUMS_IN_16_BITS.get(compute)
+    precision = lax.DotAlgorithmPreset[narrow] if narrow else lax.Precision.HIGHEST
+    if numbers is None:
+        numbers = (((a.ndim - (2 if spec.transpose_a else 1),), (1 if spec.transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=acc, out_sharding=out_sharding)
+
+
+def global_matmul(
+    operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
+) -> Operands:
+    """The results by name of a product of global arrays that XLA partitions; `out_sharding` is d's on explicit axes.
+
+    `numbers` are the dimension numbers of a product without an epilog.
+    """
+    a, b = low_precision.widened(operands["a"], operands["b"])
+    compute = precisions.find(spec.precision, a.dtype, platform)
+    acc = precisions.summed_in(compute, a.dtype)
+    a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
+    with jax.named_scope(SCOPE):
+        z = _dot_general(a, b, spec, compute, acc, numbers=numbers, out_sharding=out_sharding)
+    return apply_epilog(z, operands, spec)
+
+
+def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
+    """The results by name from the accumulated product: scale, add, activate, round once.
+
+    `operands` are those of the call by name, of which a and b are this device's shards, which some epilogs sum; an
+    "alpha" or "beta" among them is an array, and takes the place of the spec's.
+    """
+    if _scales_sums(z.dtype, spec):
+        z = _scaled(z.astype(np.float32), operands)
+    acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
+    if alpha is not None or spec.alpha != 1:
+        z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
+    if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
+        c = operands["c"].astype(acc)
+        c = c * operands["scale_c"] if "scale_c" in operands else c
+        is_plain = beta is None and spec.beta == 1
+        z = z + (c if is_plain else c * jnp.asarray(spec.beta if beta is None else beta, acc))
+    if row.has_bias:
+        z = z + operands["bias"].astype(acc)[(None,) * (z.ndim - 1)]
+    if row.derivative:
+        d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
+    else:
+        d = FUNCTIONS[row.activation](z) if row.activation else z
+    outputs = _encoded("d", d, spec.out_dtype, operands, spec)
+    if row.aux == "relu_aux":
+        outputs["relu_aux"] = pack_relu_aux(z > 0)
+    elif row.aux == "gelu_aux":
+        outputs |= _encoded("gelu_aux", z, spec.aux_dtype or spec.out_dtype, operands, spec)
+    if row.gradient:
+        summed = (operands | outputs)[bias_grad.summed(row.gradient)]
+        outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
+    return {name: outputs[name] for name in spec.output_names}
+
+
+def _scales_sums(acc: np.dtype, spec: MatmulSpec) -> bool:
+    """Whether scales bring exact sums, of int8, to the result's type."""
+    return acc == np.int32 and spec.out_dtype.name in low_precision.WIDE
+
+
+def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
+    """z times the scales of its rows and columns."""
+    for name, dim in (("scale_a", 1), ("scale_b", 0)):
+        scale = operands.get(name, np.float32(1))
+        z = z * (lax.expand_dims(scale, (dim,)) if scale.ndim else scale)
+    return z
+
+
+def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
+    """The operands with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k,
+    and their scales."""
+    a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
+    gather = functools.partial(_all_gather, platform=platform)
+    if product.sums:
+        k = product.a.index("k")
+        a = _all_to_all(a, axes, 1 - k, k, platform) if product.scatters else gather(a, axes, k)
+        b = gather(b, axes, product.b.index("k"))
+    else:
+        a, b = _gather_operands(spec, a, b, gather)
+    return _scales_of_part(spec, operands, gather) | {"a": a, "b": b}
+
+
+def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
+    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value before it."""
+    if not low_precision.is_scaled(dtype):
+        return {name: x.astype(dtype)}
+    scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")
+    outputs = {amax: low_precision.amax(x)} if amax in spec.output_names else {}
+    x = x * operands[scale] if scale in operands else x
+    if name == "d" and spec.scales.d_out != low_precision.NONE:
+        stored, scales = low_precision.encode_blocks(x, spec.scales.d_out, dtype)
+        return outputs | {"d": stored, "d_out_scale": scales}
+    return outputs | {name: low_precision.encode(x, dtype)}
+
+
+def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
+    """Whether the scales of operands that are gathered are so too: those of whole blocks, along one dimension."""
+    modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
+    if all(map(low_precision.is_of_tensor, modes.values())):
+        return True
+    gathered = spec.contraction.gathered
+    if gathered is None or spec.contraction.is_block_grid or spec.distributions:
+        return False
+    which, dimension = gathered
+    extent = (a if which == "a" else b).shape[dimension]
+    return modes[which] != low_precision.BLK128 or extent % low_precision.BLOCK[low_precision.BLK128] == 0
+
+
+def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
+    """The operands by name, with the scales of what is gathered."""
+    product = spec.contraction
+    if product.gathered is None or spec.group.nranks == 1:
+        return operands
+    which, dimension = product.gathered
+    name = f"scale_{which}"
+    has_blocks = spec.scales.of(name) in low_precision.BLOCK
+    has_rows = spec.scales.of(name) == low_precision.OUTER_VEC and getattr(product, which)[dimension] != "k"
+    if not (has_blocks or has_rows):
+        return operands
+    return operands | {name: all_gather(operands[name], spec.group.axes, dimension if has_blocks else 0)}
+
+
+def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
+    """The operands by name, with the scales of rows and columns of this rank's part of D."""
+    product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
+    # (name, axes over which it is gathered, axes of which this rank takes its part)
+    moved: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
+    if product.scattered is not None:
+        moved = [(("scale_a", "scale_b")[product.scattered], (), rows)]
+    elif product.is_block_grid:  # what is stored transposed has its rows where the grid has columns
+        moved = [("scale_a", cols, rows)] * spec.transpose_a + [("scale_b", rows, cols)] * spec.transpose_b
+    for name, have, want in moved:
+        if spec.scales.of(name) == low_precision.OUTER_VEC:
+            x = all_gather(operands[name], have, 0) if have else operands[name]
+            operands = operands | {name: collectives.own_part(x, 0, want)}
+    return operands if moved else _gather_scales(spec, operands, all_gather)
+
+
+def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
+    if spec.distributions:
+        return _gather_cyclic(spec, a, b, all_gather)
+    if spec.group.nranks == 1:  # XLA would copy
+        return a, b
+    if spec.contraction.is_block_grid:
+        a = _gather_stored(spec, a, None if spec.transpose_a else 0, all_gather)
+        b = _gather_stored(spec, b, None if spec.transpose_b else 1, all_gather)
+        # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
+        a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
+        b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
+    elif gathered := spec.contraction.gathered:
+        which, dimension = gathered
+        x = a if which == "a" else b
+        whole = all_gather(x, spec.group.axes, dimension)
+        a, b = (whole, b) if which == "a" else (a, whole)
+    return a, b
+
+
+def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
+    """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
+    assert spec.distributions is not None
+    whole_a, whole_b, d = spec.distributions
+    kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
+    parts = []
+    for x, matrix, own, dimension in ((a, whole_a, kept[0], 0), (b, whole_b, kept[1], 1)):
+        x = _gather_stored(spec, x, None, all_gather)
+        for i in range(2):
+            order = matrix.layout.indices(matrix.shape, i).ravel()
+            place = np.argsort(order, kind="stable")[: matrix.shape[i]]
+            x = jnp.take(x, place, axis=i)
+        mine = jnp.asarray(d.layout.indices(d.shape, dimension))[
+            lax.axis_index((spec.group.row_axes, spec.group.col_axes)[dimension])
+        ]
+        parts.append(jnp.take(x, mine, axis=own, mode="fill", fill_value=0))  # padding is zeros
+    return parts[0], parts[1]
+
+
+def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
+    """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
+    assert spec.distributions is not None
+    shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
+    if not layout.is_padded(shape):
+        return d
+    for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
+        held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
+        d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
+    return d
+
+
+def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None, all_gather: Gather) -> jax.Array:
+    """`x` of a grid with every dimension gathered but `kept`."""
+    for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
+        if dimension != kept:
+            x = all_gather(x, axes, dimension)
+    return x

@@ -1,0 +1,192 @@
+"""Activations that no epilog has: XLA applies them to the accumulated product, ahead of its one rounding.
+
+With z the product and its bias in the accumulator's type, d = act(z) rounded once. Its derivative is taken at z in d's
+type, as the derivative of a fused gelu is: products of tangents and cotangents are then of d's type, and that z is all
+that reverse mode keeps of the activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.sharding.sharded_call import Call, jaxmp_call
+from jaxmp._src.core.spec import activations
+from jaxmp._src.core.spec.activations import Function
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
+from jaxmp._src.core.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.core.validation import operand_checks
+from jaxmp._src.core.validation.comm_options import fit_comm_options
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands
+
+# From the operands by name to products of one shape, each with its bias, in a type.
+Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
+# The products in d's type, and in the accumulator's where that is another.
+Preactivations = tuple[list[jax.Array], list[jax.Array]]
+
+
+def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
+    """(arrays whose cotangents are as weak as in a plain program of them, what gives results its result's type)."""
+    given = [x for x in arrays if x is not None]
+    if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
+        return arrays, lambda y: y
+    # Types do not depend on extents, so one element of each will do.
+    kinds = [x if x is None else jax.typeof(x).update(shape=(1, 1), sharding=None) for x in arrays]
+
+    def passes(*arrays: Any) -> Any:
+        y, pull = jax.vjp(plain, *arrays)
+        return y, pull(y) if jnp.issubdtype(y.dtype, jnp.inexact) else arrays
+
+    try:
+        y, cotangents = jax.eval_shape(passes, *kinds)
+    except Exception:  # what does not fit is refused later, by name
+        return arrays, lambda y: y
+    pairs = zip(arrays, cotangents, strict=True)
+    arrays = tuple(x if ct is None else _strong(x, ct) for x, ct in pairs)
+    return arrays, functools.partial(jax_compat.convert, dtype=y.dtype, is_weak=y.weak_type)
+
+
+def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
+    """`x`, strongly typed, with a cotangent of this type."""
+    if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # of integers float0
+        return x
+    if cotangent.weak_type:
+        return jax_compat.convert(x, x.dtype)  # whose cotangent is as weak as its operand
+    return lax.mul(x, lax.full_like(x, 1, x.dtype))
+
+
+def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
+    """The layer of a vector, as that of a matrix of one row."""
+    names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
+    rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
+    row: jax.Array = rows[0]
+    return row
+
+
+def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return jnp.matmul(x, w) if bias is None else jnp.matmul(x, w) + bias
+
+
+def check_spec(spec: MatmulSpec) -> None:
+    """Raise NotImplementedError for a product that XLA cannot activate as the library would."""
+    if spec.fixed_reduction_order:
+        raise NotAvailable(
+            f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
+            "another to the result, where its bits are XLA's"
+        )
+    out, bias = (np.dtype(dtype).name for dtype in (spec.out_dtype, spec.bias_dtype or spec.out_dtype))
+    refuse_integers(spec)
+    is_narrow_bias = spec.bias_dtype is not None and spec.rule.has_bias and bias == "float16"
+    if out not in RESULT_TYPES or is_narrow_bias:
+        raise NotAvailable(
+            f'with operands of 8 bits and a result of {out} activation is "relu" or "gelu"; take a result of '
+            "bfloat16 or float32, or apply another to the result"
+        )
+
+
+def refuse_integers(spec: MatmulSpec) -> None:
+    """Raise NotImplementedError for a result of integers, to which an activation would be cut."""
+    out = np.dtype(spec.out_dtype).name
+    if out in INTEGERS:
+        raise NotAvailable(
+            f'with a result of {out} activation is "relu" or None, for the values of others are no integers; '
+            "convert an operand, for example with .astype(jnp.float32)"
+        )
+
+
+def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
+    """`f` of a planned call's d."""
+    result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
+    return result
+
+
+def compiled(run: Any, activation: str | Function | None) -> Any:
+    """`run`, which `jax.jit` compiles for each activation; what it wraps where that is a function of the user's.
+
+    Such a function may close over what is being traced, which no cache of compiled programs may keep.
+    """
+    return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
+    def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
+        spec, operands = in_type(call.spec, operands, dtype)
+        return [jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]]
+
+    return activate(f, preactivations(products, call.spec.out_dtype, operands))
+
+
+def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
+    """A product, whose epilog adds a bias at most, with a result of `dtype`, and its operands."""
+    if spec.bias_dtype is None and "bias" in operands:
+        operands = operands | {"bias": operands["bias"].astype(dtype)}
+    return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
+
+
+def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
+    """The products, for `activate`."""
+    if accumulator(dtype) == dtype:
+        return list(products(dtype, operands)), []
+    return _rounded_and_wide(products, dtype, operands)
+
+
+def activate(f: Function, zs: Preactivations) -> jax.Array:
+    """`f` of the products, elementwise, in their type; reverse mode keeps the products in it, and evaluates f again."""
+    rounded, wide = zs
+    dtype = rounded[0].dtype
+
+    def apply(*zs: jax.Array) -> jax.Array:
+        d = f(*(z.astype(accumulator(dtype)) for z in zs))
+        if jnp.shape(d) != zs[0].shape:
+            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}")
+        return d.astype(dtype)
+
+    d: jax.Array = jax.checkpoint(apply)(*rounded)
+    if not wide:
+        return d
+    return _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
+    wide = list(products(accumulator(dtype), operands))
+    return [z.astype(dtype) for z in wide], wide
+
+
+@jax_compat.as_traced
+def _rounded_and_wide_jvp_rule(
+    products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
+) -> tuple[Any, Any]:
+    """Of the rounded products alone, by products of that type; nobody differentiates the others."""
+    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    rounded, wide = _rounded_and_wide(products, dtype, operands)
+    varied = {name: operands[name] for name in moved}
+    _, t = jax.jvp(lambda varied: list(products(dtype, operands | varied)), (varied,), (moved,))
+    return (rounded, wide), (t, [jnp.zeros_like(z) for z in wide])
+
+
+_rounded_and_wide.defjvp(_rounded_and_wide_jvp_rule, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def _with_tangent(value: jax.Array, like: jax.Array) -> jax.Array:
+    """`value`, with the derivatives of `like`."""
+    return value
+
+
+@_with_tangent.defjvp
+def _with_tangent_jvp_rule(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _with_tangent(*primals), tangents[1]

@@ -1,0 +1,105 @@
+"""`dot_general` with any dimension numbers.
+
+It becomes products of matrices, a (rows..., k) and b (k, n), one per index of the batch dimensions. The dimensions are
+put together inside `shard_map`, on each device's shards, so that no reshape moves data between devices: all that
+the pattern has to know of contracted dimensions, or of columns, is over which axes they are split.
+
+Worked example: x (batch, seq, d) on P("data", "model", None), w (d, heads, size) on P(None, "model", None) and a result
+on P("data", None, "model", None) on a 2x2 mesh. Rows (batch, seq) are on ("data"), ("model"), columns on "model", so
+the rows of x are gathered over "model" along seq, and each device multiplies (batch / 2 * seq, d) with
+(d, heads / 2 * size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack, cast
+
+import jax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._src.core.sharding import eager_calls, meshes
+from jaxmp._src.core.sharding.sharded_call import make_call, of_arrays
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.options import Precision
+from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.validation import operand_checks, result_types
+from jaxmp._src.core.validation.arguments import converted, types_of, validated
+from jaxmp._src.core.validation.dimension_numbers import GivenNumbers, parse
+from jaxmp._src.core.validation.public import public
+
+
+@public
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: GivenNumbers,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    **options: Unpack[ContractionOptions],
+) -> jax.Array:
+    """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
+
+        result[batch..., lhs free..., rhs free...] = sum over the contracted dimensions of lhs * rhs
+
+    Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns.
+
+    Args:
+      lhs, rhs: arrays of any rank, of the types that `matmul` takes.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
+        batch dimensions see docs/matmul.md.
+      out_sharding: sharding of the result; required where a contracted dimension is sharded in both operands.
+      in_shardings: a pair of shardings for lhs and rhs (auto axes).
+
+    The other options are those of `matmul`, `determinism` without "topology".
+
+    Returns:
+      The dimensions of the batch, then the free ones of lhs, then the free ones of rhs; sharded as `out_sharding` says.
+
+    Raises: as `matmul`; ValueError for dimension numbers that do not fit.
+
+    Source: `jax.lax.dot_general` (docs.jax.dev); XLA's DotGeneral (openxla.org/xla/operation_semantics).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6)), (((2,), (0,)), ((), ()))).shape
+    (2, 3, 5, 6)
+    """
+    request = Request(
+        "dot_general", lhs, rhs, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
+    return product(request, dimension_numbers)
+
+
+def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
+    """The result of `jaxmp.dot_general`; `is_part` as in `eager_calls.find`."""
+    operands = {"a": request.a, "b": request.b}
+    entry = eager_calls.find(request, operands, dimension_numbers, is_part=is_part)
+    run = entry[0] if entry else _planned(request, dimension_numbers)
+    if entry is not None and not entry:
+        entry.append(run)
+    d: jax.Array = run(*operands.values())
+    return d
+
+
+def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[..., Any]:
+    """The product as a function of lhs and rhs."""
+    lhs, rhs = request.a, request.b
+    numbers = parse(dimension_numbers, lhs, rhs)
+    if request.level.global_order:
+        raise request.level.mesh_refusal(
+            "is not available, for ranks may hold several contracted dimensions interleaved",
+            "use jaxmp.matmul on matrices",
+        )
+    are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
+    conversion, request = converted(request, are_rows=are_rows, is_lax=True)
+    arrays, preferred = {"a": request.a, "b": request.b}, cast(Any, request.preferred_element_type)
+    for name, x in arrays.items():
+        operand_checks.check_operand(f"{{{name}}}", x)
+    types = result_types.of_call(types_of(*arrays.values()), preferred, False)
+    stays = types.is_low_precision or types.is_mixed
+    dtypes = tuple((name, x.dtype if stays else types.operand) for name, x in arrays.items())
+    placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
+    a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for _, dtype in dtypes)  # the matrices into which they fold
+    spec, *_ = validated(request._replace(a=a, b=b, transpose_b=low_precision.is_scaled(a.dtype)))
+    call = make_call(spec, placement, arrays, numbers)
+    return of_arrays(call, conversion, dtypes, arrays.values())

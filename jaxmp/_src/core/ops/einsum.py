@@ -1,0 +1,376 @@
+"""`einsum` as `dot_general`s of two operands each: from subscripts to dimension numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Sequence
+from types import EllipsisType
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_einsum
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+from opt_einsum.parser import parse_einsum_input
+
+from jaxmp._src.core.contraction.contraction import Dim
+from jaxmp._src.core.ops.dot_general import product
+from jaxmp._src.core.sharding import eager_calls, meshes
+from jaxmp._src.core.sharding.meshes import partition_spec
+from jaxmp._src.core.sharding.shardings import to_dims
+from jaxmp._src.core.spec.options import Precision, Sharding
+from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidPath, InvalidType, InvalidValue, NotAvailable, naming
+from jaxmp._src.core.spec.request import ContractionOptions, Request, ShardingPair
+from jaxmp._src.core.validation import result_types
+from jaxmp._src.core.validation.operand_checks import check_array, check_preferred
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_compat
+
+
+@public
+def einsum(
+    subscripts: str | ArrayLike,
+    /,
+    *operands: ArrayLike | Sequence[int | EllipsisType],
+    optimize: str | bool | Sequence[Sequence[int]] = "auto",
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    **options: Unpack[ContractionOptions],
+) -> jax.Array:
+    """Distributed `jnp.einsum`, such as `einsum("bsd,dhk->bshk", x, w)`.
+
+    Two operands are one `dot_general`. More are multiplied two by two, in the order of opt_einsum's path; where one of
+    these products contracts a sharded index, `out_sharding` is needed. One operand is summed and transposed.
+
+    An index that an operand has twice, or that no other operand and not the result has, is taken out of the operand
+    first, by its diagonal or its sum. An extent of 1 is broadcast to that of the same index in another operand.
+
+    Args:
+      subscripts: as in `jnp.einsum`, with or without "->" and "..."; or operands and lists of indices in turn, as in
+        `einsum(x, [0, 1], w, [1, 2])`.
+      operands: arrays of any rank, or Python numbers; types as in `dot_general`. Messages call two of them a and b.
+      optimize: of more than two operands, how opt_einsum chooses the order of products, or the order, pairs of numbers
+        of operands as `jnp.einsum_path` gives them. False: from left to right.
+      out_sharding: as in `dot_general`, for the result as it is written here.
+      in_shardings: a pair of shardings for two operands as they are written here (auto axes).
+
+    The other options are those of `dot_general`, for each product.
+
+    Returns:
+      The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
+
+    Raises: as `dot_general`; ValueError for subscripts that do not fit.
+
+    Source: `jax.numpy.einsum` (docs.jax.dev); `opt_einsum.contract_path` (Smith and Gray, JOSS 2018).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
+    (2, 5, 3, 6)
+    """
+    order = _order(optimize)
+    request = Request(
+        "einsum", None, None, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
+    entry = eager_calls.find_on_one_device(request, operands, subscripts, order)
+
+    def jaxmp_contraction(*operands: Any) -> jax.Array:
+        return contract(request, subscripts, operands, order)
+
+    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *operands)
+    return result
+
+
+def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
+    try:
+        if optimize is None:
+            return "auto"
+        is_strategy = isinstance(optimize, str | bool | opt_einsum.paths.PathOptimizer)
+        return optimize if is_strategy else tuple(map(tuple, optimize))
+    except TypeError:
+        raise InvalidType(
+            "optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product, "
+            f"got {optimize!r}"
+        ) from None
+
+
+def contract(
+    request: Request,
+    subscripts: Any,
+    operands: tuple[Any, ...],
+    optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
+) -> jax.Array:
+    """The result of `jaxmp.einsum`, for a request without operands."""
+    terms, output = _parse(subscripts, operands)
+    out_sharding, in_shardings = request.out_sharding, request.in_shardings
+    if in_shardings is not None and len(terms) != 2:
+        raise InvalidValue(f"in_shardings are of two operands, got {len(terms)}; write one call for each product")
+    dtype, is_weak = result_types.of_jnp(
+        [term.array for term in terms], check_preferred(request.preferred_element_type)
+    )
+    request = request._replace(preferred_element_type=dtype)  # of every product on the way
+    if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
+        x, indices = _on_diagonals(terms[0].array, terms[0].indices)
+        placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
+        alone: jax.Array = jax_compat.convert(placed, dtype, is_weak)
+        return alone
+    rest = _reduced(terms, output, dtype)
+    if len(rest) == 1:
+        alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
+        return _placed(request, jax_compat.convert(alone, dtype, is_weak))
+    if in_shardings is not None:
+        request = request._replace(in_shardings=_reduced_shardings(in_shardings, terms, rest))
+    for i, j in _path(rest, output, optimize)[:-1]:
+        left, right = rest[i], rest[j]
+        rest = [term for k, term in enumerate(rest) if k not in (i, j)]
+        needed = {*output, *(index for term in rest for index in term.indices)}
+        rest.append(_between(request, left, right, needed, output))
+    left, right = rest
+    d = _multiply(request, left, right, output)
+    converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
+    return converted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """An operand: what messages call it, and its indices, one letter a dimension."""
+
+    name: str
+    array: jax.Array
+    indices: str
+
+
+# Subscripts ----------------------------------------------------------------------------------------------------
+
+
+def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
+    """(the operands with their indices, the indices of the result)."""
+    written: list[Any] = [subscripts, *operands]
+    if isinstance(subscripts, str):
+        places = range(1, len(written))
+    elif len(written) > 1 and all(isinstance(indices, list | tuple) for indices in written[1::2]):
+        places = range(0, len(written) // 2 * 2, 2)  # a list that is left over is of the result
+    else:
+        raise InvalidType(
+            f"subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
+            f"operands and lists of indices in turn, as einsum(a, [0, 1], b, [1, 2])"
+        )
+    names = "ab" if len(places) < 3 else [f"operands[{i}]" for i in range(len(places))]
+    for argument, i in zip(names, places, strict=False):
+        if isinstance(written[i], int | float | complex):
+            written[i] = jnp.asarray(written[i])
+        check_array(argument, written[i])
+    text = repr(subscripts) if isinstance(subscripts, str) else f"{written[1::2]}"
+    try:
+        inputs, output, _ = parse_einsum_input(written)
+    except (ValueError, TypeError) as error:
+        raise InvalidValue(f"subscripts {text} are not valid: {error}") from None
+    terms = [_Term(*each) for each in zip(names, (written[i] for i in places), inputs.split(","), strict=False)]
+    _check_extents(text, terms)
+    return terms, output
+
+
+def _check_extents(text: str, terms: Sequence[_Term]) -> None:
+    """Raise ValueError where operands do not have the dimensions, and the extents, that the subscripts say."""
+    found: dict[str, tuple[str, int]] = {}
+    for term in terms:
+        shape = tuple(term.array.shape)
+        if len(term.indices) != len(shape):
+            raise InvalidValue(
+                f"subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
+                f"dimensions (shape {shape})"
+            )
+        for index, extent in zip(term.indices, shape, strict=True):
+            first, other = found.setdefault(index, (term.name, extent))
+            if other != extent and 1 not in (other, extent):
+                raise InvalidOperands(
+                    f"index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
+                    f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
+                )
+            if other == 1:
+                found[index] = term.name, extent
+
+
+def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
+    """The operands with the indices that their product needs, once each; sums are of `dtype`, or wider operands."""
+    found_in = Counter(output + "".join(term.indices for term in terms))
+    is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
+    if is_plain and 1 not in found_in.values():  # as most are
+        return list(terms)
+    squeezed = []
+    for term in terms:
+        extents = [dict(zip(x.indices[::-1], x.array.shape[::-1], strict=True)) for x in terms if x is not term]
+        spread = {index for each in extents for index, n in each.items() if n != 1}
+        ones = [i for i, n in enumerate(term.array.shape) if n == 1 and term.indices[i] in spread]
+        indices = "".join(index for i, index in enumerate(term.indices) if i not in ones)
+        squeezed.append(dataclasses.replace(term, array=lax.squeeze(term.array, ones), indices=indices))
+    found = []
+    for term in squeezed:
+        others = {index for other in squeezed if other is not term for index in other.indices}
+        kept = "".join(index for index in dict.fromkeys(term.indices) if index in output or index in others)
+        if kept != term.indices:
+            x, indices = _on_diagonals(term.array, term.indices)
+            of_sum = x.dtype if jnp.result_type(x, dtype) == x.dtype else dtype
+            summed: jax.Array = jnp.einsum(f"{indices}->{kept}", x, preferred_element_type=of_sum)
+            term = dataclasses.replace(term, array=summed, indices=kept)
+        found.append(term)
+    return found
+
+
+def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
+    """`x` with zeros wherever dimensions of one index differ, and indices of which each occurs once.
+
+    The index stays with a dimension that is sharded, if one is: a sum over the others then moves nothing. Where extents
+    differ it has that of the last dimension, as in `jnp.einsum`.
+    """
+    renamed = list(indices)
+    sharding = jax.typeof(x).sharding
+    is_explicit = not sharding.mesh.empty and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    where = {"out_sharding": sharding} if is_explicit else {}
+    for index in dict.fromkeys(indices):
+        dims = [i for i, other in enumerate(indices) if other == index]
+        as_last = [i for i in dims if x.shape[i] == x.shape[dims[-1]]]
+        kept = next((i for i in as_last if is_explicit and sharding.spec.partitions[i]), as_last[0])
+        for i in dims:
+            if i != kept:
+                places = (lax.broadcasted_iota(np.int32, x.shape, dim, **where) for dim in (kept, i))
+                x = lax.select(lax.eq(*places), x, jnp.zeros_like(x))
+                renamed[i] = opt_einsum.get_symbol(max(map(ord, renamed)) + 1)
+    return x, "".join(renamed)
+
+
+def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
+    """The two operands of each product, the last of which is the result; each is put at the end of those left over."""
+    if len(terms) == 2:
+        return [(0, 1)]
+    if optimize is False:
+        return [(0, 1), *((0, left - 1) for left in range(len(terms) - 1, 1, -1))]
+    # The choice needs numbers: an extent that an export leaves open counts as a large one.
+    shapes = [tuple(n if isinstance(n, int) else 1024 for n in term.array.shape) for term in terms]
+    written = f"{','.join(term.indices for term in terms)}->{output}"
+    # jnp.einsum_path gives a path that begins with its own name.
+    given = [step for step in optimize if step != tuple("einsum_path")] if isinstance(optimize, tuple) else optimize
+    try:
+        path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
+        if any(len(step) > 2 for step in path):
+            raise NotAvailable(
+                f"optimize must have a pair of operands for each product, got more at once: {optimize!r}"
+            )
+        steps = (sorted(i % left for i in step) for left, step in zip(range(len(terms), 0, -1), path, strict=False))
+        pairs = [(i, j) for i, j in steps]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise InvalidPath(
+            f"optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
+            f" got {optimize!r}: {error}"
+        ) from None
+    if len(pairs) != len(terms) - 1 or any(i == j for i, j in pairs):
+        raise InvalidPath(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
+    return pairs
+
+
+# Products ------------------------------------------------------------------------------------------------------
+
+
+def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
+    """The product of two of several operands, with the indices that are `needed`, on the way to `output`."""
+    batch = "".join(index for index in left.indices if index in right.indices)  # in the order of `dot_general`
+    indices = "".join(index for index in dict.fromkeys(batch + left.indices + right.indices) if index in needed)
+    written = f"{left.indices},{right.indices}->{indices}"
+    try:
+        where = _toward(left, right, indices, output, request.out_sharding)
+        array = _multiply(request._replace(out_sharding=where), left, right, indices)
+    except InvalidValue as refusal:
+        refusal.args = (
+            f"{refusal.args[0]} (this is the product {written!r} of {left.name} and {right.name}; make it a "
+            "jaxmp.einsum of its own)",
+        )
+        raise
+    return _Term(f"{left.name} * {right.name}", array, indices)
+
+
+def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
+    """The product of two operands that have each index of `output`, and contract all others."""
+    batch = "".join(index for index in output if index in left.indices and index in right.indices)
+
+    def given_order(left: _Term, right: _Term) -> str:
+        return batch + "".join(x for x in left.indices + right.indices if x in output and x not in batch)
+
+    if output != given_order(left, right) and output == given_order(right, left):
+        # The product of the operands in the other order is the one that needs no transposition.
+        left, right = right, left
+        request = request._replace(in_shardings=request.in_shardings and request.in_shardings[1::-1])
+    given = given_order(left, right)
+    contracted = "".join(index for index in left.indices if index not in given)
+    numbers = tuple(
+        (tuple(map(left.indices.index, part)), tuple(map(right.indices.index, part))) for part in (contracted, batch)
+    )
+    out_sharding = _permuted("the result", request.out_sharding, output, given)
+    with naming(request.function, a=left.name, b=right.name):
+        request = request._replace(a=left.array, b=right.array, out_sharding=out_sharding)
+        result = product(request, (numbers[0], numbers[1]), is_part=True)
+    return lax.transpose(result, tuple(map(given.index, output)))
+
+
+# Shardings -----------------------------------------------------------------------------------------------------
+
+
+def _placed(request: Request, x: jax.Array) -> jax.Array:
+    """The result of one operand, sharded as `out_sharding` says."""
+    if request.out_sharding is None:
+        return x
+    placement = meshes.place(request._replace(a=x, b=x), x.shape)
+    if placement.constraint is not None:
+        constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
+        return constrained
+    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.lie[2] or ()))
+    have = partition_spec(meshes.type_dims("the operand", x))
+    return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
+
+
+def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
+    """The sharding of a product on the way to a result that is to be sharded as `out_sharding`, None for the usual one.
+
+    What is sharded stays so. The axes of the contraction go where the result has them, if nothing is there yet.
+    """
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
+    is_partial = any(meshes.is_partial(meshes.type_spec(term.array)) for term in (left, right))
+    if is_partial or not is_explicit or not isinstance(spec, P):
+        return None
+    wanted = dict(zip(output, to_dims("the result", P(*spec.partitions), len(output), None), strict=True))
+    dims: dict[str, Dim] = {}
+    for term in (left, right):
+        for index, dim in zip(term.indices, meshes.type_dims(term.name, term.array), strict=True):
+            dims[index] = dims.get(index) or dim
+    summed = {axis for index in dims if index not in indices for axis in dims[index]}
+    placed: list[Dim] = []
+    for index in indices:
+        dim = dims[index] or tuple(axis for axis in wanted.get(index, ()) if axis in summed)
+        placed.append(tuple(axis for axis in dim if axis not in sum(placed, ())))
+    return partition_spec(tuple(placed))
+
+
+def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
+    """The shardings of two operands for what `_reduced` made of them; what is no pair is refused later, by name."""
+    if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
+        return shardings
+    first, second = (
+        _permuted(term.name, sharding, term.indices, kept.indices)
+        for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
+    )
+    return first, second
+
+
+def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
+    """The sharding of dimensions `have` for those of them that `want` has, in its order."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, P):
+        return sharding
+    dims = to_dims(argument, P(*spec.partitions), len(have), None)
+    given = partition_spec(tuple(dims[have.index(index)] for index in want))
+    spec = spec.update(partitions=given.partitions)  # unreduced and reduced axes stay
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -1,0 +1,241 @@
+"""Gated layers: `(act(x @ w_gate) * (x @ w_up)) @ w_down`, whose first two products share one x.
+
+A device gathers x once and multiplies it by its columns of either weight, so in the gradient there is one sum over
+devices as well, of both products' cotangents of x. The weights stay where they are: a product with both side by side
+would gather x inside of the call, but copies them, ahead of it and in the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmp._src.core.contraction.contraction import LOCAL, Contraction
+from jaxmp._src.core.ops import activated
+from jaxmp._src.core.ops.activated import Preactivations
+from jaxmp._src.core.ops.matmul import dense
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.primitive.collectives import cast_varying
+from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.sharding.layer_plans import Label, Layers, groups_on_axes, plan_layers
+from jaxmp._src.core.sharding.on_shards import Entry, on_shards
+from jaxmp._src.core.sharding.shard_local import bind_plan
+from jaxmp._src.core.sharding.sharded_call import Call, ShardedCall, jaxmp_call
+from jaxmp._src.core.spec import activations, epilogs
+from jaxmp._src.core.spec.activations import Function
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.options import Activation, AxisName, Sharding
+from jaxmp._src.core.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.core.spec.request import LayerOptions, Request
+from jaxmp._src.core.validation.arguments import validated
+from jaxmp._src.core.validation.operand_checks import has_numbers
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands
+
+GATE, UP, DOWN = (Label("gated_mlp", "x", f"w_{name}", f"b_{name}") for name in ("gate", "up", "down"))
+DOWN = dataclasses.replace(DOWN, a="hidden")
+
+
+@public
+def gated_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    *,
+    activation: Activation | None = "silu",
+    axis_name: AxisName | None = None,
+    hidden_sharding: Sharding | None = None,
+    **options: Unpack[LayerOptions],
+) -> jax.Array:
+    """A gated layer, `(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down`.
+
+    With "silu" SwiGLU, with "gelu" GEGLU, with "relu" ReGLU, with "sigmoid" GLU (Shazeer, arXiv:2002.05202).
+
+    x is gathered once for both products, and its gradient summed over devices once. Activation and product are taken
+    in the accumulator's type, and rounded once. Layers lie as those of `mlp`, w_up as w_gate.
+
+    Args:
+      x: (..., k).
+      w_gate, w_up: (k, h), sharded alike; b_gate, b_up: (h,) or None.
+      w_down: (h, n); b_down: (n,) or None.
+      activation: as in `linear`; None for the product alone.
+      axis_name: inside `jax.shard_map`, as in `mlp`.
+      hidden_sharding: sharding of the hidden layer (..., h), as in `mlp`.
+      out_sharding: sharding of y.
+      in_shardings: a triple of shardings for x, w_gate and w_up, and w_down (auto axes).
+      determinism: "run_to_run"; XLA computes the hidden layer.
+
+    The other options are those of `matmul`.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; the message says which of the products is meant. NotImplementedError for another determinism.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.gated_mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((4, 1)), activation="relu")
+    Array([[36.],
+           [36.]], dtype=float32)
+    """
+    if getattr(x, "ndim", 0) == 1 and axis_name is None:
+        weights = w_gate, w_up, w_down, b_gate, b_up, b_down
+        layer = functools.partial(gated_mlp, activation=activation)
+        return activated.of_vector(layer, x, *weights, hidden_sharding=hidden_sharding, **options)
+    found = activations.find(activation)
+    act = activations.FUNCTIONS[found] if isinstance(found, str) else found
+    plain = functools.partial(_plain, activations.of_jax(found))
+    arrays, of_result = activated.as_weak_as(plain, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
+    shared: list[Any] = [x, w_gate, w_up]
+    if all(hasattr(operand, "dtype") for operand in shared):  # what is no array is refused later, by name
+        dtype = jnp.result_type(*shared)
+        x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
+    gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
+    typed: list[Any] = [x, b_up]
+    if all(map(has_numbers, typed)) and jnp.result_type(*typed) != typed[0].dtype:  # of b_gate alone the call knows
+        typed += [b_gate] if has_numbers(b_gate) else []
+        gate = gate._replace(preferred_element_type=jnp.result_type(*typed))
+    down = DOWN.request(None, w_down, b_down, **options)
+    layers = plan_layers((GATE, DOWN), gate, down, axis_name)
+    if down.level.fixed_order:
+        raise NotAvailable(
+            f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
+            "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
+        )
+    operands = {
+        "x": layers.operands[0]["a"],
+        **_pair("gate", layers.operands[0]),
+        **_up(layers, UP.request(x, w_up, b_up, **options), axis_name),
+    }
+    if found != "relu":
+        activated.refuse_integers(layers.calls[0].spec)
+    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
+    with DOWN.naming():
+        if not layers.plans:
+            return of_result(dense(down._replace(a=h, in_shardings=None), None))
+        shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
+        return of_result(jaxmp_call(layers.calls[1], shards)["d"])
+
+
+def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *biases: Any) -> jax.Array:
+    gate, up = map(activated.plain_dense, (x, x), (w_gate, w_up), biases[:2])
+    return activated.plain_dense((gate if act is None else act(gate)) * up, w_down, biases[2])
+
+
+def _pair(name: str, operands: dict[str, Any]) -> Operands:
+    """A weight and its bias, if it has one, under their own names."""
+    names = {"b": f"w_{name}", "bias": f"b_{name}"}
+    return {names[key]: x for key, x in operands.items() if key in names}
+
+
+def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
+    """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
+    like = layers.operands[0]["b"]
+    shape = tuple(getattr(request.b, "shape", like.shape))
+    if shape[:1] == like.shape[:1] and shape != like.shape:
+        raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
+    with UP.naming():
+        _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
+    call = layers.calls[0]
+    if isinstance(call, ShardedCall) and call.frame.is_explicit:
+        meshes.check_alike(w_up=operands["b"], w_gate=like)
+    return _pair("up", operands)
+
+
+# The hidden layer ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """The products of gate and up, hashable: the gate's call and plan, and whether they share x."""
+
+    call: Call
+    plan: Contraction
+    shares_x: bool
+
+
+def _static(layers: Layers, operands: Operands) -> _Hidden:
+    call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
+    # The others bring no x to a device, or one of which it has a part of the columns.
+    brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
+    shares_x = brings_x and not plan.is_transposed and not any(0 in x.shape for x in operands.values())
+    return _Hidden(call, plan, shares_x and not (isinstance(call, ShardedCall) and call.frame.asked is not None))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> jax.Array:
+    """The hidden layer, `act(x @ w_gate + b_gate) * (x @ w_up + b_up)`."""
+
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return (gate if act is None else act(gate)) * up
+
+    return activated.activate(gated, _preactivations(hidden, operands))
+
+
+def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
+    """x @ w_gate + b_gate and x @ w_up + b_up."""
+    plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
+    if not hidden.shares_x:
+        return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
+    body = functools.partial(_preactivations_on_shards, spec, plan)
+    if not isinstance(call, ShardedCall):
+        return body(operands)
+    kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
+    entries = _entries(call)
+    frame = dataclasses.replace(call.frame, entries=tuple((name, entries[kind]) for name, kind in kinds.items()))
+    zs: Preactivations = on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
+    return zs
+
+
+def _entries(call: ShardedCall) -> dict[str, Entry]:
+    """How operands enter, those of a bias with or without which the call was planned too."""
+    return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
+
+
+def _products(
+    call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
+) -> list[jax.Array]:
+    """Both products, each by the gate's call; without one, on shards."""
+    products = []
+    for name in _NAMES:
+        layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
+        layer |= {"bias": operands[f"b_{name}"]} if f"b_{name}" in operands else {}
+        each = spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
+        each, layer = activated.in_type(each, layer, dtype)
+        if call is None:
+            products.append(bind_plan(plan, each, layer)["d"])
+            continue
+        if isinstance(call, ShardedCall):
+            entries = _entries(call)
+            frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))
+            call = dataclasses.replace(call, frame=frame)
+        products.append(jaxmp_call(dataclasses.replace(call, spec=each), layer)["d"])
+    return products
+
+
+_NAMES = ("gate", "up")
+
+
+def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
+    """Products of an x that is brought to every device of the group once; a grid gathers the weights for them."""
+    x = operands["x"]
+    inner, inner_plan = (spec, plan) if plan.is_grid else (spec.ungrouped(), LOCAL)
+    with jax.named_scope("jaxmp_shared_operand"):
+        if plan.gathers:
+            x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)
+        # Varying, so that both cotangents are added before they are summed over devices.
+        axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
+        x = cast_varying(x, axes, source_line=spec.source_line)
+    products = functools.partial(_products, None, inner, inner_plan)
+    return activated.preactivations(products, spec.out_dtype, operands | {"x": x})

@@ -1,0 +1,254 @@
+"""Two dense layers as one function, whose backward pass goes through the activation inside of a call.
+
+With z = x @ w_in + b_in, h = act(z), y = h @ w_out + b_out, the tangent of h never exists on its own:
+dy = (act'(z) * (dx @ w_in + x @ dw_in + db_in)) @ w_out + h @ dw_out + db_out. Its first term is one primitive,
+`activated_matmul_p`; the transpose of that is one product, with DGELU_BGRAD or DRELU_BGRAD as its epilog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
+
+from jaxmp._src.core.contraction.contraction import Contraction
+from jaxmp._src.core.ops import activated
+from jaxmp._src.core.ops.matmul import dense
+from jaxmp._src.core.primitive.collectives import cast_reduced, cast_varying
+from jaxmp._src.core.primitive.primitives import activated_matmul, completes_sums, fold_rows
+from jaxmp._src.core.sharding import sharded_call
+from jaxmp._src.core.sharding.layer_plans import Label, Layers, plan_layers
+from jaxmp._src.core.sharding.on_shards import Entry, on_shards
+from jaxmp._src.core.sharding.shard_local import bind_plan
+from jaxmp._src.core.sharding.sharded_call import ShardedCall
+from jaxmp._src.core.spec import activations, epilogs
+from jaxmp._src.core.spec.activations import Function
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.options import Activation, AxisName, Sharding
+from jaxmp._src.core.spec.refusal import InvalidValue
+from jaxmp._src.core.spec.request import LayerOptions
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands
+
+FIRST, SECOND = Label("mlp", "x", "w_in", "b_in"), Label("mlp", "hidden", "w_out", "b_out")
+
+
+@public
+def mlp(
+    x: ArrayLike,
+    w_in: ArrayLike,
+    b_in: ArrayLike | None,
+    w_out: ArrayLike,
+    b_out: ArrayLike | None,
+    *,
+    activation: Activation,
+    axis_name: AxisName | None = None,
+    hidden_sharding: Sharding | None = None,
+    **options: Unpack[LayerOptions],
+) -> jax.Array:
+    """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
+
+    The value is that of two `linear`s. The gradient of a "relu" or "gelu" takes the cotangent of y through w_out, the
+    activation and the hidden bias in one call (epilog DRELU_BGRAD or DGELU_BGRAD), except under XLA's partitioner (auto
+    axes without `in_shardings`). Other activations have no such epilog.
+
+    Where x's rows and w_in's columns lie on one axis, the first layer is an all-gather, and with y's rows on it again
+    the second is a reduce-scatter (sequence parallelism). With x and y whole, they are local and an all-reduce.
+
+    Args:
+      x: (..., k).
+      w_in: (k, h); b_in: (h,) or None.
+      w_out: (h, n); b_out: (n,) or None.
+      activation: as in `linear`, but not None.
+      axis_name: inside `jax.shard_map`, a mesh axis or a tuple of them: x's rows (the next to last dimension) are
+        gathered over it and y's are scattered; each rank holds its columns of w_in and b_in, its rows of w_out and all
+        of b_out. None: both layers are local there.
+      hidden_sharding: sharding of the hidden layer (..., h); by default the rows of x less the axes of w_in's columns,
+        and those.
+      out_sharding: sharding of y.
+      in_shardings: a triple of shardings for x, w_in and w_out (auto axes).
+
+    The other options are those of `matmul`.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; the message says which of the two products is meant.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 1)), jnp.ones(1), activation="relu")
+    Array([[13.],
+           [13.]], dtype=float32)
+    """
+    if getattr(x, "ndim", 0) == 1 and axis_name is None:
+        layer = functools.partial(mlp, activation=activation)
+        return activated.of_vector(layer, x, w_in, b_in, w_out, b_out, hidden_sharding=hidden_sharding, **options)
+    found = activations.find(activation)
+    if found is None:
+        raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
+    fused = found if isinstance(found, str) else None
+    act = activations.of_jax(found)
+
+    def plain(x: Any, w_in: Any, b_in: Any, w_out: Any, b_out: Any) -> jax.Array:
+        return activated.plain_dense(act(activated.plain_dense(x, w_in, b_in)), w_out, b_out)
+
+    (x, w_in, b_in, w_out, b_out), of_result = activated.as_weak_as(plain, x, w_in, b_in, w_out, b_out)
+    first = FIRST.request(x, w_in, b_in, fused, **options)._replace(out_sharding=hidden_sharding)
+    second = SECOND.request(None, w_out, b_out, **options)
+    layers = plan_layers((FIRST, SECOND), first, second, axis_name)
+    if fused is None:
+        with FIRST.naming():
+            activated.check_spec(layers.calls[0].spec)
+    if layers.plans:
+        return of_result(_planned(layers, found))
+    with FIRST.naming():  # where XLA's partitioner decides, the two layers are calls of their own
+        h = dense(first._replace(in_shardings=None), activation)
+    with SECOND.naming():
+        return of_result(dense(second._replace(a=h, in_shardings=None), None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer on shards: its spec and plan, and the names of its operands among those of both layers."""
+
+    spec: MatmulSpec
+    plan: Contraction
+    weight: str
+    bias: str
+
+    def apply(
+        self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
+    ) -> Operands:
+        layer = self.operands(x, operands)
+        epilog = epilogs.for_activation(activation, "bias" in layer)
+        epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
+        return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
+
+    def operands(self, x: jax.Array, operands: Operands) -> Operands:
+        """Those of the call, by their names there."""
+        weight = operands[self.weight]
+        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
+        return {"a": x.astype(weight.dtype), "b": weight, **bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mlp:
+    """Both layers, hashable."""
+
+    first: _Layer
+    second: _Layer
+    activation: str | Function
+    is_fused: bool
+    calls: tuple[sharded_call.Call, ...]
+
+
+def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
+    """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
+    assert isinstance(mlp.activation, str)
+    h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
+    return mlp.second.apply(h, operands)["d"]
+
+
+_fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
+
+
+@jax_compat.as_traced
+def _layers_jvp_rule(
+    mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
+) -> tuple[jax.Array, jax.Array]:
+    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    assert isinstance(mlp.activation, str)
+    h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
+    y = mlp.second.apply(h, operands)["d"]
+    weights = {name: operands[name] for name in ("x", "w_in")}
+
+    def first(varied: Operands) -> jax.Array:
+        return mlp.first.apply((weights | varied)["x"], weights | varied)["d"]
+
+    def second(varied: Operands) -> jax.Array:
+        return mlp.second.apply(h, operands | varied)["d"]
+
+    def tangent(f: Callable[[Operands], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
+        varied = {name: operands[name] for name in names if name in moved}
+        return jax.jvp(f, (varied,), ({name: moved[name] for name in varied},))[1] if varied else None
+
+    tz, terms = tangent(first, ("x", "w_in")), [tangent(second, ("w_out", "b_out"))]
+    if tz is not None or "b_in" in moved:
+        tz = jnp.zeros_like(h) if tz is None else tz
+        terms.append(_activated(mlp, tz, moved.get("b_in"), aux, operands["w_out"]))
+    axes = jax_compat.varying_axes(y)
+    moving = [cast_varying(x, axes) for x in terms if x is not None]
+    return y, functools.reduce(jnp.add, moving) if moving else jnp.zeros_like(y)
+
+
+_fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
+
+
+def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
+    """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
+    spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
+    scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
+    fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
+    assert isinstance(mlp.activation, str)
+    y = activated_matmul(spec, mlp.activation, fold(tz), fold(aux), w, tbias=tbias)
+    if scatters:
+        shape[ahead] //= spec.group.nranks
+    return y.reshape(*shape, y.shape[-1])
+
+
+# Where it runs ---------------------------------------------------------------------------------------------------
+
+
+def _planned(layers: Layers, activation: str | Function) -> jax.Array:
+    (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
+    spec, next_spec = specs = [call.spec for call in calls]
+    h = outs["a"]
+    shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
+    # A hidden bias has its sums over data-parallel ranks from calls.
+    is_fused = is_fused and not spec.global_order and all(map(completes_sums, specs))
+    first, second = calls
+    if isinstance(first, ShardedCall) and isinstance(second, ShardedCall):
+        is_fused = is_fused and first.frame.asked is None and not plans[1].is_transposed
+        is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
+        is_fused = is_fused and not dict(second.frame.entries)["a"].gathers
+        # Each device has its rows of the hidden layer.
+        is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
+    both = _Layer(spec, plans[0], "w_in", "b_in"), _Layer(next_spec, plans[1], "w_out", "b_out")
+    arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    run = activated.compiled(jaxmp_mlp, activation)
+    y: jax.Array = run(_Mlp(*both, activation, is_fused, calls), arrays)
+    return y
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
+    """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
+    first, second = mlp.calls
+    if not mlp.is_fused:
+        layer = mlp.first.operands(operands["x"], operands)
+        if isinstance(mlp.activation, str):
+            h = sharded_call.jaxmp_call(first, layer)["d"]
+        else:
+            h = activated.activated_call(first, mlp.activation, layer)
+        y: jax.Array = sharded_call.jaxmp_call(second, mlp.second.operands(h, operands))["d"]
+        return y
+    body = functools.partial(_fused_layers, mlp)
+    if not (isinstance(first, ShardedCall) and isinstance(second, ShardedCall)):
+        return body(cast_reduced(operands))
+    entries: dict[str, Entry] = {}
+    for call, layer_of, x in ((first, mlp.first, "x"), (second, mlp.second, "hidden")):
+        names = {"a": x, "b": layer_of.weight, "bias": layer_of.bias}
+        entries |= {names[name]: entry for name, entry in call.frame.entries}
+    del entries["hidden"]
+    frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
+    y = on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
+    return y

@@ -1,0 +1,298 @@
+"""The layers of experts: `(act(x @ w_gate[g]) * (x @ w_up[g])) @ w_down[g]` for the rows x of each group g.
+
+On a mesh all products run in one frame, in which the ranks of an axis split rows, groups or hidden features alike. So
+a hidden row stays where it is made, and nothing is exchanged between the products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from jaxmp._src.core.contraction.contraction import Dims
+from jaxmp._src.core.ops import activated, ragged_dot
+from jaxmp._src.core.primitive.collectives import cast_varying
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.sharding import meshes, ragged, shardings
+from jaxmp._src.core.sharding.on_shards import on_shards
+from jaxmp._src.core.sharding.ragged import RaggedCall
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.activations import Function
+from jaxmp._src.core.spec.matmul_spec import accumulator
+from jaxmp._src.core.spec.options import Activation
+from jaxmp._src.core.spec.refusal import InvalidValue, naming
+from jaxmp._src.core.spec.request import ExpertOptions, Request
+from jaxmp._src.core.validation import operand_checks
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands
+
+
+@public
+def moe_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike | None,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    group_sizes: ArrayLike,
+    group_offset: ArrayLike | None = None,
+    *,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    activation: Activation | None = "silu",
+    **options: Unpack[ExpertOptions],
+) -> jax.Array:
+    """The layers of a mixture of experts, on rows that are sorted by expert.
+
+        d[i] = (act(x[i] @ w_gate[g]) * (x[i] @ w_up[g])) @ w_down[g]    for each row i of group g
+
+    or, where w_gate is None, `act(x[i] @ w_up[g]) @ w_down[g]`; biases are added to each product. Groups are those of
+    `ragged_dot`: rows of a group are adjacent, and rows behind the last one are zero.
+
+    On a mesh the ranks of an axis split rows, experts or hidden features, in all products alike, and nothing is
+    exchanged between the products. Where rows and experts are sharded over one axis, nothing moves on CPU devices of
+    one process, as in `ragged_dot`. Elsewhere rows of x are gathered, and the ranks' terms of d are summed; or the
+    weights are gathered, where rows are sharded too and the weights are smaller than x and d.
+
+    Args:
+      x: (m, k).
+      w_gate, w_up: (groups, k, h), sharded alike; b_gate, b_up: (groups, h) or None.
+      w_down: (groups, h, n); b_down: (groups, n) or None. Weights may be narrower than x, as int8 beside bfloat16.
+      group_sizes, group_offset: as in `ragged_dot`.
+      activation: as in `ragged_dot`; activation and product with it are taken in the accumulator's type, and rounded
+        once. A function may not close over arrays that a mesh shards.
+      out_sharding: sharding of the result.
+      in_shardings: a triple of shardings for x, w_gate and w_up, and w_down (auto axes).
+      determinism: as in `ragged_dot`; h is then never split over devices.
+
+    The other options are those of `ragged_dot`.
+
+    Returns:
+      (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w_down.
+
+    Raises: as `ragged_dot`; the message says which of the products is meant.
+
+    Source: Jiang et al., Mixtral of Experts (arXiv:2401.04088); Gale et al., MegaBlocks (arXiv:2211.15841).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> w = jnp.array([[[1.0]], [[10.0]]])
+    >>> jaxmp.moe_mlp(jnp.ones((4, 1)), w, w, w, jnp.array([1, 2]), activation="relu").tolist()
+    [[1.0], [1000.0], [1000.0], [0.0]]
+    """
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    groups = {"sizes": group_sizes, "offset": group_offset}
+    return layers(x, weights, groups, {"gate": b_gate, "up": b_up, "down": b_down}, activation, **options)
+
+
+def layers(
+    x: Any,
+    weights: Mapping[str, Any],
+    groups: Mapping[str, Any],
+    biases: Mapping[str, Any],
+    activation: Any,
+    **options: Unpack[ExpertOptions],
+) -> jax.Array:
+    """The result of `jaxmp.moe_mlp`; or, where `groups` has "experts" and "gates" (m, top_k) for "sizes", each row of x
+    through its experts, and the sum of what they give, times its gates."""
+    arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
+    for name, array in arrays.items():
+        operand_checks.check_array(name, array)
+    wide = [y for y in arrays.values() if np.dtype(y.dtype).name not in low_precision.NARROW]
+    dtype = jnp.result_type(*(wide or arrays.values()))
+    operands: Operands = {
+        name: y if name != "x" and low_precision.is_mixed(y.dtype, dtype) else y.astype(dtype)  # which calls decode
+        for name, y in ((name, jnp.asarray(array)) for name, array in arrays.items())
+    }
+    ins = options.get("in_shardings")
+    request = Request("moe_mlp", operands["x"], operands["w_up"], takes_transposed=False, **options)
+    request = request._replace(preferred_element_type=dtype if operands["w_up"].dtype != dtype else None)
+    is_routed = "experts" in groups
+    with naming("moe_mlp", b="w_up"):
+        sizes = np.zeros(jnp.shape(request.b)[:1], int) if is_routed else groups["sizes"]
+        spec, found = ragged_dot.validated(request, sizes, groups.get("offset"))
+        f = ragged_dot.activation_of(spec, activation)
+    _check_weights(operands)
+    operands |= groups if is_routed else {name: found[name] for name in ("sizes", "offset") if name in found}
+    for name, bias in biases.items():
+        if bias is not None and f"w_{name}" not in operands:
+            raise InvalidValue("b_gate needs w_gate, which is None; pass it as b_up")
+        if bias is not None:
+            with naming("moe_mlp", b=f"w_{name}", bias=f"b_{name}"):
+                operands[f"b_{name}"] = ragged_dot.bias_of(spec, bias, operands[f"w_{name}"])["bias"]
+    products, place = _placed(request, spec, ins, operands)
+    run: Callable[[Operands], jax.Array] = functools.partial(activated.compiled(jaxmp_moe_mlp, f), *products, f)
+    if place.mode == meshes.Mode.XLA:
+        rows = meshes.type_dims("x", operands["x"])[0]
+        columns = meshes.type_dims("w_down", operands["w_down"])[2]
+        run = meshes.on_automatic_axes(run, place, (rows, tuple(axis for axis in columns if axis not in rows)))
+    d: jax.Array = run(operands)
+    return d if place.constraint is None else lax.with_sharding_constraint(d, place.constraint)
+
+
+def _check_weights(weights: Operands) -> None:
+    """Raise ValueError for weights that do not fit w_up, in shape or in how they lie on explicit axes."""
+    groups, _, h = weights["w_up"].shape
+    if weights["w_down"].ndim != 3 or weights["w_down"].shape[:2] != (groups, h):
+        raise InvalidValue(f"w_down must have shape ({groups}, {h}, n), got {weights['w_down'].shape}")
+    if "w_gate" not in weights:
+        return
+    gate, up = weights["w_gate"], weights["w_up"]
+    if gate.shape != up.shape:
+        raise InvalidValue(f"w_gate must have w_up's shape {up.shape}, got {gate.shape}")
+    meshes.check_alike(w_gate=gate, w_up=up)
+
+
+# Where it runs ---------------------------------------------------------------------------------------------------
+
+# Products on one device's shards of x, and of the hidden rows; the frame of all is that of the second.
+_Products = tuple[RaggedCall, RaggedCall]
+
+
+def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
+    x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
+    if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
+        raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
+    places = []
+    for i, name in enumerate(("w_up", "w_down"), 1):
+        with naming("moe_mlp", b=name):
+            each = request._replace(b=operands[name], in_shardings=None if ins is None else (ins[0], ins[i]))
+            places.append(meshes.place(each, (x.shape[0], w_down.shape[2])))
+    first, second = places
+    if first.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
+    if first.mode != meshes.Mode.SHARDED:
+        call = RaggedCall(ragged_dot.of_global(spec, first))
+        return (call, call), second
+    (x_lies, up_lies, _), (_, down_lies, out) = first.lie, second.lie
+    rows = x_lies[0]
+    out = (rows, tuple(axis for axis in down_lies[2] if axis not in rows)) if out is None else out
+    dims = x_lies, up_lies, down_lies, out
+    shapes = x.shape, w_up.shape, w_down.shape, first.shape
+    for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
+        shardings.check_dims(name, lie, shape, first.mesh.shape)
+    return planned(spec, (first.mesh, first.is_explicit), dims, (*w_up.shape, *first.shape)), second
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...]) -> _Products:
+    """The products of arrays that lie so: x, w_gate and w_up, w_down and the result; the extents of g, k, h, m, n."""
+    (mesh, _), (g, k, h, m, n) = where, extents
+    is_w_larger = g * h * (2 * k + n) > m * (k + n)
+    roles, splits = [ragged.by_index(*each) for each in zip(("mk", "gkh", "ghn", "mn"), lie, strict=True)], {}
+    for axis in sum((dim for dims in lie for dim in dims), ()):
+        index = (role.get(axis, "") for role in roles)
+        splits[axis] = _split(*index, is_w_larger=is_w_larger, keeps_h=spec.level.fixed_order)
+    x, w_in, w_down, d = lie
+    arrays: ragged.Arrays = {
+        "x": ("mk", x),
+        "w_up": ("gkh", w_in),
+        "w_gate": ("gkh", w_in),
+        "w_down": ("ghn", w_down),
+        "b_up": ("gh", None),
+        "b_gate": ("gh", None),
+        "b_down": ("gn", None),
+        "experts": ("mr", None),
+        "gates": ("mr", None),
+        "d": ("mn", d),
+    }
+    sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the choices of a row
+    experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
+    second = dataclasses.replace(spec, whole=(g, m, h, n), experts=experts)
+    call = ragged.split_call(second, where, splits, sizes, arrays)
+    rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
+    of_both = ("m", rows), ("g", groups)
+    first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))
+    of_second = dataclasses.replace(call.spec, splits=(*of_both, ("k", hidden), ("n", columns)))
+    call = dataclasses.replace(call, spec=of_second)
+    return RaggedCall(first, rows=call.rows, groups=call.groups), call
+
+
+def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
+    """The index that the ranks of an axis split, which shards the arrays along these, each or "".
+
+    It is never k, for the first products would then have to be summed ahead of the activation; `keeps_h`: nor h.
+    """
+    own = next((index for index in (w_in, w_down) if index == "g" or (index == "h" and not keeps_h)), "")
+    if "m" in (x, d) and not (own and is_w_larger):
+        return "m"
+    return own or ("m" if keeps_h else "h")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    local = dataclasses.replace(second, frame=None)
+    body, operands = functools.partial(_on_shards, first, local, f), ragged.checked(operands, operands["x"].shape[0])
+    if second.frame is None:
+        return body(operands)["d"]
+    d: jax.Array = on_shards(second.frame, body, operands, "moe_mlp")["d"]
+    return d
+
+
+def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:
+    """All products, of one device's shards."""
+    # Varying, so that cotangents of x are added before they are summed over devices.
+    axes = jax_compat.varying_axes(operands["w_up"])
+    operands = operands | {"x": cast_varying(operands["x"], axes, source_line="moe_mlp")}
+    if "experts" in operands:
+        return {"d": second.summed(_routed(first, second, f, operands))}
+    return {"d": _products(first, second, f, operands)}
+
+
+def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    names = [name for name in ("gate", "up") if f"w_{name}" in operands]
+
+    def product(call: RaggedCall, x: jax.Array, name: str, operands: Operands) -> jax.Array:
+        kinds = {"b": f"w_{name}", "bias": f"b_{name}", "sizes": "sizes", "offset": "offset"}
+        return call({"a": x} | {kind: operands[each] for kind, each in kinds.items() if each in operands})
+
+    def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
+        call = dataclasses.replace(first, spec=dataclasses.replace(first.spec, out_dtype=dtype))
+        return [product(call, operands["x"], name, operands) for name in names]
+
+    def act(z: jax.Array, *up: jax.Array) -> jax.Array:
+        z = z if f is None else f(z)
+        return z * up[0] if up else z
+
+    hidden = activated.activate(act, activated.preactivations(products, first.spec.out_dtype, operands))
+    return product(second, hidden, "down", operands)
+
+
+def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """This rank's terms of each row's sum over its experts, in the order of its choices, in the accumulator's type.
+
+    A device sorts its own rows, so that those of different ranks of data never move.
+    """
+    x, experts, gates = (operands[name] for name in ("x", "experts", "gates"))
+    (m, top_k), groups = experts.shape, operands["w_up"].shape[0] * math.prod(map(lax.axis_size, second.groups))
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    sizes = (experts.reshape(-1, 1) == jnp.arange(groups, dtype=experts.dtype)[None]).sum(0, dtype=np.int32)
+    out = accumulator(second.spec.out_dtype)
+    here = dataclasses.replace(second, rows=(), sums=(), scatters=((), ()))
+    here = dataclasses.replace(here, spec=_with_choices(dataclasses.replace(second.spec, out_dtype=out), top_k))
+    first = dataclasses.replace(first, rows=(), spec=_with_choices(first.spec, top_k))
+    rows = _permuted(jnp.repeat(x, top_k, 0), order)
+    d = _products(first, here, f, operands | {"x": rows, "sizes": sizes})
+    d = _permuted(d, jnp.argsort(order)).reshape(m, top_k, d.shape[-1])
+    terms = [gates[:, i : i + 1].astype(out) * d[:, i] for i in range(top_k)]
+    return sum(terms[1:], terms[0])
+
+
+def _with_choices(spec: GroupedSpec, top_k: int) -> GroupedSpec:
+    """A product of as many rows for each row of x."""
+    whole = (spec.whole[0], spec.whole[1] * top_k, *spec.whole[2:]) if spec.whole else ()
+    return dataclasses.replace(spec, whole=whole)
+
+
+def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
+    return x.at[order].get(unique_indices=True, mode="promise_in_bounds")

@@ -1,0 +1,308 @@
+"""Products of groups of rows, each with a matrix of its own: a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._src.core.ops import activated
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.sharding import meshes, ragged, shardings
+from jaxmp._src.core.spec import activations, precisions
+from jaxmp._src.core.spec.activations import Function
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.matmul_spec import INTEGERS
+from jaxmp._src.core.spec.options import Activation, Precision
+from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.request import GroupOptions, Request
+from jaxmp._src.core.validation import arguments, operand_checks, result_types
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.runtime.types import Operands, Shape
+
+
+@public
+def ragged_dot(
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    group_offset: ArrayLike | None = None,
+    *,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    scaling: Scaling | None = None,
+    **options: Unpack[GroupOptions],
+) -> jax.Array:
+    """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
+
+        d[i] = activation(x[i] @ w[g] + bias[g])    for each row i of group g
+
+    The rows of a group are adjacent, the first group's come first, and `group_sizes` says how many each has. Rows
+    behind the last group are `activation(0)`, zero by default. A row depends on its own group alone: a weight that is
+    infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations, however the rows are
+    divided among groups.
+
+    Sizes are data. What does not fit is clamped: a negative size counts as 0, and groups end with the last row. Under
+    `jax.experimental.checkify` it is an error (of the user's checks).
+
+    Args:
+      x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers other than int8.
+      w: (groups, k, n), of the type of x or another.
+      group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
+      group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
+        that w does not have are zero. Default 0, and a negative one counts as 0.
+      bias: (groups, n), a vector for each matrix of w.
+      activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
+        once. With `determinism="batch"` None or "relu"; of integers None.
+      precision: as in `matmul`.
+      preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
+      scaling: float32 scales of narrow operands. XLA multiplies the sums by them, and adds the bias. `Scaling.a` is (),
+        or (m,) for the rows of x; `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
+        (groups, blocks, n) for those of each block of k, whose sums, blocks times m times n of them, XLA adds.
+      out_sharding: sharding of the result; required where k is sharded in both operands.
+      in_shardings: a pair of shardings for x and w (auto axes).
+      mesh: as in `matmul`.
+      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses. Or a function with the
+        arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
+      determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
+        where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
+        devices is XLA's. "topology": in addition gradients are those of one device, for one device, and where all axes
+        that the call splits shard rows of x and matrices of w.
+
+    Returns:
+      (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
+
+    Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
+    NotImplementedError for `implementation="cublasmp"` and for a level that shardings do not allow.
+
+    Source: `jax.lax.ragged_dot` (docs.jax.dev).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> w = jnp.array([[[1.0]], [[10.0]]])
+    >>> jaxmp.ragged_dot(jnp.ones((4, 1)), w, jnp.array([1, 2])).tolist()
+    [[1.0], [10.0], [10.0], [0.0]]
+    """
+    request = Request("ragged_dot", x, w, precision=precision, preferred_element_type=preferred_element_type, **options)
+    if scaling is None:
+        return product(request, group_sizes, group_offset, bias, activation)
+    return _scaled(request, scaling, (group_sizes, group_offset), bias, activation)
+
+
+def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
+    """The sums times the scales of their row and of the columns of their group; `groups`: their sizes, and offset."""
+    of_x, of_w = _scales(request, scaling)
+    out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
+    spec = GroupedSpec(out, determinism=request.determinism, function=request.function)
+    f, beside = activation_of(spec, activation), bias_of(spec, bias, request.b)
+    if spec.level.fixed_order and (beside or of_w.ndim == 3):
+        raise spec.level.refusal("takes no bias beside scales and no scales of blocks, for XLA would add them")
+    is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
+    request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
+
+    def multiply(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        d = product(request._replace(a=x, b=w), *groups).astype(np.float32)
+        return d * (_within(groups, scale, d, w) if scale.ndim == 0 else _of_rows(request, groups, scale, d))
+
+    if of_w.ndim == 3:
+        blocks = of_w.shape[1]
+        x, w = (jnp.asarray(y).reshape(y.shape[0], blocks, -1, *y.shape[2:]) for y in (request.a, request.b))
+        d = jax.vmap(multiply, 1)(x, w, of_w).sum(0)
+    else:
+        d = multiply(request.a, request.b, of_w)
+    d = d * _within(groups, of_x, d, request.b)
+    for each in beside.values():
+        d = d + _of_rows(request, groups, each.astype(np.float32), d)
+    return (d if f is None else f(d)).astype(out)
+
+
+def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Array) -> jax.Array:
+    """A scale of the rows of the result d, and 0 behind the groups, where it may be infinite or NaN."""
+    sizes, offset = groups
+    offset = None if offset is None else jnp.asarray(offset).reshape(())
+    bounds = ragged.bounds_of(jnp.asarray(sizes), offset, d.shape[0], w.shape[0])
+    at = jnp.arange(d.shape[0])
+    return jnp.where((bounds[0] <= at) & (at < bounds[-1]), scale, 0)[:, None]
+
+
+def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:
+    """Those of each row's group, of (groups,) or (groups, n) values, as the result d lies: by a product of k = 1."""
+    matrices = jnp.broadcast_to(values.reshape(len(values), 1, -1), (len(values), 1, d.shape[1]))
+    kind = jax.typeof(d).sharding
+    request = request._replace(
+        a=jnp.ones((d.shape[0], 1), np.float32),
+        b=matrices,
+        preferred_element_type=None,
+        precision=None,
+        in_shardings=None,
+        out_sharding=kind.spec if AxisType.Explicit in kind.mesh.axis_types else None,
+    )
+    return product(request, *groups)
+
+
+def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
+    """The scales of x and of w."""
+    if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
+        raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
+    x, w, found = request.a, request.b, []
+    operand_checks.check_array("{a}", x, 2)
+    operand_checks.check_array("{b}", w, 3)
+    g, k, n = w.shape
+    of_b: Shape = getattr(scaling.b, "shape", ())
+    blocks = of_b[1] if len(of_b) == 3 and k % max(1, of_b[1]) == 0 else 1
+    wanted = {"a": ((), x.shape[:1]), "b": ((), (g,), (g, n), (g, blocks, n))}
+    for name, shapes in wanted.items():
+        scale = getattr(scaling, name)
+        scale = jnp.float32(1) if scale is None else jnp.asarray(scale)
+        if scale.shape not in shapes or scale.dtype != np.float32:
+            raise InvalidValue(
+                f"scaling.{name} must be float32 of shape {' or '.join(map(str, shapes))}, got {scale.dtype} "
+                f"{scale.shape}" + f"; its blocks must divide k={k}" * (name == "b" and scale.ndim == 3)
+            )
+        found.append(scale)
+    return found[0], found[1]
+
+
+def product(
+    request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
+) -> jax.Array:
+    """The result of `jaxmp.ragged_dot`."""
+    conversion, request = converted(request, group_sizes)
+    spec, operands = validated(request, group_sizes, group_offset)
+    (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
+    placement = meshes.place(request._replace(a=operands["a"], b=operands["b"]), (m, n))
+    call = ragged.RaggedCall(of_global(spec, placement))
+    if placement.mode == meshes.Mode.MANUAL:
+        ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
+    if placement.mode == meshes.Mode.SHARDED:
+        given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
+        call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
+    run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
+    if bias is not None or activation is not None:
+        f = activation_of(spec, activation)
+        operands |= bias_of(spec, bias, operands["b"])
+        run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
+    if placement.mode == meshes.Mode.XLA:
+        of_x, of_w = (meshes.type_dims(f"{{{name}}}", operands[name]) for name in "ab")
+        lie = of_x, of_w, None if placement.out_sharding is None else ((), ())
+        given = shardings.lying(ragged.PRODUCT, lie, (*shapes, (m, n)), placement.mesh.shape)
+        run = meshes.on_automatic_axes(run, placement, given.layout.d)
+    d: jax.Array = conversion.of_result(run(operands))
+    return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) -> jax.Array:
+    return call(ragged.checked(operands, operands["a"].shape[0]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_activated_ragged_dot(
+    call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
+) -> jax.Array:
+    def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
+        return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
+
+    operands = ragged.checked(operands, operands["a"].shape[0])
+    zs = activated.preactivations(products, call.spec.out_dtype, operands)
+    return activated.activate(f or (lambda z: z), zs)
+
+
+def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
+    """The spec, which tells whether XLA's partitioner chooses the shardings."""
+    return dataclasses.replace(spec, is_global=placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA))
+
+
+def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
+    """The function that XLA applies."""
+    found = activations.find(activation)
+    if found is not None and spec.out_dtype.name in INTEGERS:
+        raise NotAvailable(
+            f"with a result of {spec.out_dtype} activation is None; convert an operand, for example with "
+            ".astype(jnp.float32)"
+        )
+    if spec.level.fixed_order and found not in (None, "relu"):
+        raise spec.level.refusal('takes activation=None or "relu", for others have bits of XLA')
+    return activations.FUNCTIONS[found] if isinstance(found, str) else found
+
+
+def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
+    """The bias by its name, if there is one."""
+    if bias is None:
+        return {}
+    operand_checks.check_array("{bias}", bias)
+    if bias.shape != (w.shape[0], w.shape[2]):
+        raise InvalidValue(
+            f"{{bias}} must have shape {(w.shape[0], w.shape[2])}, a vector for each matrix of {{b}}, got {bias.shape}"
+        )
+    operand_checks.check_widens("{bias}", bias, spec.out_dtype)
+    return {"bias": jnp.asarray(bias).astype(spec.out_dtype)}
+
+
+def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
+    """(how operands and result are converted, so that types are those of lax; the request with converted operands)."""
+    conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
+    if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
+        conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
+        call = call._replace(a=conversion.of("a", request.a), b=conversion.of("b", request.b))
+    return conversion, call._replace(implementation=request.implementation)
+
+
+def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    x, w = request.a, request.b
+    for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
+        operand_checks.check_array(name, operand, ndim)
+    if x.shape[1] != w.shape[1]:
+        raise InvalidOperands(
+            f"{{b}} has k={w.shape[1]} but {{a}} has k={x.shape[1]} (global shapes {tuple(x.shape)}, {tuple(w.shape)})"
+        )
+    check_integers("group_sizes", group_sizes)
+    groups, listed = w.shape[0], group_sizes.shape
+    if len(listed) != 1 or (listed[0] != groups if group_offset is None else listed[0] < groups):
+        wanted = f"({groups},)" if group_offset is None else f"(n,) with n of at least {groups}"
+        raise InvalidOperands(f"group_sizes must have shape {wanted}, one size for each matrix of {{b}}, got {listed}")
+    operands = {"sizes": jnp.asarray(group_sizes)}
+    if group_offset is not None:
+        group_offset = np.asarray(group_offset) if type(group_offset) is int else group_offset
+        check_integers("group_offset", group_offset)
+        if group_offset.shape not in ((), (1,)):
+            raise InvalidOperands(f"group_offset must have shape () or (1,), got {group_offset.shape}")
+        operands["offset"] = jnp.asarray(group_offset).reshape(())
+    spec, converted = spec_and_operands(request)
+    return spec, operands | converted
+
+
+def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    """The spec, and the operands in the type in which they are multiplied."""
+    x, w = jnp.asarray(request.a), jnp.asarray(request.b)
+    for name, operand in (("{a}", x), ("{b}", w)):
+        operand_checks.check_operand(name, operand)
+    preferred = operand_checks.check_preferred(request.preferred_element_type)
+    types = result_types.of_call(arguments.types_of(x, w), preferred, False)
+    if request.precision is not None:
+        precisions.resolve(request.precision, types.operand, types.out)
+    given = request.implementation
+    implementation = given if callable(given) else operand_checks.check_implementation(given)
+    if implementation == "cublasmp":
+        raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
+    determinism, function = request.determinism, request.function
+    spec = GroupedSpec(types.out, determinism=determinism, implementation=implementation, function=function)
+    x = x if x.dtype == types.operand else x.astype(types.operand)
+    w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # a narrow one is decoded
+    return spec, {"a": x, "b": w}
+
+
+def check_integers(argument: str, x: Any) -> None:
+    """Raise TypeError for what is no array of integers."""
+    operand_checks.check_array(argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise InvalidType(f"{argument} must be an array of integers, got dtype {x.dtype}")

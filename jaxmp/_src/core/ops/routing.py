@@ -1,0 +1,95 @@
+"""A mixture of experts: which experts each token goes to, and the sum of what they make of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.ops.moe_mlp import layers
+from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.options import Activation
+from jaxmp._src.core.spec.refusal import InvalidValue
+from jaxmp._src.core.spec.request import ExpertOptions
+from jaxmp._src.core.validation import operand_checks
+from jaxmp._src.platform.runtime.types import Shape
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+class Routes(NamedTuple):
+    """Of each token the indices of its experts and their gates, (tokens, top_k), and the loss that balances experts."""
+
+    experts: jax.Array
+    gates: jax.Array
+    loss: jax.Array
+
+
+def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
+    """The experts of each token by its logits (tokens, experts), in the order of their scores.
+
+    Gates are the scores of the chosen experts, divided by their sum where that `normalizes`: the softmax of the chosen
+    logits (Mixtral, arXiv:2401.04088), or sigmoids (DeepSeek-V3, arXiv:2412.19437, without its bias).
+
+    The loss is `experts * sum(f * P)`, with f the part of all choices that falls on an expert, and P its mean score, of
+    scores that sum to 1 (Fedus et al., arXiv:2101.03961, which has top_k = 1). It is 1 where all experts have the same.
+    """
+    count = logits.shape[-1]
+    if scores not in ("softmax", "sigmoid"):
+        raise InvalidValue(f'scores must be "softmax" or "sigmoid", got {scores!r}')
+    if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= count:
+        raise InvalidValue(f"top_k must be an integer from 1 to the {count} experts, got {top_k}")
+    # Logarithms of scores, which are finite where the scores underflow.
+    logs = jax.nn.log_softmax(logits) if scores == "softmax" else jax.nn.log_sigmoid(logits)
+    most, experts = lax.top_k(logs, top_k)
+    gates = jax.nn.softmax(most) if normalizes else jnp.exp(most)
+    chosen = (experts[..., None] == jnp.arange(count, dtype=experts.dtype)[None, None]).astype(gates.dtype)
+    parts = jax.nn.softmax(logs)
+    tokens = max(1, logits.shape[0])
+    return Routes(experts, gates, count * (chosen.sum((0, 1)) / (tokens * top_k) * parts.sum(0) / tokens).sum())
+
+
+def mixture(
+    x: jax.Array,
+    router: jax.Array,
+    weights: dict[str, jax.Array],
+    *,
+    top_k: int,
+    scores: Scores,
+    normalizes: bool,
+    activation: Activation | None,
+    determinism: Determinism,
+) -> tuple[jax.Array, jax.Array]:
+    """Each token of x (..., features) through `top_k` experts, and the loss; the router computes in float32."""
+    operand_checks.check_array("{a}", x)
+    if x.shape[-1:] != router.shape[:1]:
+        raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
+    *lead, features = meshes.type_dims("{a}", x)
+    here = jax.typeof(x).sharding
+    rows = P(sum(lead, ()), features)
+    tokens = _reshaped(x, (-1, x.shape[-1]), here.spec, rows) if any(lead[1:]) else x.reshape(-1, x.shape[-1])
+    options: ExpertOptions = {"determinism": determinism}
+    if meshes.has_explicit_axes(here.mesh):
+        options["out_sharding"] = rows
+    product = jnp.matmul if determinism == "run_to_run" else functools.partial(matmul, determinism=determinism)
+    logits = product(tokens.astype(jnp.float32), router.astype(jnp.float32))
+    experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
+    y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, **options)
+    if any(lead[1:]):
+        return _reshaped(y, here.shard_shape(x.shape), rows, here.spec), loss
+    return y.reshape(*x.shape[:-1], y.shape[-1]), loss
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
+    """`x` with the tokens of each device in `shape`, so that none moves; XLA's order of tokens is another one."""
+    mesh = jax.typeof(x).sharding.mesh
+    d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
+    return d

@@ -1,0 +1,46 @@
+"""Bias gradients as plain sums and collectives: the oracle of the fused ones, and what their derivatives are made of.
+
+drelu_bgrad, dgelu_bgrad   d summed over all its rows, as it was stored: (n,)
+bgrada                     op(a) summed over the contraction: (m,), whole on every rank of the group
+bgradb                     op(b) summed over the contraction: (n,), as d's columns are shared
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
+
+SCOPE = "jaxmp_bias_gradient"
+
+
+def summed(name: str) -> str:
+    """The matrix whose sums a result is: "a", "b", "d", or nothing for what is no bias gradient."""
+    return {"bgrada": "a", "bgradb": "b", "drelu_bgrad": "d", "dgelu_bgrad": "d"}.get(name, "")
+
+
+def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
+    """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
+    axes = spec.contraction.sharded
+    with jax.named_scope(SCOPE):
+        if name == "bgrada":
+            total = _sum(x, spec.contraction.a.index("k"), spec.conjugate_a, axes("a", "k"), spec.source_line)
+            # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
+            rows = axes("a", "m")
+            if rows:
+                total = collectives.all_gather(total, rows, axis=0, to="invarying", source_line=spec.source_line)
+        elif name == "bgradb":
+            total = _sum(x, spec.contraction.b.index("k"), spec.conjugate_b, axes("b", "k"), spec.source_line)
+        else:
+            total = _sum(x, 0, False, axes("d", "m"), spec.source_line)
+        return total.astype(spec.out_dtype)
+
+
+def _sum(x: jax.Array, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str) -> jax.Array:
+    acc = accumulator(x.dtype)
+    total = jnp.sum(x.astype(acc), dimension, dtype=acc)
+    total = lax.conj(total) if is_conjugated else total
+    return collectives.psum(total, axes, source_line=source_line) if axes else total

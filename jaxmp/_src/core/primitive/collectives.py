@@ -1,0 +1,285 @@
+"""Collectives around jaxmp's calls, and what they are in a job of several processes.
+
+XLA cannot interrupt a collective that crosses processes, and its transport ends the process where the ranks' messages
+differ in size. So every process of the group has to be there, with an equal operand, before one of them enters. The
+forward call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
+
+In a job, a collective inside shard_map is `collective_p`. Gathers, sums and maxima communicate through memory that the
+processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
+collective behind a barrier. Its transpose is another one.
+
+Reshards are XLA's, behind a "wait": an identity, lowered to a barrier where the group spreads over processes. What ran
+after a collective runs ahead of it in the transposed program. So each stands between two, and the second, a "pass",
+waits in the transposed program only:
+
+    x -> wait -> reshard -> pass         transposed: ct -> wait -> reshard -> pass
+
+Outside a job of several processes nothing is added to the program. Types that XLA:CPU would widen on the wire have
+`collective_p` and `reshard_p` there too: their lowering moves integers of the same width.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.options import Mesh
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals.jax_compat import batching
+from jaxmp._src.platform.runtime import native
+from jaxmp._src.platform.runtime.types import Operand, Operands, Tangent
+
+F = TypeVar("F", bound=Callable[..., jax.Array])
+Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
+
+# (x) -> x after the collective `kind` of lax over `axis_name`: "all_gather", "all_gather_invariant" and
+# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax". Those that
+# move nothing: "vary", the transpose of a psum, which makes the type of x vary over the axes; "wait", the barrier ahead
+# of a reshard, and its transpose, "pass". `mesh` are all mesh axes as (name, size), `caller` says for people what it
+# belongs to, "matmul at train.py:41".
+collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
+_TRANSPOSED = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "vary": "psum",
+    "psum": "vary",
+    "wait": "pass",
+    "pass": "wait",
+}
+
+
+def _collective_abstract_eval(
+    x: jax.core.ShapedArray,
+    *,
+    kind: str,
+    mesh: Axes,
+    axis_name: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    caller: str,
+) -> jax.core.ShapedArray:
+    shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
+    nranks = math.prod(sizes[axis] for axis in axis_name)
+    if kind in ("reduce_scatter", "all_to_all"):
+        shape[dimensions[0]] //= nranks
+    if kind in ("all_gather", "all_gather_invariant", "all_to_all"):
+        shape[dimensions[-1]] *= nranks
+    if kind in ("all_gather_invariant", "psum", "pmax"):
+        varying = varying - frozenset(axis_name)
+    elif kind == "vary":
+        varying = varying | frozenset(axis_name)
+    return jax_compat.with_shape(x, shape, x.dtype, varying)
+
+
+def _collective_transpose(
+    ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimensions: tuple[int, ...], **params: Any
+) -> list[Tangent]:
+    if kind == "all_gather_invariant":
+        return [own_part(ct, dimensions[0], axis_name)]
+    # Where types do not vary, what a psum sums has the sum of the cotangents of all ranks.
+    kind = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
+    return [collective_p.bind(ct, kind=kind, axis_name=axis_name, dimensions=dimensions[::-1], **params)]
+
+
+def _collective_batch_rule(
+    operands: Any, dims: Any, *, dimensions: tuple[int, ...], **params: Any
+) -> tuple[jax.Array, int]:
+    (x,), (batch,) = operands, dims
+    moved = tuple(dimension + (batch <= dimension) for dimension in dimensions)
+    return collective_p.bind(x, dimensions=moved, **params), batch
+
+
+collective_p.def_abstract_eval(_collective_abstract_eval)
+ad.deflinear2(collective_p, _collective_transpose)
+batching.primitive_batchers[collective_p] = _collective_batch_rule
+
+# (x) -> x: a global array that is sharded as `have`, sharded as `spec`.
+reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
+
+
+def _reshard_abstract_eval(
+    x: jax.core.ShapedArray, *, mesh: Mesh, have: P, spec: P, is_explicit: bool
+) -> jax.core.ShapedArray:
+    return jax_compat.with_sharding(x, mesh, spec) if is_explicit else x
+
+
+def _reshard_transpose(ct: Tangent, x: Operand, *, have: P, spec: P, **params: Any) -> list[Tangent]:
+    return [reshard_p.bind(ct, have=spec, spec=have, **params)]
+
+
+def _reshard_batch_rule(
+    operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
+) -> tuple[jax.Array, int]:
+    (x,), (batch,) = operands, dims
+    free = None if is_explicit else P.UNCONSTRAINED
+    with_batch = []
+    for each in (have, spec):
+        dims = [*each, *[None] * (x.ndim - 1 - len(each))]
+        with_batch.append(P(*dims[:batch], free, *dims[batch:]))
+    have, spec = with_batch
+    return reshard_p.bind(x, have=have, spec=spec, is_explicit=is_explicit, **params), batch
+
+
+reshard_p.def_abstract_eval(_reshard_abstract_eval)
+ad.deflinear2(reshard_p, _reshard_transpose)
+batching.primitive_batchers[reshard_p] = _reshard_batch_rule
+
+
+def _is_ours(x: jax.Array) -> bool:
+    """Whether a collective of `x` is `collective_p`."""
+    return native.has_barrier or low_precision.is_widened(x.dtype)
+
+
+def _collective(
+    kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimensions: tuple[int, ...] = ()
+) -> jax.Array:
+    mesh, caller = jax_compat.mesh_axes(), source_line or "a matmul"
+    result: jax.Array = collective_p.bind(
+        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimensions=dimensions, caller=caller
+    )
+    return result
+
+
+def unless_empty(collective: F) -> F:
+    """`collective(x, ...)`, which moves nothing of an x that is empty: XLA does not gather such an array."""
+
+    @functools.wraps(collective)
+    def moved(x: jax.Array, *args: Any, **params: Any) -> jax.Array:
+        if x.size != 0:
+            return collective(x, *args, **params)
+        like: Any = jax.eval_shape(lambda x: collective(x, *args, **params), x)
+        return cast_varying(jnp.zeros(like.shape, like.dtype), like.manual_axis_type.varying)
+
+    return cast(F, moved)
+
+
+@unless_empty
+def all_gather(
+    x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
+) -> jax.Array:
+    """`lax.all_gather`, tiled. Where types do not vary, `to` makes no difference."""
+    to = to if jax_compat.is_vma_checked() else "varying"
+    if _is_ours(x):
+        kind = "all_gather" if to == "varying" else "all_gather_invariant"
+        return _collective(kind, x, axes, source_line, (axis,))
+    return gather(x, axes, axis, to)
+
+
+def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") -> jax.Array:
+    """`lax.all_gather`, tiled, as XLA computes it best."""
+    if axis == 0:
+        gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+        return gathered
+    # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
+    stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
+    shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
+    return jnp.moveaxis(stacked, 0, axis).reshape(shape)
+
+
+@unless_empty
+def all_to_all(
+    x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
+) -> jax.Array:
+    """`lax.all_to_all`, tiled."""
+    if _is_ours(x):
+        return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis))
+    moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
+    return moved
+
+
+def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
+    """`lax.psum`."""
+    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
+    return total
+
+
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
+    """`lax.psum_scatter`, tiled."""
+    if native.has_barrier:
+        return _collective("reduce_scatter", x, axes, source_line, (axis,))
+    part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
+    return part
+
+
+def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
+    """`lax.pmax`."""
+    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
+    return most
+
+
+def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
+    """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
+    if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
+        x = lax.pcast(x, reduced, to="varying")  # whose transpose moves nothing
+    missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
+    if not missing:
+        return x
+    # What a lowering makes is on no mesh, and has no transpose.
+    if native.has_barrier and jax_compat.is_vma_checked() and not jax.typeof(x).sharding.mesh.empty:
+        return _collective("vary", x, missing, source_line)
+    cast: jax.Array = lax.pcast(x, missing, to="varying")
+    return cast
+
+
+def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
+    """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
+    reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
+    if not any(reduced.values()):
+        return dict(operands)
+    found = frozenset(axes).union(*map(jax_compat.varying_axes, operands.values()))
+    return {name: cast_varying(x, found & reduced[name]) for name, x in operands.items()}
+
+
+def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:
+    """A global array that is sharded as `have`, sharded as `spec`.
+
+    Where each device takes a part of what it has, only the transpose communicates.
+    """
+    with jax.named_scope("jaxmp_reshard"):
+        # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
+        is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
+        x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
+        x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
+        if low_precision.is_widened(x.dtype):
+            x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
+        else:
+            x = place(x, mesh, spec, is_explicit=is_explicit)
+        return _global_barrier("pass", x, mesh, spec)
+
+
+def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
+    """A global array, sharded as `spec` by XLA."""
+    move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+    placed: jax.Array = move(x, NamedSharding(mesh, spec))
+    return placed
+
+
+def _is_finer(have: P, spec: P) -> bool:
+    """Whether a shard of `spec` is a part of one of `have`."""
+    entries = [[(x,) if isinstance(x, str) else tuple(x or ()) for x in each] for each in (have, spec)]
+    return all(want[: len(dim)] == dim for dim, want in itertools.zip_longest(*entries, fillvalue=()))
+
+
+def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
+    """This rank's part of what it holds whole."""
+    extent = x.shape[dimension] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
+
+
+def _global_barrier(kind: str, x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
+    if not native.has_barrier:
+        return x
+    wait = functools.partial(_collective, kind, axes=tuple(mesh.axis_names), source_line="")
+    return jax.shard_map(lambda x: wait(x), mesh=mesh, in_specs=spec, out_specs=spec)(x)

@@ -1,0 +1,201 @@
+"""Products of groups of rows: `grouped_p(x, w, bounds)` and its rules.
+
+Group i has the rows [bounds[i], bounds[i + 1]) of x, cut to the rows that there are; bounds do not decrease.
+
+    rows         x (m, k), w (g, k, n) -> (m, n): each row times the matrix of its group. Rows outside of all groups
+                 are zero, and a row depends on its own group alone.
+    contraction  x (m, k), w (m, n) -> (g, k, n): x^T w of the rows of each group. An empty group has zeros.
+
+Cotangents, of d for rows and of the matrices c for a contraction; both modes are each other's:
+
+    rows         dx = rows(dd, w^T), dw = contraction(x, dd)
+    contraction  dx = rows(w, c^T),  dw = rows(x, c)
+
+All operands have a batch in front, of one where it serves every index; `vmap` of a batch makes a larger one. To split
+rows over devices is to shift bounds, and to split groups is to slice them.
+
+Ranks of the axes `experts` multiply together: each has rows of all groups, which its bounds tell, and the matrices of
+its own, the first groups the first rank. A contraction sums the rows of all of them, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from jaxmp._src.core.primitive.collectives import Axes, cast_varying
+from jaxmp._src.core.spec import levels, low_precision
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
+from jaxmp._src.core.spec.options import GroupedImplementation, Parts
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Tangent
+
+grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
+# The same for what XLA's partitioner splits.
+partitioned_grouped_p = jax_compat.make_primitive("jaxmp_partitioned_grouped", multiple_results=False)
+GROUPED = (grouped_p, partitioned_grouped_p)
+
+# (sizes) -> sizes, the same: where `checkify` asks whether groups have more than `m` rows.
+sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
+sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
+jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
+    sizes_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **params),
+    0,
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedSpec(Parts):
+    """What is multiplied.
+
+    `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays that a mesh shards,
+    where the operands are shards of them; `mesh`: every mesh axis as (name, size), and `splits` for each of m, k, g
+    and n the axes that split it, where jaxmp has split them; `is_global`: operands are whole arrays, of which XLA's
+    partitioner chooses the shardings.
+    """
+
+    out_dtype: np.dtype
+    is_contraction: bool = False
+    is_transposed: bool = False
+    determinism: Determinism = "run_to_run"
+    implementation: GroupedImplementation | None = None
+    whole: tuple[int, ...] = ()
+    experts: tuple[str, ...] = ()
+    mesh: Axes = ()
+    splits: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    is_global: bool = False
+    function: str = "ragged_dot"
+
+    @property
+    def level(self) -> levels.Level:
+        """The level of determinism."""
+        return levels.find(self.determinism)
+
+    @property
+    def may_be_host(self) -> bool:
+        """Whether hostmp multiplies on CPU devices."""
+        return self.implementation in (None, "host")
+
+    @property
+    def nranks(self) -> int:
+        """The number of ranks that multiply together."""
+        return math.prod(size for axis, size in self.mesh if axis in self.experts)
+
+    def swapped(self) -> GroupedSpec:
+        """The same with k and n in each other's place."""
+        splits = tuple(({"k": "n", "n": "k"}.get(index, index), axes) for index, axes in self.splits)
+        return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]), splits=splits)
+
+    def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
+        """A product of rows under the same options."""
+        return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=False, is_transposed=is_transposed)
+
+    def contraction(self, out_dtype: np.dtype) -> GroupedSpec:
+        """A contraction under the same options."""
+        return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=True, is_transposed=False)
+
+
+def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+    """The product of operands with a batch in front. Beside rows a narrow w stays as it is."""
+    dtype, is_decoded = type_of(x, w), not spec.is_contraction and low_precision.is_mixed(x.dtype, w.dtype)
+    x = x if x.dtype == dtype else x.astype(dtype)
+    w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
+    axes = frozenset().union(*map(jax_compat.varying_axes, (x, w, bounds)))
+    primitive = partitioned_grouped_p if spec.is_global else grouped_p
+    d: jax.Array = primitive.bind(*(cast_varying(y, axes) for y in (x, w, bounds)), spec=spec)
+    return d
+
+
+def type_of(x: Any, w: Any) -> np.dtype:
+    """The type in which x and w are multiplied: cotangents may have that of sums."""
+    if low_precision.is_mixed(x.dtype, w.dtype):
+        return low_precision.operand_type(x.dtype, w.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(x.dtype, w.dtype))
+
+
+def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
+    """op(a) @ op(b) of narrow types, which `vmap` makes one call for a whole batch, one group for each index. In the
+    accumulator's type, or rounded where the result of `spec` needs no more."""
+    if spec.transpose_a and spec.transpose_b:
+        return batch_product(b, a, spec.replace(transpose_a=False, transpose_b=False)).T
+    if low_precision.is_scaled(a.dtype):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # which has all these numbers
+    is_whole = spec.is_bilinear and spec.alpha == 1 and not spec.contraction.sums and spec.out_dtype.itemsize == 2
+    out = spec.out_dtype if is_whole else accumulator(a.dtype)
+    bounds = jnp.array([[0, a.shape[0]]], np.int32)
+    if spec.transpose_a:
+        return grouped(GroupedSpec(out, is_contraction=True, function=spec.function), a[None], b[None], bounds)[0, 0]
+    of_rows = GroupedSpec(out, is_transposed=spec.transpose_b, function=spec.function)
+    return grouped(of_rows, a[None], b[None, None], bounds)[0]
+
+
+def batch_of(operands: Sequence[Any]) -> Any:
+    """The extent of the batch."""
+    return next((y.shape[0] for y in operands if y.shape[0] != 1), 1)
+
+
+def abstract_eval(
+    x: jax.core.ShapedArray, w: jax.core.ShapedArray, bounds: jax.core.ShapedArray, *, spec: GroupedSpec
+) -> jax.core.ShapedArray:
+    batch, n = batch_of((x, w, bounds)), w.shape[2] if spec.is_transposed else w.shape[-1]
+    varying = jax_compat.varying_axes(x)
+    if not spec.is_contraction:
+        return jax_compat.with_shape(x, (batch, x.shape[1], n), spec.out_dtype, varying, w)
+    shape = (batch, (bounds.shape[1] - 1) // spec.nranks, x.shape[2], n)
+    return jax_compat.with_shape(jax_compat.with_front(x, 1), shape, spec.out_dtype, varying, w)
+
+
+def jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: GroupedSpec
+) -> tuple[jax.Array, Tangent]:
+    """dd = dx w + x dw."""
+    x, w, bounds = primals
+    tx, tw, _ = tangents
+    d = grouped(spec, x, w, bounds)
+    terms = [grouped(spec, tx, w, bounds)] if not isinstance(tx, ad.Zero) else []
+    terms += [grouped(spec, x, tw, bounds)] if not isinstance(tw, ad.Zero) else []
+    return d, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(d).to_tangent_aval())
+
+
+def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
+    of_x = ad.is_undefined_primal(x)
+    aval: Any = (x if of_x else w).aval
+    if isinstance(ct, ad.Zero):
+        found: Tangent = ad.Zero(aval)
+    elif of_x and spec.is_contraction:
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=True), w, ct, bounds)
+    elif of_x:
+        found = grouped(spec.swapped().rows(aval.dtype, is_transposed=not spec.is_transposed), ct, w, bounds)
+    elif spec.is_contraction:
+        found = grouped(spec.rows(aval.dtype, is_transposed=False), x, ct, bounds)
+    else:
+        left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
+        out = aval.dtype if aval.dtype.name in RESULT_TYPES else accumulator(left.dtype)
+        found = grouped(spec.contraction(out), left, right, bounds).astype(aval.dtype)
+    if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
+        if spec.level.global_order:
+            raise spec.level.mesh_refusal("is not available: XLA sums over a batch", "map by jax.lax.map")
+        found = found.sum(0, keepdims=True)
+    return [found, None, None] if of_x else [None, found, None]
+
+
+def batch_rule(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, spec: GroupedSpec
+) -> tuple[jax.Array, int]:
+    pairs = [y[None] if dim is None else jnp.moveaxis(y, dim, 0) for y, dim in zip(operands, dims, strict=True)]
+    outer, inner = (next((y.shape[i] for y in pairs if y.shape[i] != 1), 1) for i in (0, 1))
+    folded = []
+    for y in pairs:
+        lead = (1, 1) if y.shape[:2] == (1, 1) else (outer, inner)
+        folded.append(jnp.broadcast_to(y, (*lead, *y.shape[2:])).reshape(lead[0] * lead[1], *y.shape[2:]))
+    d = grouped(spec, *folded)
+    return d.reshape(outer, inner, *d.shape[1:]), 0

@@ -1,0 +1,303 @@
+"""The primitives of products: what they mean, how they are bound, and the types of their results.
+
+matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
+                                    the epilog returns beside d; `matmul_spec` names operands and results. Without C
+                                    and epilog it is bilinear. With spec.is_batch all have one more dimension in front
+                                    (`batching`). Where spec.group is unsettled a and b are global arrays, and
+                                    XLA's partitioner chooses the pattern (`partitioner`).
+partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
+                                    the mesh, which JAX asks of a primitive, not of an equation
+activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
+                                    the library's own arithmetic where the level asks for it
+activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
+                                    whose transpose is one call with a derivative as its epilog
+
+`jaxmp/_src/core/registration.py` names every rule of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.core.primitive import bias_grad, collectives
+from jaxmp._src.core.primitive.collectives import cast_varying
+from jaxmp._src.core.primitive.grouped import GROUPED
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
+from jaxmp._src.core.spec.refusal import InvalidValue, Refusal
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime import native
+from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
+
+matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
+partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True)
+activation_grad_p = jax_compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
+activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
+
+MATMULS = (matmul_p, partitioned_matmul_p)
+PRODUCTS = (*MATMULS, activated_matmul_p)
+
+
+def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
+
+    `jax.checkpoint_policies.dots_saveable` keeps these too, but for products of groups of rows.
+
+    Args:
+      primitive, args, params: what `jax.checkpoint` asks about.
+
+    Returns:
+      Whether the results of this primitive are kept.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jaxmp.matmul(x, w)), policy=jaxmp.dots_saveable)
+    >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    is_ours = primitive in PRODUCTS or primitive in GROUPED
+    return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
+
+
+def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
+    """What a policy for `jax.checkpoint` says, where jaxmp's products count as the `lax.dot_general` in whose place
+    they stand."""
+    if primitive not in PRODUCTS:
+        return policy(primitive, *args, **params)
+    batch = ((0,), (0,)) if params["spec"].is_batch else ((), ())
+    contract = ((2,), (1,)) if batch[0] else ((1,), (0,))
+    as_dot = {"precision": None, "preferred_element_type": None, "out_sharding": None}
+    return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
+
+
+def bind(spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Operands | None = None) -> Operands:
+    """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
+    return bind_named(spec, {**(extra or {}), "a": a, "b": b})
+
+
+def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
+    """The same, from all operands by name, or more."""
+    outputs = bind_operands(spec, *map(operands.__getitem__, spec.names))
+    return dict(zip(spec.output_names, outputs, strict=True))
+
+
+def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
+    """The results, from all operands, in the order of the spec."""
+    primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
+    if needs_devices(spec):  # before the lowering, because JAX looks for it there
+        jax_lowering.require_devices([primitive])
+    outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
+    return outputs
+
+
+def needs_devices(spec: MatmulSpec) -> bool:
+    """Whether a call may need a communicator of cuBLASMp's in this process, which belongs to devices.
+
+    In a fixed order its calls are local ones.
+    """
+    is_local = spec.fixed_reduction_order or (spec.group.nranks == 1 and not spec.is_unsettled)
+    return not is_local and native.has_cuda_devices()
+
+
+def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Operands:
+    """As `bind` for an a, and whatever has d's rows, with leading dimensions, which fold into the rows of one call.
+
+    `dimension`: the one of a that is gathered or scattered. A rank's part of it is contiguous in the rows of a call, so
+    dimensions ahead of it stand behind the rank there: (P, batch, m/P).
+    """
+    a, b = operands["a"], operands["b"]
+    if spec.transpose_a:
+        a, spec = jnp.swapaxes(a, -1, -2), spec.replace(transpose_a=False)
+    shape, p, scatters, gathers = a.shape[:-1], spec.group.nranks, spec.contraction.scatters, spec.contraction.gathers
+    ahead = dimension if scatters or gathers else 0
+    of_a, of_d = (len(shape), ahead, p if scatters else 1), (len(shape), ahead, p if gathers else 1)
+    if scatters:
+        check_local_shapes(spec, (math.prod(shape[ahead:]), a.shape[-1]), b.shape)
+    extra = {
+        name: fold_rows(x, *of_d) if has_rows(name) else x for name, x in operands.items() if name not in ("a", "b")
+    }
+    if not low_precision.is_of_tensor(spec.scales.a):
+        extra["scale_a"] = fold_rows(extra["scale_a"], *of_a)
+    outputs = bind_named(spec, extra | {"a": fold_rows(a, *of_a), "b": b})
+    shape = (*shape[:ahead], output_rows(spec, shape[ahead]), *shape[ahead + 1 :]) if scatters or gathers else shape
+    return {name: unfold_rows(x, shape, *of_d[1:]) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def fold_rows(x: jax.Array, ndim: int, ahead: int, nranks: int) -> jax.Array:
+    """`x` with its first `ndim` dimensions as one; of `nranks` that share the dimension behind `ahead` others, the rank
+    is the slowest index of the result."""
+    shape, rest = x.shape[:ndim], x.shape[ndim:]
+    rows, batch = math.prod(shape), math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(batch, nranks, rows // (batch * nranks), *rest), 0, 1)
+    return x.reshape(rows, *rest)  # reshape cannot tell their number without columns
+
+
+def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Array:
+    """The inverse, for the dimensions `shape`."""
+    batch = math.prod(shape[:ahead])
+    if nranks > 1 and batch > 1:
+        x = jnp.swapaxes(x.reshape(nranks, batch, math.prod(shape) // (batch * nranks), x.shape[-1]), 0, 1)
+    return x.reshape(*shape, x.shape[-1])
+
+
+def has_rows(name: str) -> bool:
+    """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
+    return len(SPANS.get(name, ())) == 2
+
+
+def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
+    """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
+    amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
+    for name, amax in amaxes.items():
+        unequal = tuple(
+            axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
+        )
+        if unequal:  # bits of numbers that are not negative have their order, and NaN comes last: floats may lose it
+            with jax.named_scope("jaxmp_amax"):
+                bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.int32)
+                bits = collectives.pmax(bits, unequal, source_line=spec.source_line)
+                amaxes[name] = lax.bitcast_convert_type(bits, jnp.float32)
+    return outputs | amaxes
+
+
+def completes_sums(spec: MatmulSpec) -> bool:
+    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for the bits:
+    there every rank would reduce it again."""
+    is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
+    return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
+
+
+# Rules ----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[..., Any]
+
+
+def by_batch(one: Rule, of_batch: Rule) -> Rule:
+    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec) -> Any:
+        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
+
+    return rule
+
+
+def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
+    """The rule of shards and that of global arrays in the pattern that XLA's partitioner chooses, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
+
+    return rule
+
+
+def naming_by_spec(rule: Rule) -> Rule:
+    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
+
+    @functools.wraps(rule)
+    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        try:
+            return rule(*args, spec=spec, **params)
+        except Refusal as refusal:
+            refusal.of("matmul" if spec is None else spec.function)
+            raise
+
+    return named
+
+
+# Abstract evaluation -------------------------------------------------------------------------------------------
+
+
+def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
+    """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
+    scattered = frozenset(sum(spec.contraction.layout.d, ()))
+    summed = frozenset(spec.group.axes) - scattered
+    product = a.manual_axis_type.varying | b.manual_axis_type.varying
+    if not spec.is_typed:
+        return frozenset(product)
+    product = product - summed | scattered
+    for x in extra:
+        added = x.manual_axis_type.varying
+        if added & summed:
+            raise InvalidValue(
+                "c and epilog inputs must be equal on every rank of axis "
+                f"{axes_text(spec.group.axes)}, but one varies over {sorted(added & summed)}; "
+                "add it after the call, or reduce it first"
+            )
+        product = product | added
+    return frozenset(product)
+
+
+def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> Aval:
+    varying = _output_varying(spec, a, b, extra)
+    found = check_local_shapes(spec, a.shape, b.shape)
+    if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
+        m, k, _, n = found.local
+        low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, varying, b)
+
+
+def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
+    # Block scales vary as their operands do.
+    named = zip(spec.operand_names, extra, strict=True)
+    d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
+    return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
+
+
+def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval:
+    """The type of a result beside d; bias gradients are complete, so the same on all ranks that share a sum."""
+    found = result_type(name, spec, extents(spec, a.shape, b.shape))
+    axes, of = spec.contraction.sharded, bias_grad.summed(name)
+    shared = {"a": spec.group.axes, "b": axes("b", "k"), "d": axes("d", "m"), "": ()}[of]
+    varying = {"a": a, "b": b}.get(of, d).manual_axis_type.varying - frozenset(shared)
+    return jax_compat.with_shape(d, found.shape, found.dtype, varying)
+
+
+def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activation: str) -> Aval:
+    return _output_aval(spec, t, rest[-1])
+
+
+def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
+    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its level."""
+    axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
+    aux, t = cast_varying(aux, axes), cast_varying(t, axes)
+    # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
+    kept = None
+    if spec is not None and spec.fixed_reduction_order and activation == "gelu":
+        group = spec.group if spec.is_unsettled else Group()
+        kept = spec.alike(t.dtype, group)
+    result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
+    return result
+
+
+def activated_matmul(
+    spec: MatmulSpec, activation: str, t: jax.Array, aux: jax.Array, w: jax.Array, *, tbias: jax.Array | None
+) -> jax.Array:
+    """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
+    # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.
+    axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
+    axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
+    t, aux = cast_varying(t, axes), cast_varying(aux, axes)
+    bias = () if tbias is None else (cast_varying(tbias, axes - summed_over(spec)),)
+    result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
+    return result
+
+
+def summed_over(spec: MatmulSpec) -> frozenset[str]:
+    """The axes over which the transpose of `activated_matmul` has summed the cotangent of its bias: the rows of a
+    grid."""
+    return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())
+
+
+def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:
+    """The same as its parts."""
+    *bias, aux, w = rest
+    t = t + bias[0][None, :] if bias else t
+    return bind(spec, activation_grad(activation, aux, t, spec), w)["d"]

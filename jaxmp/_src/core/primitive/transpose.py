@@ -1,0 +1,271 @@
+"""The cotangents of a product's operands, written as further products.
+
+With d = alpha * A @ B, A = op(a), B = op(b), cotangent t of D:  dA = alpha * t @ B^T,  dB = alpha * A^T @ t.
+(JAX's transposes do not conjugate; a conjugated operand conjugates its own cotangent.)
+
+Per pattern, over the ranks of a group:
+    AG   A (m/P, k) gathered, B (k, n/P):   dA = RS(t, B^T)      dB = gather(A)^T @ t
+    RS   A (m, k/P), B (k/P, n):            dA = AG(t, B^T)      dB = A^T @ gather(t)
+    AR   as RS, t replicated:               dA = t @ B^T         dB = A^T @ t
+    grid every operand 2-D:                 dA = grid(t, B^T)    dB = grid(A^T, t)
+The set is closed, but for the one gather that cuBLASMp cannot fuse, since it contracts over gathered rows.
+An operand that does not vary over some axis (weights under data parallelism, activations ahead of a column-parallel
+layer) gets the sum of its cotangents over that axis; where the product is local, it becomes an AR over it.
+
+With a bias, dbias = sum of t over its rows is the sum over the contraction of one operand of dB's product, so both come
+from one call with the epilog BGRADB (BGRADA where b is stored transposed).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from jaxmp._src.core.primitive import collectives, row_order
+from jaxmp._src.core.primitive.collectives import cast_varying
+from jaxmp._src.core.primitive.primitives import activation_grad, bind, completes_sums, summed_over
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.extents import axes_text
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator
+from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.core.validation.comm_options import fit_comm_options
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
+
+
+def matmul_transpose_rule(
+    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
+) -> list[jax.Array | None]:
+    """Of a product, and of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both
+    differentiated."""
+    if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
+        raise NotAvailable(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
+    (ct,), product = cts, spec.bilinear()
+    ct_a = ct_b = ct_bias = None
+    bias = next((x for x in extra if isinstance(x, ad.UndefinedPrimal)), None)
+    if isinstance(ct, ad.Zero):
+        return [None] * (2 + len(extra))
+    if isinstance(a, ad.UndefinedPrimal):
+        ct_a = cotangent_of_a(ct, a, _value(b), spec=product)
+    if isinstance(b, ad.UndefinedPrimal):
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, bias, spec=product)
+    if bias is not None and ct_bias is None:
+        ct_bias = cotangent_of_bias(ct, bias.aval, spec)
+    return [ct_a, ct_b, *[ct_bias] * len(extra)]
+
+
+def _value(x: Operand) -> jax.Array:
+    """An operand in which a rule does not transpose."""
+    assert not isinstance(x, ad.UndefinedPrimal), x
+    return x
+
+
+def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
+    """The cotangent of the stored a, for `ct` of d."""
+    product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
+    if product.is_reduced:
+        ct = reduced_cotangent(spec, ct)
+    # A complex product and its transpose take the two terms of an imaginary part in the other order. Every pattern has
+    # to take the same one in the global order, and only the blocks of a grid cannot be transposed afterwards.
+    is_symmetric = not spec.global_order or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
+    if spec.transpose_a and product.is_grid and not is_symmetric:
+        raise spec.level.mesh_refusal(
+            "has no gradient of a complex a that is stored transposed on a 2-D grid", "store it (m, k)"
+        )
+    is_alone = not product.cotangent("a").communicates
+    if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
+        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
+        result, _ = _product_and_sums(spec, call, b, ct, a, layout=layout)
+    else:
+        flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
+        call = _derived(spec, group, "dba", spec.order, **flags)
+        result, _ = _product_and_sums(spec, call, ct, b, a, layout=layout)
+        result = result.T if spec.transpose_a else result
+    return lax.conj(result) if spec.conjugate_a else result
+
+
+def group_of_a(spec: MatmulSpec) -> Group:
+    """How devices share the product that is the cotangent of a."""
+    return spec.group if spec.is_unsettled else Group.of(spec.contraction.cotangent("a"), spec.group.mesh)
+
+
+def cotangents_of_b_and_bias(
+    ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
+) -> tuple[jax.Array, jax.Array | None]:
+    """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
+    where the call cannot sum it."""
+    product = spec.contraction
+    group = spec.group if product.is_grid else spec.ungrouped().group
+    if product.is_reduced:
+        ct = reduced_cotangent(spec, ct)
+    elif product.gathers:
+        a = _gather_rows(spec, a, product.a.index("m"))
+    elif product.scatters:
+        # Known to be the same on every rank, as the bias is.
+        ct = _gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
+    layout, order = spec.order.rows, dataclasses.replace(spec.order, outer_rows=1)
+    if product.gathers or product.scatters:
+        a, ct = row_order.unfolded(spec, a, product.a.index("m")), row_order.unfolded(spec, ct, 0)
+    if spec.transpose_b:
+        flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
+        call = _derived(spec, group, "dab", order, **flags)
+        result, sums = _product_and_sums(spec, call, ct, a, b, layout=layout, bias=bias)
+    else:
+        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
+        call = _derived(spec, group, "adb", order, **flags)
+        result, sums = _product_and_sums(spec, call, a, ct, b, layout=layout, bias=bias)
+    return lax.conj(result) if spec.conjugate_b else result, sums
+
+
+def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
+    """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
+    want = frozenset(bias.manual_axis_type.varying)
+    total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
+    axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
+    total = collectives.psum(total, axes, source_line=spec.source_line) if axes else total
+    return cast_varying(total, want).astype(bias.dtype)
+
+
+def reduced_cotangent(spec: MatmulSpec, ct: jax.Array) -> jax.Array:
+    """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
+    return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, source_line=spec.source_line)
+
+
+def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, **flags: bool) -> MatmulSpec:
+    """The product of a rule; `names` are the parts that its a, b and d have in the given one."""
+    distributions = spec.distributions and tuple(
+        dict(zip("abd", spec.distributions, strict=True))[name] for name in names
+    )
+    b_leads = spec.is_unsettled and names[1] == "d"  # JAX's own products have the cotangent first
+    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b"), False) | flags
+    return spec.bilinear(group=group, order=order, distributions=distributions, b_leads=b_leads, **stored)
+
+
+def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
+    """All-gather of `x` over the group, under a name that `explain` finds."""
+    with jax.named_scope("jaxmp_gather_rows"):
+        return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
+
+
+def _product_and_sums(
+    spec: MatmulSpec,
+    call: MatmulSpec,
+    left: jax.Array,
+    right: jax.Array,
+    operand: ad.UndefinedPrimal,
+    *,
+    layout: row_order.Layout,
+    bias: ad.UndefinedPrimal | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is, and the
+    cotangent of `bias` where the call can sum it as well, else None; `layout` tells how its contraction lies in the
+    global array."""
+    common = low_precision.operand_type(left.dtype, right.dtype)
+    if not low_precision.is_mixed(left.dtype, right.dtype):
+        # float32 cotangents of 16-bit operands, where the user may be strict
+        with jax.numpy_dtype_promotion("standard"):
+            common = jnp.promote_types(left.dtype, right.dtype)
+        left, right = left.astype(common), right.astype(common)
+    call = fit_comm_options(call.replace(out_dtype=common))
+    have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
+    want = frozenset(operand.aval.manual_axis_type.varying)
+    summed = tuple(axis for axis, _ in call.group.mesh if axis in have - want) if spec.is_typed else ()
+    if spec.global_order and not spec.is_unsettled:
+        _check_ordered(spec, call, summed)
+        call = call.reorder(rows=(), cols=())
+    scattered: tuple[str, ...] = ()
+    if spec.global_order and summed and call.contraction.gathers:
+        left, call = _gather_rows(spec, left, 0), call.ungrouped()
+    elif spec.global_order and summed and call.contraction.scatters:
+        scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
+    if summed and not call.contraction.communicates:
+        # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
+        (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
+    call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
+    d, *sums = bind(call, left, right).values()
+    d = collectives.own_part(d, 0, scattered) if scattered else d
+    d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
+    sums = (
+        []
+        if bias is None
+        else [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
+    )
+    return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
+
+
+def _gradient_epilog(
+    forward: MatmulSpec, call: MatmulSpec, left: jax.Array, right: jax.Array, bias: ad.UndefinedPrimal
+) -> Epilog:
+    """The epilog with which the product of a weight gradient also sums the cotangent to that of the bias, or NONE.
+
+    The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs
+    and the bias does not; untyped, shard_map sums what each of them returns, so the call may not.
+    """
+    if not completes_sums(call):
+        return Epilog.NONE
+    is_transposed = forward.transpose_b  # then t is the left operand, transposed
+    if call.contraction.is_grid and (is_transposed or not forward.is_typed):
+        return Epilog.NONE
+    if not forward.is_typed:
+        is_fit = forward.contraction.gathers or not forward.contraction.communicates
+    else:
+        ct = left if is_transposed else right
+        needed = jax_compat.varying_axes(ct) - frozenset(bias.aval.manual_axis_type.varying)
+        is_fit = needed == frozenset(call.group.row_axes)
+    return Epilog.NONE if not is_fit else Epilog.BGRADA if is_transposed else Epilog.BGRADB
+
+
+def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
+    """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
+    if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
+        raise spec.level.mesh_refusal(
+            "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",
+            "leave check_vma=True",
+        )
+    if call.contraction.is_grid and summed:
+        raise spec.level.mesh_refusal(
+            f"has no gradient of an operand of a 2-D grid that is the same along {axes_text(summed)}, for the sum over "
+            "it would follow the grid's",
+            "shard the operand over it",
+        )
+
+
+def activation_grad_transpose_rule(
+    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None
+) -> list[jax.Array | None]:
+    return [None, activation_grad(activation, aux, ct, spec)]
+
+
+def activated_matmul_transpose_rule(
+    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
+) -> list[jax.Array | None]:
+    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
+    if isinstance(ct, ad.Zero):
+        return [None] * (1 + len(rest))
+    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
+    wants_sums = any(map(ad.is_undefined_primal, bias))
+    if spec.contraction.is_reduced:
+        ct = reduced_cotangent(spec, ct)
+    call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
+    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
+    axes = jax_compat.varying_axes(aux)  # and of t; of the bias: see `activated_matmul`
+    dt, *sums = outputs.values()
+    sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
+    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
+    return [cast_varying(dt, axes) if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
+
+
+_DERIVATIVES = {
+    ("relu", False): Epilog.DRELU,
+    ("relu", True): Epilog.DRELU_BGRAD,
+    ("gelu", False): Epilog.DGELU,
+    ("gelu", True): Epilog.DGELU_BGRAD,
+}

@@ -1,0 +1,360 @@
+"""Where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.contraction.contraction import Dims
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.sharding import shardings
+from jaxmp._src.core.spec import options
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.request import Request
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands, Shape
+
+
+class Mode(enum.Enum):
+    MANUAL = "shards inside shard_map"
+    SHARDED = "global arrays with known shardings"
+    AUTO = "global arrays whose shardings XLA's partitioner chooses"
+    XLA = "global arrays on a mesh on which no call of jaxmp can run, so that XLA multiplies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and how a, b and the result lie, as
+    stored; None is what follows from the others. For XLA `why`, and the sharding that the result is to have on explicit
+    axes; the one on automatic axes is a `constraint`. `shape` is that of the result."""
+
+    mode: Mode
+    shape: Shape
+    mesh: Any = None
+    is_explicit: bool = False
+    lie: tuple[Dims, Dims, Dims | None] = ((), (), None)
+    constraint: NamedSharding | None = None
+    why: str = ""
+    out_sharding: NamedSharding | None = None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
+
+
+def partition_spec(dims: Dims) -> P:
+    """The inverse of `shardings.to_dims`."""
+    return P(*(dim or None for dim in dims))
+
+
+def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
+    """The results of a call with a constraint on d, if there is one."""
+    return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
+
+
+def on_automatic_axes(
+    run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
+) -> Callable[[Operands], jax.Array]:
+    """A run in which the explicit axes of a mesh on which XLA partitions are automatic; its result is sharded as
+    asked, or as `dims`."""
+    kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
+    axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
+    if not axes:
+        return run
+    where = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(dims))
+    automatic = jax.sharding.auto_axes(run, axes=axes, out_sharding=where)
+
+    def placed(operands: Operands) -> jax.Array:
+        whole = {name: x for name, x in operands.items() if jax.typeof(x).sharding.mesh.empty}
+        # On the mesh, so that cotangents are whole too.
+        whole = {name: collectives.place(x, placement.mesh, P(), is_explicit=True) for name, x in whole.items()}
+        result: jax.Array = automatic(operands | whole)
+        return result
+
+    # There JAX (0.10 to 0.12) casts traced arrays alone from one mesh to another, and keeps none of the inner one.
+    return jax.jit(jax.checkpoint(placed)) if getattr(placement.mesh, "manual_axes", ()) else placed
+
+
+def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
+    """A global array that is sharded as `have`, sharded as `want`."""
+    now, last = (shardings.as_dims("an array", spec, x.ndim) for spec in (have, want))
+    for step in moves.steps(now, last, mesh.shape):
+        spec = partition_spec(step)
+        x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
+    return x
+
+
+def manual_mesh() -> AbstractMesh | None:
+    """The mesh of the enclosing shard_map, or None outside."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or not mesh.manual_axes else mesh
+
+
+def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
+    """The axes of a mesh that are not manual, but those of one device."""
+    manual = getattr(mesh, "manual_axes", ())
+    return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
+
+
+def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for axes that the mesh does not have, or that are named twice."""
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise InvalidValue(f"axis names {axes} repeat")
+
+
+def place(request: Request, out_shape: Shape) -> Placement:
+    """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
+    a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
+    manual = manual_mesh()
+    if manual is not None and free_axes(manual):
+        if request.in_shardings is not None:
+            raise InvalidValue(
+                f"in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
+                "only, where XLA partitions the product; drop them, or use jax.lax.with_sharding_constraint"
+            )
+        return _left_to_xla(
+            manual, out_shape, out_sharding, f"the enclosing shard_map is not manual over {free_axes(manual)}"
+        )
+    if manual is not None:
+        for argument in ("{out_sharding}", "in_shardings", "mesh"):
+            if getattr(request, argument.strip("{}")) is not None:
+                raise InvalidValue(
+                    f"{argument} was given inside shard_map, where operands are shards; drop it, or use "
+                    "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
+                )
+        return Placement(Mode.MANUAL, out_shape, manual)
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if request.in_shardings is not None:
+        return _from_in_shardings(request, out_shape)
+    mixed = _mixed_mesh(request)
+    if mixed is not None:
+        return _left_to_xla(mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
+    if batch := jax_compat.axis_env().explicit_mesh_axis_names:
+        # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
+        why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
+        return _left_to_xla(jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
+    explicit = _explicit_mesh(request)
+    if explicit is not None:
+        spec_a, spec_b = type_spec(a), type_spec(b)
+        if any(map(is_partial, (spec_a, spec_b, out_sharding))):
+            return _left_to_xla(explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
+        dims = shardings.as_dims("{a}", spec_a, a.ndim), shardings.as_dims("{b}", spec_b, b.ndim)
+        return _sharded(explicit, True, dims, out_sharding, out_shape)
+    return Placement(Mode.AUTO, out_shape, constraint=_constraint(out_sharding, mesh, out_shape))
+
+
+def _given_mesh(request: Request) -> options.Mesh | None:
+    """The mesh that the user passed."""
+    out = request.out_sharding
+    return out.mesh if request.mesh is None and isinstance(out, NamedSharding) else request.mesh
+
+
+def _mixed_mesh(request: Request) -> options.Mesh | None:
+    """The mesh of a call, where some of its axes are explicit and others automatic."""
+    around = _given_mesh(request), jax.sharding.get_abstract_mesh()
+    for found in (*(jax.typeof(x).sharding.mesh for x in (request.a, request.b)), *around):
+        if found is not None and not found.empty:
+            kinds = dict(zip(found.axis_names, found.axis_types, strict=True))
+            is_mixed = {kinds[axis] for axis in free_axes(found)} == {AxisType.Explicit, AxisType.Auto}
+            return found if is_mixed else None
+    return None
+
+
+def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
+    """The placement of a product that XLA partitions."""
+    if out_sharding is None:
+        return Placement(Mode.XLA, out_shape, mesh, why=why)
+    _check_mesh("{out_sharding}", out_sharding, mesh)
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    named: set[AxisType] = set()
+    if not is_partial(out_sharding):  # which JAX checks
+        spec = _spec("{out_sharding}", out_sharding)
+        dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        named = {kinds[axis] for dim in dims for axis in dim}
+        if AxisType.Manual in named:
+            raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+        shardings.check_dims("the result", dims, out_shape, mesh.shape)
+    if {AxisType.Auto, AxisType.Explicit} <= named:
+        raise InvalidValue(
+            f"out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
+            "with_sharding_constraint takes the others)"
+        )
+    where = NamedSharding(getattr(mesh, "abstract_mesh", mesh), spec)
+    if AxisType.Auto in named:
+        return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=where)
+    return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=where)
+
+
+def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
+    in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
+    if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
+        raise InvalidValue(
+            f"in_shardings must be a pair, one sharding for {{a}} and one for {{b}}, got {in_shardings!r}"
+        )
+    for sharding in (*in_shardings, out_sharding):
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
+    for sharding in in_shardings:
+        _check_mesh("in_shardings", sharding, mesh)
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise InvalidValue("in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
+    is_explicit = has_explicit_axes(mesh)
+    dims_a, dims_b = (
+        shardings.to_dims(operand, _spec("in_shardings", sharding), x.ndim, mesh.axis_names)
+        for operand, sharding, x in (("{a}", in_shardings[0], request.a), ("{b}", in_shardings[1], request.b))
+    )
+    return _sharded(mesh, is_explicit, (dims_a, dims_b), out_sharding, out_shape)
+
+
+def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
+    """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
+    given = given.mesh if isinstance(given, NamedSharding) else given
+    if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
+        return
+    if tuple(given.shape.items()) != tuple(mesh.shape.items()):
+        raise InvalidValue(
+            f"{argument} names mesh {dict(given.shape)} but the call runs on {dict(mesh.shape)}; use one mesh"
+        )
+    if isinstance(given, Mesh) and isinstance(mesh, Mesh):
+        ids, wanted = ([device.id for device in x.devices.flat] for x in (given, mesh))
+        if ids != wanted:
+            raise InvalidValue(f"{argument} names a mesh of devices {ids} but the call runs on {wanted}; use one mesh")
+
+
+def _sharded(
+    mesh: options.Mesh,
+    is_explicit: bool,
+    dims: tuple[Dims, Dims],
+    out_sharding: Any,
+    out_shape: Shape,
+) -> Placement:
+    _check_mesh("{out_sharding}", out_sharding, mesh)
+    asked = None if out_sharding is None else _spec("{out_sharding}", out_sharding)
+    out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
+    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out))
+
+
+def _explicit_mesh(request: Request) -> options.Mesh | None:
+    """The mesh of operands whose types carry a sharding; concrete where an array knows it.
+
+    Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
+    """
+    found, mesh = None, request.mesh
+    for x in (request.a, request.b):
+        sharding = jax.typeof(x).sharding
+        if not has_explicit_axes(sharding.mesh):
+            continue
+        concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
+        this = concrete if concrete is not None else sharding.mesh
+        if found is not None and found.shape != this.shape:
+            raise InvalidValue(f"{{a}} lives on mesh {dict(found.shape)} but {{b}} on {dict(this.shape)}; use one mesh")
+        found = this if found is None or concrete is not None else found
+    if found is not None:
+        _check_context(found)
+    if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
+        raise InvalidValue(f"mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
+    _check_mesh("mesh", mesh, found)
+    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (request.a, request.b)):
+        given = _given_mesh(request)
+        around = given if given is not None else jax.sharding.get_abstract_mesh()
+        found = around if has_explicit_axes(around) else None
+    return found
+
+
+def _check_context(mesh: options.Mesh) -> None:
+    """Raise ValueError where the operands live on another mesh than the one around them, as JAX does."""
+    around = jax.sharding.get_abstract_mesh()
+    found, context = ([(*each.shape.items(),), each.axis_types] for each in (mesh, around))
+    if not around.empty and found != context:
+        kinds = [", ".join(kind.name.lower() for kind in each) for _, each in (found, context)]
+        raise InvalidValue(
+            f"the operands live on mesh {dict(found[0])} ({kinds[0]}), but the mesh around them is "
+            f"{dict(context[0])} ({kinds[1]}); use one mesh, or move the operands with jax.device_put"
+        )
+
+
+def has_explicit_axes(mesh: options.Mesh) -> bool:
+    """Whether axes of a mesh are explicit."""
+    return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def is_known(placement: Placement, *operands: jax.Array) -> bool:
+    """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
+    return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
+
+
+def type_dims(argument: str, x: jax.Array) -> Dims:
+    """The sharding in the type of an array, one tuple of axis names per dimension."""
+    return shardings.as_dims(argument, type_spec(x), x.ndim)
+
+
+def check_alike(**weights: jax.Array) -> None:
+    """Raise ValueError where the types of two arrays, by name, have other shardings."""
+    (one, have), (other, wanted) = ((name, partition_spec(type_dims(name, x))) for name, x in weights.items())
+    if have != wanted:
+        raise InvalidValue(f"{one} is sharded {have}, but {other} {wanted}; shard them alike (jax.sharding.reshard)")
+
+
+def type_spec(x: jax.Array) -> P:
+    """The sharding in the type of an array."""
+    sharding = jax.typeof(x).sharding
+    return P() if sharding.mesh.empty else sharding.spec
+
+
+def of_one_row(sharding: Any) -> Any:
+    """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
+    if isinstance(sharding, P):
+        return P(None, *sharding)
+    return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
+
+
+def is_partial(sharding: Any) -> bool:
+    """Whether devices hold terms of sums that are not yet taken (unreduced), or operands whose gradients will be."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def _spec(argument: str, sharding: Any) -> P:
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if sharding is None:
+        return P()
+    if not isinstance(sharding, P):
+        raise InvalidType(f"{argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
+    if getattr(sharding, "unreduced", None):
+        raise NotAvailable(f"{argument} with unreduced axes {set(sharding.unreduced)} is not supported")
+    return sharding
+
+
+def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
+    """Under the partitioner the wish for a result becomes a constraint on it."""
+    if out_sharding is None:
+        return None
+    spec = _spec("{out_sharding}", out_sharding)
+    _check_mesh("{out_sharding}", out_sharding, mesh)
+    if isinstance(out_sharding, NamedSharding):
+        mesh = out_sharding.mesh
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise InvalidValue(
+            f"{{out_sharding}} {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
+        )
+    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
+    shardings.check_dims("the result", dims, out_shape, mesh.shape)
+    return NamedSharding(mesh, spec)

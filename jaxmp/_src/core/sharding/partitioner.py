@@ -1,0 +1,304 @@
+"""The fallback for a bare `jit` over auto axes: XLA's partitioner hands over the shardings it has chosen.
+
+A product is a custom call that XLA's partitioner has this module replace by one device's part of it.
+`jax.experimental.custom_partitioning` does the same, but names a call by the address of a Python object: a program with
+one is neither found again in a persistent compilation cache nor exported. Here a call is named by its description, so
+any process that has imported jaxmp can partition it.
+
+Its limits: eager calls and partial-manual regions never consult it, and the partitioner may settle on another pattern
+than the user has in mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings`
+have none of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxmp._src.core.contraction import contraction
+from jaxmp._src.core.contraction.contraction import Dim, Layout
+from jaxmp._src.core.contraction.moves import size_of
+from jaxmp._src.core.lowering import grouped
+from jaxmp._src.core.lowering.forms import resolve
+from jaxmp._src.core.primitive import bias_grad
+from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
+from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p
+from jaxmp._src.core.sharding import ragged, sharded_call
+from jaxmp._src.core.sharding.factored_mesh import factored
+from jaxmp._src.core.sharding.meshes import partition_spec
+from jaxmp._src.core.sharding.shard_local import bind_plan
+from jaxmp._src.core.spec import process_grid
+from jaxmp._src.core.spec.extents import spans
+from jaxmp._src.core.spec.fields import from_fields, to_fields
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
+from jaxmp._src.core.spec.options import Mesh
+from jaxmp._src.core.spec.refusal import naming
+from jaxmp._src.core.validation.epilog_checks import check_all_reduce
+from jaxmp._src.platform.jax_internals import jax_lowering, jax_partitioner, jax_tracing
+from jaxmp._src.platform.jax_internals.jax_lowering import LoweringRule
+from jaxmp._src.platform.jax_internals.jax_partitioner import Global, OnShards
+from jaxmp._src.platform.runtime import native
+from jaxmp._src.platform.runtime.types import is_symbolic
+
+TARGET = "jaxmp_partitioned_matmul"
+# The message with which XLA stops for `explain`.
+STOPPED = "jaxmp: explain wants no more than the shardings"
+
+T = TypeVar("T")
+# (a function of one device's shards, the shardings of the operands, those of the results).
+Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
+# Set while `explain` lowers a program: what XLA is to partition, "calls" of jaxmp's and "batches" that are its own.
+# With "stop" XLA fails at the first call, once shardings are settled, with STOPPED.
+_explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("explained", default=None)
+
+
+@contextlib.contextmanager
+def explaining(*, stops: bool) -> Iterator[set[str]]:
+    """What the programs hold that are lowered in this thread meanwhile."""
+    token = _explained.set(found := {"stop"} if stops else set())
+    try:
+        yield found
+    finally:
+        _explained.reset(token)
+
+
+def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+    """A product as planned for the shardings that XLA proposes."""
+    mesh, dims = factored(mesh, [*args[:2], results[0]])
+    rows, columns = dims[2]
+    left_out: Dim = ()
+    has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
+    if has_mask and results[0].shape[1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
+        left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
+    if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
+        left_out += rows  # over which XLA would complete the sums
+    dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
+    flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
+    given = contraction.of_matrices(2, Layout(*dims), **flags)
+    names, where = spec.names, (results[0].shape, mesh.shape)
+    # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
+    plan = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
+    local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items()))))
+
+    def body(*shards: jax.Array) -> Sequence[jax.Array]:
+        return tuple(bind_plan(plan, local, dict(zip(names, shards, strict=True))).values())
+
+    def placed(name: str) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
+
+    return body, [*map(placed, names)], [*map(placed, spec.output_names)]
+
+
+def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+    """A product of groups of rows, split by the shardings that XLA proposes."""
+    arrays = [*args, *results]
+    mesh, dims = factored(mesh, arrays)
+    spec = dataclasses.replace(spec, is_global=False)
+    call, lie = ragged.placed(spec, mesh, [x.shape for x in arrays], dims)
+    *operands, out = (NamedSharding(mesh, partition_spec(dim)) for dim in lie)
+    return (lambda *shards: [call.of_bounds(*shards)]), operands, [out]
+
+
+def sharding_rule_of(spec: MatmulSpec) -> str:
+    blocks = map("b{}".format, itertools.count())
+
+    def factors(name: str) -> str:
+        # A dimension of blocks has an extent of its own, so no sharding can be propagated into it.
+        return " ".join(span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
+
+    operands = [factors(name) for name in spec.names]
+    results = [factors(name) for name in spec.output_names]
+    return ", ".join(_led(spec, operands)) + " -> " + ", ".join(results)
+
+
+def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
+    """The operands with the first operand of JAX's own product in front; and the inverse."""
+    a, b, *rest = operands
+    return (b, a, *rest) if spec.b_leads else operands
+
+
+def _place(
+    spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
+) -> Placed:
+    """How XLA's partitioner is to compute a call."""
+    if activation is None:
+        on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
+        return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
+    # Element by element, so every shard is a call of its own, on the sharding of the result.
+    mesh, (dims,) = factored(mesh, results)
+    where = NamedSharding(mesh, partition_spec(dims))
+    return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
+
+
+def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
+    """The lowering of a primitive that has one of shards; of global arrays, unsettled, a call that XLA partitions."""
+
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+        spec = spec.settled()
+        if jax_lowering.is_on_shards(ctx):
+            return on_shards(ctx, *nodes, spec=spec, **params)
+        types: Any = ctx.avals_in
+        if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
+            if not spec.is_batch:  # raises where a library was asked for
+                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
+            spec = spec.replace(implementation="xla")
+            _note("batches" if spec.is_batch else "")
+            return on_shards(ctx, *nodes, spec=spec, **params)
+        call = {"spec": to_fields(spec), **params}
+        return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
+
+    return by_settled(on_shards, rule)
+
+
+def _note(what: str) -> set[str]:
+    """What `explain` has found, with this; nothing for others."""
+    found = _explained.get()
+    if found is None:
+        return set()
+    found.add(what)
+    return found
+
+
+def grouped_rule(platform: str) -> LoweringRule:
+    """The lowering of a product of groups of rows. One of global arrays on CPU devices becomes a call that XLA
+    partitions."""
+    on_shards = grouped.grouped_rule(platform)
+
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
+        types: Any = ctx.avals_in
+        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
+        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
+            return on_shards(ctx, *nodes, spec=spec)
+        indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
+        units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
+        *operands, result = (" ".join(next(units) if i == "u" else i for i in text) for text in indices)
+        sharding_rule = f"{', '.join(operands)} -> {result}"
+        return _lower(ctx, nodes, {"grouped": to_fields(spec)}, sharding_rule, "m" if spec.is_contraction else "k")
+
+    return rule
+
+
+def _lower(
+    ctx: jax_lowering.LoweringContext,
+    operands: Sequence[Any],
+    call: dict[str, Any],
+    sharding_rule: str,
+    contracted: str = "k",
+) -> Sequence[Any]:
+    """The results of a call that is to be partitioned; `call` describes it by JSON values."""
+    native.register()  # the executable may come from a cache, and then nothing asks us
+    mesh = jax_lowering.global_mesh(ctx)
+    described: dict[str, Any] = {
+        "call": call,
+        "rule": sharding_rule,
+        "platform": jax_lowering.platform(ctx),
+        "mesh": list(mesh.shape.items()),
+        "x64": bool(jax.config.read("jax_enable_x64")),
+    }
+    if native.has_barrier:  # processes tell the calls of a program apart
+        described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
+        described["program"] = jax_lowering.program_name(ctx)
+        described["is_in_body"] = jax_lowering.is_in_body()
+    if isinstance(mesh, jax.sharding.Mesh) and not jax_lowering.is_for_export(ctx):
+        described["devices"] = [device.id for device in mesh.devices.flat]
+    if "stop" in _note("calls"):
+        described["stop"] = True
+    text = json.dumps(described, sort_keys=True)
+    return jax_partitioner.partitioned_call(
+        ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule, contracted=contracted
+    )
+
+
+def _mesh_of(described: dict[str, Any]) -> Mesh:
+    """The mesh of a described call."""
+    names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
+    wanted = described.get("devices", ())
+    devices = {device.id: device for device in jax.devices(described["platform"])} if wanted else {}
+    if not wanted or not devices.keys() >= {*wanted}:  # there may be fewer than a program is compiled for
+        return jax.sharding.AbstractMesh(sizes, names)
+    return jax.sharding.Mesh(np.array([devices[id] for id in wanted]).reshape(sizes), names)
+
+
+def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
+    """A call of this description on one device's shards."""
+    described = json.loads(text)
+    if "stop" in described:
+        raise RuntimeError(STOPPED)
+    return _on_shards(described, operands, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
+    first two operands differ between devices, and the dimensions that several axes shard."""
+
+    spec: Any
+    types: tuple[Any, ...]
+    varying: tuple[frozenset[str], frozenset[str]]
+    dims: tuple[Dim, ...]
+
+
+def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
+    """The products of jaxmp's in one device's part of a call."""
+    call = _on_shards(json.loads(text), operands, results)
+    part, found = jax_partitioner.part_of(call, operands), []
+    specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
+    dims = tuple(dim for spec in specs for dim in spec if isinstance(dim, tuple) and len(dim) > 1)
+    axes: dict[Any, frozenset[str]] = {}
+    axes |= {v: frozenset(jax.tree.leaves(spec)) for v, spec in zip(part.invars, specs, strict=False)}
+    for eqn in part.eqns:
+        read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
+        axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
+        if eqn.primitive in (matmul_p, grouped_p):
+            types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
+            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
+    return found
+
+
+def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
+    call, mesh = described["call"], _mesh_of(described)
+    name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
+    if "grouped" in call:
+        groups = from_fields(GroupedSpec, call["grouped"])
+        with naming(groups.function):
+            placed = _place_grouped(groups, mesh, operands, results)
+    else:
+        spec = from_fields(MatmulSpec, call["spec"])
+        with naming(spec.source_line):
+            placed = _place(spec, call.get("activation"), mesh, operands, results)
+    return OnShards(*placed, described["platform"], described["x64"], name, described.get("is_in_body", False))
+
+
+def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
+    """The shardings of results as operands have them, along the indices that they share.
+
+    By whole axes, because JAX takes no parts of axes for what a program returns.
+    """
+    described = json.loads(text)
+    mesh = _mesh_of(described)
+    _, dims = factored(mesh, operands)
+    inputs, outputs = ([x.split() for x in side.split(", ")] for side in described["rule"].split(" -> "))
+    axes: dict[str, Dim] = {}
+    for index, dim in zip(itertools.chain(*inputs), itertools.chain(*dims), strict=True):
+        axes[index] = axes.get(index) or dim
+
+    def sharding(indices: Sequence[str]) -> NamedSharding:
+        found: list[Dim] = []
+        for index in indices:
+            free = {*mesh.axis_names}.difference(*found)
+            found.append(tuple(axis for axis in axes.get(index, ()) if axis in free))
+        return NamedSharding(mesh, partition_spec(tuple(found)))
+
+    return [*map(sharding, outputs)]
+
+
+jax_partitioner.register_partitioner(TARGET, _partition, _propagated)

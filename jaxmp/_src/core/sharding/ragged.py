@@ -1,0 +1,316 @@
+"""Products of groups of rows on a mesh: x (m, k), w (g, k, n) -> (m, n), where the groups lie along m.
+
+The ranks of each mesh axis split one index. An operand that has it is used as it lies, or sliced, and any other one is
+gathered. A split of k leaves partial sums, and one of g rows that one rank alone does not have as zeros: both are
+summed, or reduce-scattered where the result is sharded so. Rows are split by shifting the bounds of the groups, and
+groups by slicing them.
+
+Where axes shard rows of x and groups of w, the CPU devices of one process read the rows where they lie: nothing moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.core.lowering import process_barrier
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
+from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.sharding.on_shards import Entry, Frame, on_shards
+from jaxmp._src.core.spec.matmul_spec import accumulator
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands, Shape
+
+_CALLER = "ragged_dot"
+SCOPE = "jaxmp_ragged_sum"  # in name stacks, where `explain` reads it
+# By name: the indices of an array, and how it lies.
+Arrays = Mapping[str, tuple[str, Dims | None]]
+PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCall:
+    """A call, hashable: its spec and, of global arrays on a mesh, its frame.
+
+    `rows`, `groups`: the axes that split them, and `spec.experts` those that split both; `sums`: those over which
+    results are summed whole; `scatters`: for each dimension of the result those over which they are reduce-scattered.
+    """
+
+    spec: GroupedSpec
+    frame: Frame | None = None
+    rows: Dim = ()
+    groups: Dim = ()
+    contracted: Dim = ()
+    sums: Dim = ()
+    scatters: Dims = ((), ())
+
+    def __call__(self, operands: Operands) -> jax.Array:
+        """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"; with
+        "bias" (groups, n) added to the rows of each group."""
+        if self.frame is None:
+            return self._on_shards(operands)["d"]
+        result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
+        return result
+
+    def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
+        x, w = operands["a"], operands["b"]
+        m, g = (
+            size * math.prod(map(lax.axis_size, axes))
+            for size, axes in ((x.shape[0], self.rows), (w.shape[0], self.groups))
+        )
+        bounds = self._of_shard(bounds_of(operands["sizes"], operands.get("offset"), m, g)[None], x.shape[0])[0]
+        spec = self._of_terms(x, w)
+        d = grouped(spec, x[None], w[None], bounds[None])[0]
+        if "bias" in operands:  # a product of k = 1, in one of the terms
+            bias, whole = operands["bias"][None, :, None], (*spec.whole[:2], 1, *spec.whole[3:]) if spec.whole else ()
+            ones = jnp.ones((1, x.shape[0], 1), bias.dtype)
+            ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
+            d = d + grouped(dataclasses.replace(spec, whole=whole), ones, bias, bounds[None])[0]
+        return {"d": self.summed(d)}
+
+    def of_bounds(self, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
+        """The result on a device's shards of the operands of `grouped`, for the bounds of all rows."""
+        return self.summed(grouped(self._of_terms(x, w), x, w, self._of_shard(bounds, x.shape[1])))
+
+    def _of_shard(self, bounds: jax.Array, m: int) -> jax.Array:
+        """Bounds of all groups and rows as those of a shard, of m rows."""
+        if self.groups and not self.spec.experts:
+            g = (bounds.shape[1] - 1) // lax.axis_size(self.groups)
+            bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * g, g + 1, 1)
+        return bounds - lax.axis_index(self.rows) * m if self.rows else bounds
+
+    def _of_terms(self, x: jax.Array, w: jax.Array) -> GroupedSpec:
+        """The spec, by which partial sums are rounded when they are complete."""
+        if not self.contracted:
+            return self.spec
+        return dataclasses.replace(self.spec, out_dtype=accumulator(type_of(x, w)))
+
+    def summed(self, d: jax.Array) -> jax.Array:
+        """The result, of which the ranks have terms."""
+        with jax.named_scope(SCOPE):
+            d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
+            for axis, axes in enumerate(self.scatters):
+                d = collectives.reduce_scatter(d, axes, axis=axis, source_line=_CALLER) if axes else d
+        return d.astype(self.spec.out_dtype)
+
+
+def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
+    """The first row of each group, and the end of the last one, for groups from `offset` on; sizes are clamped."""
+
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
+    if offset is None:
+        return bounds
+    last = sizes.shape[0]
+    return bounds[jnp.minimum(_within(offset, last) + jnp.arange(groups + 1, dtype=jnp.int32), last)]
+
+
+def checked(operands: Operands, m: int) -> Operands:
+    """The operands, of which `checkify` looks at the sizes."""
+    return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
+
+
+def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
+    """Whether sizes are negative, or sum to more than m."""
+    wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
+    ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
+    return (wide < 0).any() | (ends > m).any()
+
+
+def _ends(sizes: jax.Array, most: int) -> jax.Array:
+    """The sums of sizes up to each, or `most`: larger ones might overflow."""
+    ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
+    return ends
+
+
+def _within(x: jax.Array, most: int) -> jax.Array:
+    """Integers of any type as int32 from 0 to `most`, which a narrow type may not have."""
+    x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+    return jnp.clip(x, 0, most).astype(jnp.int32)
+
+
+# The plan ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
+    """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
+    (mesh, _), (m, k), (g, _, n) = where, *shapes
+    is_w_larger = g * k * n > m * (k + n)
+    experts = shared_axes(spec, mesh, given.layout.a[0], given.layout.b[0])
+    splits = {}
+    for axis, role in given.roles.items():
+        splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
+    x, w, d = given.layout
+    arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None), "d": ("mn", d)}
+    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
+    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays)
+
+
+def split_call(
+    spec: GroupedSpec,
+    where: tuple[Any, bool],
+    splits: Mapping[str, str],
+    extents: Mapping[str, int],
+    arrays: Arrays,
+) -> RaggedCall:
+    """The call in which the ranks of each axis split this index, if their number divides its extent, and those of
+    `spec.experts` rows and groups.
+
+    `arrays`: indices by name of the operands, and last of the result, and how each lies, or None where it enters as it
+    is split.
+    """
+    mesh, is_explicit = where
+    lie = [(indices, dims) for indices, dims in arrays.values() if dims is not None]
+    axes = _axes_of(mesh.shape, splits, extents, lie, spec.experts)
+    call, out = _call_of(spec, mesh.shape, axes, extents, lie[-1])
+    entries = []
+    for name, (indices, have) in [*arrays.items()][:-1]:
+        want = tuple(axes[index] for index in indices)
+        dims, gathers = (want, ()) if have is None else moves.entry(have, want, (tuple(axes.values()),))
+        before = None if is_explicit or have is None else meshes.partition_spec(have)
+        entries.append((name, Entry(meshes.partition_spec(dims), gathers, before)))
+    asked = None if out == lie[-1][1] else meshes.partition_spec(lie[-1][1])
+    frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(out)),), asked)
+    return dataclasses.replace(call, frame=frame)
+
+
+def _axes_of(
+    mesh: Mapping[str, int],
+    splits: Mapping[str, str],
+    extents: Mapping[str, int],
+    lie: Sequence[tuple[str, Dims]],
+    experts: Dim,
+) -> dict[str, Dim]:
+    """The axes that split each index, in the order in which they shard it."""
+    axes: dict[str, Dim] = {}
+    for index, extent in extents.items():
+        found: Dim = ()
+        dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
+        for axis in dict.fromkeys(sum(dims_of, ())):
+            splits_it = index in "mg" if axis in experts else splits.get(axis) == index
+            if splits_it and extent % moves.size_of(mesh, (*found, axis)) == 0:
+                found = (*found, axis)
+        axes[index] = found
+    return axes
+
+
+def _call_of(
+    spec: GroupedSpec,
+    mesh: Mapping[str, int],
+    axes: Mapping[str, Dim],
+    extents: Mapping[str, int],
+    result: tuple[str, Dims],
+) -> tuple[RaggedCall, Dims]:
+    """The call without a frame, and how its result lies."""
+    experts = spec.experts
+    split = dict.fromkeys(sum(axes.values(), ()))
+    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh[axis] > 1))
+    # Indices that the result has not leave terms: partial sums and, of a split g, zeros.
+    terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result[0]}
+    zeros = terms.pop("g", ())
+    contracted: Dim = sum(terms.values(), ())
+    partial = contracted + zeros
+    scatters = tuple(
+        ()
+        if extents[index] % moves.size_of(mesh, axes[index] + (mine := tuple(a for a in dim if a in partial)))
+        else mine
+        for index, dim in zip(*result, strict=True)
+    )
+    out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
+    sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
+    splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
+    spec = dataclasses.replace(spec, mesh=tuple(mesh.items()), splits=splits)
+    return RaggedCall(spec, None, axes["m"], axes["g"], contracted, sums, scatters), out
+
+
+def check_order(spec: GroupedSpec, axes: Dim) -> None:
+    """Raise where sums over these axes, in gradients too, would be in XLA's order and may not."""
+    if axes and spec.level.global_order:
+        raise spec.level.mesh_refusal(
+            f"is not available: XLA sums over {axes}, in an order of its own",
+            "shard rows of x and matrices of w over these axes alone",
+        )
+
+
+def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
+    """The axes along which ranks multiply together, or exchange rows through shared memory: all that shard groups,
+    which shard rows in the same order."""
+    if groups != tuple(axis for axis in rows if axis in groups):
+        return ()
+    known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
+    is_host = jax_compat.default_platform() == "cpu" and spec.may_be_host
+    axes = tuple(mesh.shape.items())
+    is_near = not process_barrier.why_apart(axes, groups, lambda: known) or process_barrier.may_exchange(axes, known)
+    return groups if is_host and is_near else ()
+
+
+def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
+    """The index that the ranks of an axis split, which shards x, w and the result along these, each or "".
+
+    `keeps_k`: no sum is split.
+    """
+    if x == "m":
+        if w == "n" and d:
+            return d
+        return w if w in ("n", "g") and is_w_larger else "m"
+    if w in ("n", "g"):
+        return w
+    if "k" in (x, w) and not keeps_k:
+        return "k"
+    return d
+
+
+# Under XLA's partitioner ----------------------------------------------------------------------------------------
+
+
+def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, str, str]:
+    """The indices of the operands of `grouped` and of its result, of these shapes; "u" is a batch of one.
+
+    `e` are bounds, which no axis splits.
+    """
+    w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
+    x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
+    return x, w, e, d
+
+
+def placed(
+    spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
+) -> tuple[RaggedCall, tuple[Dims, ...]]:
+    """The call of global operands of `grouped` and a result which XLA proposes to lie so, and how they are to lie."""
+    indices = indices_of(spec, shapes)
+    extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
+    extents = {"u": 1, "g": extents.pop("e") - 1} | extents
+    arrays = [(text, dim) for text, dim in zip(indices, dims, strict=True) if "e" not in text]
+    m, k, g, n = (extents[index] for index in "mkgn")
+    roles = [by_index(*each) for each in arrays]
+    splits = {}
+    for axis in dict.fromkeys(sum(map(tuple, roles), ())):
+        x, w, d = (role.get(axis, "") for role in roles)
+        if "b" in (x, w, d):
+            splits[axis] = "b"
+        elif spec.is_contraction:
+            splits[axis] = "m" if "m" in (x, w) else d if d and d in (x, w) else x or w or d
+        else:
+            splits[axis] = _split(x, w, d, g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
+    of_rows = [dim[text.index("m")] for text, dim in arrays if "m" in text][: 1 + spec.is_contraction]
+    of_groups = next(dim[text.index("g")] for text, dim in arrays if "g" in text)
+    experts = shared_axes(spec, mesh, of_rows[0], of_groups) if of_rows[0] == of_rows[-1] else ()
+    axes = {"e": ()} | _axes_of(mesh.shape, splits, extents, arrays, experts)
+    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
+    call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1])
+    return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)
+
+
+def by_index(indices: str, dims: Dims) -> dict[str, str]:
+    """The index that each axis shards."""
+    return {axis: index for index, dim in zip(indices, dims, strict=True) for axis in dim}

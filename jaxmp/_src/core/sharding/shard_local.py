@@ -1,0 +1,218 @@
+"""One device's part of a call: from shards of any rank to the calls on matrices that the plan asks for, and back.
+
+What a call of the library does not do is done around it here: leading dimensions fold into rows, operands are gathered
+ahead of it, and scalars that are arrays, and the epilog of a product that is computed transposed, come after it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax import lax
+
+from jaxmp._src.core.contraction.contraction import Contraction, Dim
+from jaxmp._src.core.lowering import xla_matmul
+from jaxmp._src.core.primitive import bias_grad, collectives
+from jaxmp._src.core.primitive.primitives import bind, bind_named, bind_rows, fold_rows, global_amax, has_rows
+from jaxmp._src.core.spec import epilogs, low_precision, matmul_spec
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.extents import axes_text
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.validation.comm_options import fit_comm_options
+from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers, pick
+from jaxmp._src.core.validation.epilog_checks import check_gathered_scales
+from jaxmp._src.core.validation.scale_checks import check_stored
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import Operands, Shape
+
+
+def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
+    """One device's part of a planned call."""
+    if plan.is_transposed and spec.fixed_reduction_order:
+        plan, spec, operands = _untransposed(plan, spec, operands)
+    # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
+    if spec.global_order and not spec.contraction.is_grid and not plan.is_partial:
+        spec = _with_order(plan, spec, operands["a"])
+    if plan.is_transposed:
+        outputs = _bind_transposed(plan, spec, operands)
+    else:
+        outputs = bind_shards(spec, plan.dimension, operands)
+        if spec.rule.gradient:
+            outputs = _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))
+    if spec.scales.amax_d or spec.scales.amax_aux:
+        return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))
+    return outputs
+
+
+def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
+    """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
+    a, b, is_transposed = operands["a"], operands["b"], spec.transpose_a and operands["a"].ndim == 2
+    rows = a.shape[1:] if is_transposed else a.shape[:-1]
+    if a.ndim > 2:
+        a = a.swapaxes(-1, -2) if spec.transpose_a else a
+        rows = a.shape[:-1]
+        a = fold_rows(a, len(rows), 0, 1)
+    is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
+    accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype), spec.out_dtype)
+    swapped = spec.replace(transpose_a=is_transposed).swapped()
+    transposed = swapped.bilinear(
+        out_dtype=spec.out_dtype if is_plain else accumulated,  # cotangents have this type too
+        is_typed=jax_compat.is_vma_checked(),
+        epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
+        scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
+        traced=spec.traced,
+    )
+    extra = {}
+    for name in transposed.operand_names:
+        extra[name] = operands["scale_b"] if name == "scale_a" else operands["scale_a"]
+    if not low_precision.is_of_tensor(spec.scales.a):
+        extra["scale_b"] = fold_rows(extra["scale_b"], len(rows), 0, 1)
+    z, *gradient = bind(fit_comm_options(transposed), b, a, extra).values()
+    if gradient:
+        rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
+        return rest | {spec.rule.gradient: gradient[0].astype(spec.out_dtype)}
+    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
+    return _sum_over_data(spec, outputs, sum(plan.layout.d[:-1], ()))
+
+
+def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
+    """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
+    if names and spec.global_order:
+        raise spec.level.mesh_refusal(
+            f"has no epilog {spec.epilog.name} on rows that are sharded over {axes_text(axes)} beside the "
+            f"call, for XLA would complete {names[0]}",
+            "take the gradient of a bias",
+        )
+    with jax.named_scope(bias_grad.SCOPE):
+        return {
+            name: collectives.psum(x, axes, source_line=spec.source_line) if name in names else x
+            for name, x in outputs.items()
+        }
+
+
+def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tuple[Contraction, MatmulSpec, Operands]:
+    """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
+
+    XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
+    """
+    why = f"where columns of the result are gathered or scattered over {axes_text(plan.row_axes)}"
+    if spec.rule.gradient:
+        raise spec.level.refusal(f"has no epilog {spec.epilog.name} {why}", "take another out_sharding")
+    check_gathered_scales(spec, why)
+    a, b, (k, n) = operands["a"], operands["b"], (1, 0) if spec.transpose_b else (0, 1)
+    of_columns = ["scale_b"] * (spec.scales.b == low_precision.OUTER_VEC)
+    with jax.named_scope("jaxmp_whole_operands"):
+        if plan.gathers:
+            operands = operands | {x: gathered(plan.row_axes, operands[x], 0, spec.source_line) for x in of_columns}
+            b = gathered(plan.row_axes, b, n, spec.source_line)
+        else:
+            operands = operands | {x: collectives.own_part(operands[x], 0, plan.row_axes) for x in of_columns}
+            a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
+            b = collectives.all_to_all(b, plan.row_axes, n, k, source_line=spec.source_line)
+    return plan.local(), spec.ungrouped(), operands | {"a": a, "b": b}
+
+
+def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
+    """The spec with the places of D's rows and columns in the global array."""
+    shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
+    rows = [
+        (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))
+        for extent, axes in zip(shape, plan.layout.d[:-1], strict=True)
+    ]
+    if spec.contraction.gathers:
+        extent, axes = rows[plan.dimension]
+        rows[plan.dimension] = (extent * spec.group.nranks, axes)
+    return spec.reorder(rows=tuple(rows), cols=plan.layout.d[-1])
+
+
+def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
+    """The gather of an operand that the shardings force."""
+    if to == "varying" and lax.axis_size(axes) == 1:
+        return x
+    with jax.named_scope("jaxmp_all_gather"):
+        return collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line)
+
+
+def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:
+    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
+
+    A bias gradient of d is that of this device's rows.
+    """
+    folded = {name: x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in operands.items()}
+    outputs = xla_matmul.apply_epilog(z, folded, spec.ungrouped())
+    return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operands:
+    """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
+    if not spec.is_typed:
+        spec = spec.replace(is_typed=jax_compat.is_vma_checked())
+    operands = collectives.cast_reduced(operands, spec.group.axes)
+    a, b = operands["a"], operands["b"]
+    if spec.traced and set(spec.traced) <= set(operands):
+        # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
+        # instead, in operations that XLA fuses into one, with C and the epilog behind it.
+        out = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
+        plain = spec.bilinear(out_dtype=out, traced=spec.traced)
+        z = bind_shards(plain, dimension, {"a": a, "b": b})["d"]
+        return _apply_epilog(fold_rows(z, z.ndim - 1, 0, 1), operands, spec.replace(alpha=1.0), z.shape[:-1])
+    operands = {name: operands[name] for name in spec.names}
+    if a.ndim == 2:
+        return bind_named(spec, operands)
+    if spec.global_order:
+        ordered = spec.contraction.gathers or spec.contraction.scatters
+        spec = spec.reorder(outer_rows=math.prod(a.shape[:dimension]) if ordered else 1)
+    return bind_rows(spec, operands, dimension)
+
+
+# Any dimension numbers ------------------------------------------------------------------------------------------
+
+
+def bind_folded(
+    spec: MatmulSpec,
+    numbers: DimensionNumbers,
+    operands: Operands,
+    *,
+    plan: Contraction | None = None,
+    shape: Shape | None = None,
+) -> Operands:
+    """A product with dimension `numbers`, one of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each index of the
+    batch. `shape` is that of d under a plan."""
+    a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # for vmap has no such cast
+    shape = numbers.result(a.shape, b.shape) if shape is None else shape
+    columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free
+    # Row dimensions stay apart where ranks share one, and others are slower.
+    keeps_rows = plan is not None and plan.dimension > 0
+    a, transpose_a = _matrix(a, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
+    b, transpose_b = _matrix(b, numbers.rhs_batch, numbers.rhs_contract, columns)
+    spec = spec.replace(transpose_a=transpose_a, transpose_b=transpose_b)
+    if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
+        check_stored(spec, a.dtype)
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        matrices = {"a": a, "b": b}
+        return (bind_plan(plan, spec, matrices) if plan else bind_shards(spec, 0, matrices))["d"]
+
+    d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
+    ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
+    order = tuple(map(numbers.rhs_free.index, columns))
+    d = d.reshape(*shape[:ahead], *pick(shape[ahead:], order))
+    return {"d": lax.transpose(d, (*range(ahead), *(ahead + order.index(i) for i in range(len(order)))))}
+
+
+def _matrix(
+    x: jax.Array, batch: Shape, first: Shape, second: Shape, keeps_first: bool = False
+) -> tuple[jax.Array, bool]:
+    """(`x` as (batch, first, second) or as (batch, second, first), whichever takes no copy; whether it is the latter).
+
+    Each of the three is one dimension, but for `first` under `keeps_first`, and for a batch of no dimensions.
+    """
+    stored = tuple(i for i in range(x.ndim) if i not in batch)
+    is_transposed = stored == second + first and stored != first + second and not keeps_first
+    parts = [pick(x.shape, first) if keeps_first else (math.prod(pick(x.shape, first)),)]
+    parts.insert(0 if is_transposed else 1, (math.prod(pick(x.shape, second)),))
+    lead = (math.prod(pick(x.shape, batch)),) if batch else ()
+    x = lax.transpose(x, (*batch, *(stored if is_transposed else first + second)))
+    return x.reshape(*lead, *parts[0], *parts[1]), is_transposed

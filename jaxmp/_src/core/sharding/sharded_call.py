@@ -1,0 +1,367 @@
+"""One call of a spec: given a mode and a plan, run under `jit`, on shards or on sharded arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.contraction import contraction, planner
+from jaxmp._src.core.contraction.contraction import Contraction, Dims
+from jaxmp._src.core.lowering import xla_matmul
+from jaxmp._src.core.primitive.collectives import cast_varying
+from jaxmp._src.core.primitive.primitives import global_amax
+from jaxmp._src.core.sharding import eager_calls, meshes, shardings
+from jaxmp._src.core.sharding.on_shards import Frame, frame_of, on_shards
+from jaxmp._src.core.sharding.shard_local import bind_folded, bind_plan, bind_shards
+from jaxmp._src.core.spec import low_precision, matmul_spec
+from jaxmp._src.core.spec.extents import SPANS, spans
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.core.spec.options import CommOptions
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.request import Request
+from jaxmp._src.core.validation.arguments import converted, validated
+from jaxmp._src.core.validation.comm_options import check_comm_options, fit_comm_options
+from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers
+from jaxmp._src.core.validation.epilog_checks import check_all_reduce, check_relu_aux
+from jaxmp._src.core.validation.result_types import NOTHING, Conversion
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class ManualCall:
+    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered.
+
+    `numbers`, here and of other calls: the dimension numbers of a product that is none of matrices.
+    """
+
+    spec: MatmulSpec
+    numbers: DimensionNumbers | None = None
+    dimension: int = 0
+
+    def __call__(self, operands: Operands) -> Operands:
+        return _bind(self.spec, self.numbers, operands, self.dimension)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedCall:
+    """A call on global arrays whose shardings XLA's partitioner chooses, but for a constraint on d."""
+
+    spec: MatmulSpec
+    numbers: DimensionNumbers | None
+    constraint: NamedSharding | None
+
+    def __call__(self, operands: Operands) -> Operands:
+        return meshes.constrained(_bind(self.spec.unsettled(), self.numbers, operands), self.constraint)
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaCall:
+    """A product of global arrays that XLA computes and partitions; d is sharded as `out_sharding` on explicit axes."""
+
+    spec: MatmulSpec
+    numbers: DimensionNumbers | None
+    constraint: NamedSharding | None
+    out_sharding: NamedSharding | None
+
+    def __call__(self, operands: Operands) -> Operands:
+        platform, numbers = jax_compat.default_platform(), self.numbers and self.numbers.given
+        outputs = xla_matmul.global_matmul(operands, self.spec, platform, self.out_sharding, numbers)
+        return meshes.constrained(outputs, self.constraint)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedCall:
+    """A planned call on global arrays."""
+
+    spec: MatmulSpec
+    numbers: DimensionNumbers | None
+    plan: Contraction
+    frame: Frame
+    is_empty: bool
+
+    def __call__(self, operands: Operands) -> Operands:
+        if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
+            return _of_any_extent(self, operands)
+        operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
+        body: Callable[[Operands], Operands] = functools.partial(bind_plan, self.plan, self.spec)
+        if self.numbers:
+            whole = self.numbers.result(operands["a"].shape, operands["b"].shape)
+            shape = NamedSharding(self.frame.mesh, self.frame.out_spec).shard_shape(whole)
+            body = functools.partial(bind_folded, self.spec, self.numbers, plan=self.plan, shape=shape)
+        if self.is_empty or (0 in operands["a"].shape and 0 in operands["b"].shape):
+            body, operands = _of_empty(self, body, operands)
+        return on_shards(self.frame, body, operands, self.spec.source_line)
+
+
+Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
+
+
+def _bind(spec: MatmulSpec, numbers: DimensionNumbers | None, operands: Operands, dimension: int = 0) -> Operands:
+    return bind_folded(spec, numbers, operands) if numbers else bind_shards(spec, dimension, operands)
+
+
+# d alone, or with further results by name.
+Results = jax.Array | tuple[jax.Array, Operands]
+
+
+def product(
+    request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
+) -> Results:
+    """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it, which is of operands `given` by name."""
+    conversion, of_call = converted(request)
+    spec, operands, shape = validated(of_call)
+    call = make_call(spec, meshes.place(request, shape), operands)
+    if entry is None or given is None:
+        result = _result(jaxmp_call(call, operands))
+        return result if conversion is NOTHING else conversion.of_result(result)
+    types = tuple((name, operands[name].dtype) for name in given)
+    run = of_arrays(call, conversion, types, given.values())
+    entry.append(run)
+    return run(*given.values())
+
+
+def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
+    """The result of a product whose group is named, on the shards of the enclosing shard_map."""
+    group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
+    conversion, request = converted(request)
+    spec, operands, shape = validated(request, group)
+    if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
+        raise InvalidValue(
+            f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
+            "those of the result: use jax.vmap for the others"
+        )
+    spec = check_all_reduce(spec)
+    check_comm_options(spec, shape[-1])
+    check_relu_aux(operands, shape[-1], shape[-1])
+    outputs = bind_shards(spec, request.a.ndim - 2, operands)
+    result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
+    return result
+
+
+def _result(outputs: Operands) -> Results:
+    """What the user gets: d, or (d, {name: further result})."""
+    rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
+    return (outputs["d"], rest) if rest else outputs["d"]
+
+
+def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
+    """The group of these axes that shares a product inside shard_map; `cols`: a grid's along its columns; `outside`:
+    what to do outside of shard_map."""
+    mesh = meshes.manual_mesh()
+    if mesh is None:
+        raise InvalidValue(
+            f"works on the shards inside shard_map where an axis is named; outside, {outside}, and pass out_sharding"
+        )
+    if rest := meshes.free_axes(mesh):
+        raise InvalidValue(
+            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
+            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
+            "or use jaxmp.matmul, which XLA then partitions"
+        )
+    row_axes, col_axes = _as_axes(rows), _as_axes(cols)
+    meshes.check_axes(mesh, row_axes + col_axes)
+    return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
+
+
+def _as_axes(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, str | tuple | list | P):
+        raise InvalidType(f"takes the name of a mesh axis or a tuple of names, got {names!r}")
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def make_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
+) -> Call:
+    """The call of this spec on operands placed so."""
+    if placement.mode == meshes.Mode.XLA:
+        check_left_to_xla(spec, placement.why)
+        return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
+    if placement.mode == meshes.Mode.SHARDED:
+        return planned_call(spec, placement, operands, numbers)
+    spec = spec.regroup(mesh=placement.axes)
+    if placement.mode == meshes.Mode.MANUAL:
+        spec = check_all_reduce(spec)
+    if _has_columns(spec):
+        is_settled, columns = placement.mode != meshes.Mode.AUTO, placement.shape[-1]
+        has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
+        check_comm_options(spec, columns, is_settled, has_mesh)
+        check_relu_aux(operands, columns, columns)
+    if placement.mode == meshes.Mode.AUTO:
+        return PartitionedCall(spec, numbers, placement.constraint)
+    return ManualCall(spec, numbers)
+
+
+def _has_columns(spec: MatmulSpec) -> bool:
+    """Whether what is asked beside the product depends on the columns of d."""
+    return "relu_aux" in spec.operand_names or spec.comm != CommOptions()
+
+
+def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where a product that XLA partitions is asked to be one of a library."""
+    beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
+    blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
+    asked = (
+        spec.asked_of_library,
+        f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
+        f"{blocks[0]}" if blocks else "",
+    )
+    for each in filter(None, asked):
+        raise NotAvailable(
+            f"{each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
+            "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
+        )
+
+
+def planned_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
+) -> ShardedCall:
+    """`make_call` for global arrays."""
+    mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
+    product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
+    product = numbers.product(a.ndim, b.ndim) if numbers else product
+    shapes = a.shape, b.shape, shape
+    given = shardings.lying(product, placement.lie, shapes, mesh.shape)
+    plan = planned(spec, given, (a, b), shape, mesh.shape)
+    spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
+    spec = check_all_reduce(spec) if spec.asks_all_reduce else spec
+    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
+    for operand, dims in beside:
+        if operand in matmul_spec.SCALE_NAMES:
+            argument = f"scaling.{operand.removeprefix('scale_')}"
+            shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
+    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
+    # Under a level the gradients are sums in an order of their own.
+    gathers_inside = not spec.fixed_reduction_order
+    frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
+    if _has_columns(spec):
+        columns = shape[-1] // spec.group.size(plan.layout.d[-1])
+        check_relu_aux(operands, shape[-1], columns)
+        check_comm_options(spec, columns)
+    return ShardedCall(spec, numbers, plan, frame, 0 in shape)
+
+
+def planned(
+    spec: MatmulSpec,
+    given: Contraction,
+    ab: Sequence[ArrayType],
+    shape: Shape,
+    mesh: Mapping[str, int],
+    *,
+    shares_columns: bool = True,
+) -> Contraction:
+    """The plan of a product of a and b; `shares_columns` as in `planner.Terms`."""
+    (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
+    operand = low_precision.operand_type(a.dtype, b.dtype)
+
+    def terms() -> planner.Terms:
+        of_sums = matmul_spec.accumulator(operand).itemsize
+        itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
+        keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
+
+    # Along k no operand is gathered whose gradient is to be a sum in a fixed order, nor one with scales along it.
+    gathers_k = not (spec.fixed_reduction_order or low_precision.is_scaled(operand))
+    return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
+
+
+def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
+    """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
+
+    But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
+    """
+    found = spans(spec, name)
+    if name in ("a", "b", "scale_a", "scale_b"):
+        operand: Dims = getattr(plan.layout, name[-1])
+        own = dict(zip((span.dim for span in spans(spec, name[-1])), operand[-2:], strict=True))
+        return (*operand[:-2], *(own[span.dim] for span in found)) if found else ()
+    if len(found) != 1:
+        return plan.layout.d if found else ()
+    dim = plan.layout.d[-2 if found[0].dim == "m" else -1]
+    if name == ("bgradb" if plan.is_transposed else "bgrada"):
+        dim = plan.outside_group(dim)
+    return (dim,)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_call(call: Call, operands: Operands) -> Operands:
+    """The results of a call by name."""
+    return call(operands)
+
+
+def of_arrays(
+    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
+) -> Callable[..., Results]:
+    """A call as a function of operands in this order, which are cast to these types as `validated` casts them; compiled
+    for `arrays` that are not traced: without jaxmp_call's static argument, which JAX would hash at every call."""
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return _compiled(call, conversion, types)
+    return _taking(functools.partial(jaxmp_call, call), conversion, types)
+
+
+def _taking(
+    run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
+) -> Callable[..., Results]:
+    def jaxmp_call(*operands: jax.Array) -> Results:
+        named = {}
+        for (name, dtype), x in zip(types, operands, strict=True):
+            x = x if conversion is NOTHING else conversion.of(name, x)
+            named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
+        result = _result(run(named))
+        return result if conversion is NOTHING else conversion.of_result(result)
+
+    return jaxmp_call
+
+
+@functools.lru_cache(eager_calls.CAPACITY)
+def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
+    return jax.jit(_taking(call, conversion, types))
+
+
+def _of_empty(
+    call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
+) -> tuple[Callable[[Operands], Operands], Operands]:
+    """The body of a call with an empty d, or with nothing to contract, and its operands; `run` is that of another.
+
+    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so an empty a
+    or b is made in it. An empty d, without sums of operands beside it, depends on none of them.
+    """
+    mesh, layout = call.frame.mesh, call.plan.layout
+    empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
+
+    def made(name: str, x: jax.Array) -> jax.Array:
+        dims: Dims = getattr(layout, name)
+        shape = NamedSharding(mesh, meshes.partition_spec(dims)).shard_shape(x.shape)
+        return cast_varying(jnp.zeros(shape, x.dtype), sum(dims, ()))
+
+    def body(rest: Operands) -> Operands:
+        operands = rest | {name: made(name, x) for name, x in empty.items()}
+        if call.is_empty:
+            types = jax.eval_shape(run, operands)
+            if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
+                return {name: jnp.zeros(x.shape, x.dtype) for name, x in types.items()}
+        return run(operands)
+
+    rest = {name: x for name, x in operands.items() if name not in empty}
+    return body, rest | {"scalar": jnp.zeros(())}
+
+
+def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
+    """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
+    them by numbers in all that a shard_map holds."""
+    where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
+    product = functools.partial(_bind, fit_comm_options(call.spec.local()).unsettled(), call.numbers)
+    if call.frame.is_explicit:
+        outputs: Operands = jax.sharding.auto_axes(product, out_sharding=where)(operands)
+    else:
+        outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
+    return outputs

@@ -1,0 +1,111 @@
+"""A user's shardings as one tuple of axis names per dimension, slowest first, and what is checked of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
+from jaxmp._src.core.spec.extents import axes_text
+from jaxmp._src.core.spec.refusal import DuplicateAxis, InvalidSharding, InvalidValue, NotAvailable
+from jaxmp._src.platform.runtime.types import Shape
+
+
+@functools.lru_cache(maxsize=4096)
+def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
+    """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
+    if len(spec) > ndim:
+        raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
+    used: set[str] = set()
+    for entry in spec:
+        if entry is not None and not isinstance(entry, str | tuple):
+            raise InvalidValue(f"the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            if mesh is not None and axis not in mesh:
+                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {mesh}")
+            if axis in used:
+                raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+            used.add(axis)
+    return as_dims(argument, spec, ndim)
+
+
+@functools.lru_cache(maxsize=4096)
+def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
+    """A PartitionSpec as one tuple of axis names per dimension."""
+    for kind in ("unreduced", "reduced"):
+        if axes := getattr(spec, kind, None):
+            raise NotAvailable(
+                f"the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
+                "gives; pass another (jax.sharding.reshard)"
+            )
+    dims: list[Dim] = [()] * ndim
+    for i, entry in enumerate(spec):
+        dims[i] = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return tuple(dims)
+
+
+def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
+    """Raise where an axis is used twice, or axes do not divide the shape."""
+    used = sum(dims, ())
+    if len(set(used)) != len(used):
+        axis = next(axis for axis in used if used.count(axis) > 1)
+        raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+    for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
+        size = math.prod(map(mesh.__getitem__, dim))
+        if extent % size:
+            is_number = isinstance(extent, int)
+            remedy = f"pad it to {-(-extent // size) * size}" if is_number else f"export for an extent of {size} * n"
+            raise InvalidValue(
+                f"dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
+                f"does not divide (global shape {tuple(shape)}); {remedy}, or shard it differently"
+            )
+
+
+def lying(
+    product: Contraction, lie: tuple[Dims, Dims, Dims | None], shapes: Sequence[Shape], mesh: Mapping[str, int]
+) -> Contraction:
+    """A product as a, b and its result lie, by default as `lax.dot_general` has it; axes have to divide the shapes."""
+    a, b, out = lie
+    layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
+    for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
+        check_dims(argument, dims, shape, mesh)
+    return product.replace(layout)
+
+
+def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
+    """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the batch and the free
+    dimensions of a and b, which lie so. Raises ShardingTypeError where the result is ambiguous."""
+    of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
+    for index in product.batch:
+        if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
+            raise InvalidSharding(
+                f"batch dimension {product.a.index(index)} of {{a}} is sharded over {axes_text(of_a[index])} but "
+                f"dimension {product.b.index(index)} of {{b}} over {axes_text(of_b[index])}; pass out_sharding, or "
+                "reshard one of them"
+            )
+    for k_a, k_b in ((of_a[index], of_b[index]) for index in product.contracted):
+        if k_a and k_b:
+            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {{a}} and {axes_text(k_b)} in {{b}}"
+            raise InvalidSharding(
+                f"the contraction is sharded over axis {both} and it is ambiguous how the result should be "
+                f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
+                "reduce-scatter)"
+            )
+    batch, rows, cols = (
+        sum((where[index] for index in indices), ())
+        for indices, where in ((product.batch, of_a), (product.rows, of_a), (product.cols, of_b))
+    )
+    if shared := [axis for axis in rows if axis in cols]:
+        raise InvalidSharding(
+            f"rows of {{a}} and columns of {{b}} are both sharded over axis {shared[0]!r}; pass out_sharding, "
+            f"without {shared[0]!r} on the rows to gather {{a}}, or without it on the columns to gather {{b}}"
+        )
+    if repeated := [axis for axis in batch if axis in cols]:
+        raise InvalidSharding(
+            f"a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
+            "the result is ambiguous; pass out_sharding"
+        )
+    return tuple((of_b | of_a)[index] for index in product.d)  # of a batch a's, as JAX 0.10 has it

@@ -1,0 +1,139 @@
+"""Activations, their derivatives, and the packed relu mask, in plain `jnp`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.core.spec import process_grid
+from jaxmp._src.core.spec.refusal import InvalidValue
+from jaxmp._src.platform.jax_internals import jax_compat
+
+# Elementwise, traced by JAX.
+Function = Callable[..., jax.Array]
+
+_SCALE = 2 * math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+@jax.custom_jvp
+def gelu(z: jax.Array) -> jax.Array:
+    """GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415; cuBLASLt's CUBLASLT_EPILOGUE_GELU).
+
+    0.5 z (1 + tanh(u)) = z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3): the right side does not cancel at z << 0.
+    """
+    scale, cubic = _constants(z)
+    return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
+
+
+@gelu.defjvp
+@jax_compat.as_traced
+def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
+    (z,), (t,) = primals, tangents
+    slope = gelu_derivative(z)
+    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
+
+
+def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Those of the argument of the sigmoid, in z's type: inside shard_map a Python float is a double under x64."""
+    return jnp.asarray(_SCALE, z.dtype), jnp.asarray(_CUBIC, z.dtype)
+
+
+@jax.custom_jvp
+def gelu_derivative(z: jax.Array) -> jax.Array:
+    """d gelu / dz, in float32 at least."""
+    return _gelu_derivative(z)
+
+
+@gelu_derivative.defjvp
+@jax_compat.as_traced
+def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
+    (z,), (t,) = primals, tangents
+    curve = gelu_second_derivative(z)
+    return gelu_derivative(z), t.astype(curve.dtype) * curve
+
+
+def _gelu_derivative(z: jax.Array) -> jax.Array:
+    """s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
+    z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
+    scale, cubic = _constants(z)
+    u2 = scale * (z + cubic * z**3)
+    s = jax.nn.sigmoid(u2)
+    return s + z * s * jax.nn.sigmoid(-u2) * scale * (1 + 3 * cubic * z**2)
+
+
+def _widen(z: jax.Array) -> jax.Array:
+    return z.astype(jnp.float32) if z.dtype.itemsize < 4 else z
+
+
+def gelu_second_derivative(z: jax.Array) -> jax.Array:
+    """d^2 gelu / dz^2, in float32 at least."""
+    z = _widen(z)
+    curve: jax.Array = jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
+    return curve
+
+
+# By name. The first two are those that cuBLASMp has epilogs for. PyTorch and Keras call a gelu exact, or not
+# approximate, that is made of erf.
+FUNCTIONS: dict[str, Function] = {
+    "relu": jax.nn.relu,
+    "gelu": gelu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+}
+FUSED = ("relu", "gelu")
+# JAX's own functions that are fused as well.
+_FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
+
+
+def find(activation: Any) -> str | Function | None:
+    """What a user asks for: the name of a fused activation, a function that XLA applies, or None for none."""
+    if isinstance(activation, str) and activation in FUNCTIONS:
+        return activation if activation in FUSED else FUNCTIONS[activation]
+    if activation is not None and not callable(activation):
+        raise InvalidValue(
+            f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
+        )
+    return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
+
+
+def of_jax(found: str | Function | None) -> Any:
+    """The function of JAX's that an activation of `find` is."""
+    return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
+
+
+def is_named(f: Function | None) -> bool:
+    """Whether `f` is None or one of `FUNCTIONS`, which depends on its argument alone."""
+    return f is None or any(f is named for named in FUNCTIONS.values())
+
+
+def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:
+    """`t * act'(z)` from the aux that the forward call stored of z, in t's type."""
+    if activation == "relu":
+        return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
+    slope = gelu_derivative(aux)
+    return (t.astype(slope.dtype) * slope).astype(t.dtype)
+
+
+def unpack_relu_aux(aux: jax.Array, n: int) -> jax.Array:
+    """Boolean mask of shape (..., n) from the packed bits: bit i % 8 of byte i // 8 says z[i] > 0."""
+    if aux.size == 0:  # which jnp.unpackbits does not take
+        return jnp.zeros((*aux.shape[:-1], n), bool)
+    return jnp.unpackbits(aux, axis=-1, count=n, bitorder="little").astype(bool)
+
+
+def pack_relu_aux(mask: jax.Array) -> jax.Array:
+    """The packed bits of a boolean mask of shape (..., n), padded with zeros to `relu_aux_bytes(n)`."""
+    packed = jnp.packbits(mask, axis=-1, bitorder="little")
+    pad = process_grid.relu_aux_bytes(mask.shape[-1]) - packed.shape[-1]
+    return jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, pad)])

@@ -1,0 +1,208 @@
+"""What the dimensions of operands and results cover, and the extents that follow from the shapes of shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmp._src.core.contraction.contraction import Contraction
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.process_grid import Distributed, relu_aux_bytes
+from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidValue
+from jaxmp._src.platform.runtime.types import Shape
+
+if TYPE_CHECKING:
+    from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
+
+
+class Span(NamedTuple):
+    """What a dimension of an operand or result covers: each element `size` of the product's m, n or k."""
+
+    dim: str
+    size: int = 1
+
+
+_M, _N, _K = map(Span, "mnk")
+# By name, but for a, b and their scales (`spans`): a mask of relu is packed into bytes. Scalars have no dimension.
+SPANS = {
+    "c": (_M, _N),
+    "bias": (_N,),
+    "d": (_M, _N),
+    "relu_aux": (_M, Span("n", 8)),
+    "gelu_aux": (_M, _N),
+    "drelu_bgrad": (_N,),
+    "dgelu_bgrad": (_N,),
+    "bgrada": (_M,),
+    "bgradb": (_N,),
+    "d_out_scale": (_M, Span("n", 16)),  # MXFP8: 32
+}
+
+
+def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
+    """What the dimensions of an operand or result cover."""
+    if name == "a":
+        return (_K, _M) if spec.transpose_a else (_M, _K)
+    if name == "b":
+        return (_N, _K) if spec.transpose_b else (_K, _N)
+    if name not in ("scale_a", "scale_b"):
+        return SPANS.get(name, ())
+    mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
+    if low_precision.is_of_tensor(mode):
+        return ()
+    if mode == low_precision.OUTER_VEC:
+        return (Span(outer),)
+    block = low_precision.BLOCK[mode]
+    return Span(outer, block if mode == low_precision.BLK128 else 1), Span("k", block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extents:
+    """Extents of one call: `m`, `n`, `k` of the product that one communicator computes, `d` of each rank's result, and
+    `local`: (rows of op(A), k of op(A), k of op(B), columns of op(B)) of each rank's operands."""
+
+    m: int
+    n: int
+    k: int
+    d: tuple[int, int]
+    local: tuple[int, int, int, int]
+
+
+def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
+    """The extents that follow from the local shapes of the stored A and B."""
+    return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extents(
+    product: Contraction,
+    group: Group,
+    a_shape: Shape,
+    b_shape: Shape,
+    distributions: tuple[Distributed, Distributed, Distributed] | None,
+) -> Extents:
+    held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
+    local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]
+    if distributions:
+        a, _, whole = distributions
+        return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
+    sizes, (rows, cols) = _factors(product, group)
+    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
+    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
+
+
+# A factor: (times, over).
+_Ratio = tuple[int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
+    """By how much the m, k and n of a group exceed those of a rank's operands, and the rows and columns of a rank's d
+    those of its operands."""
+    size, sharded = group.size, product.sharded
+    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
+    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
+    return sizes, (rows, cols)
+
+
+def _scaled(extent: int, ratio: _Ratio) -> int:
+    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
+
+
+def output_rows(spec: MatmulSpec, rows: int) -> int:
+    """Rows of D that each rank holds when its op(A) has `rows` of them."""
+    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
+
+
+AMAXES = ("amax_d", "gelu_aux_amax")
+
+
+def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of d, or of a result beside it."""
+    rows, cols = found.d
+    if name in AMAXES:
+        return jax.ShapeDtypeStruct((), np.float32)
+    if name == "relu_aux":
+        return jax.ShapeDtypeStruct((rows, relu_aux_bytes(cols)), np.uint8)
+    if name == "gelu_aux":
+        return jax.ShapeDtypeStruct(found.d, spec.aux_dtype or spec.out_dtype)
+    if name == "d_out_scale":
+        mode = spec.scales.d_out
+        return jax.ShapeDtypeStruct((rows, cols // low_precision.BLOCK[mode]), low_precision.scale_dtype(mode))
+    if name == "d":
+        return jax.ShapeDtypeStruct(found.d, spec.out_dtype)
+    return jax.ShapeDtypeStruct((found.m if name == "bgrada" else cols,), spec.out_dtype)  # the sums are complete
+
+
+def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
+    """Multiplications and additions of the product that one communicator computes, from the local shapes."""
+    found = extents(spec, a_shape, b_shape)
+    return 2 * found.m * found.n * found.k
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+
+
+# What does not fit ------------------------------------------------------------------------------------------------
+
+
+def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
+    """The extents of a call; ValueError for shards that do not fit the pattern. `takes_transposed`: as in `Request`."""
+    found = extents(spec, a_shape, b_shape)
+    if spec.distributions:
+        for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
+            if tuple(shape) != matrix.local_shape:
+                raise InvalidValue(
+                    f"{argument} must have shape {matrix.local_shape} on each device, the largest part of "
+                    f"{matrix}, got {tuple(shape)}"
+                )
+        return found
+    rows, k_a, k_b, cols = found.local
+    if spec.contraction.is_grid:
+        nrow, ncol = spec.group.shape
+        _check_grid(spec, rows, cols, nrow, ncol)
+        k_a *= nrow if spec.transpose_a else ncol
+        k_b *= ncol if spec.transpose_b else nrow
+    if k_a != k_b:
+        where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
+        hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
+        raise InvalidOperands(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
+    p = spec.group.nranks
+    if spec.contraction.scatters and rows % p:
+        raise InvalidValue(
+            f"{{a}} has {rows} rows, which the {p} ranks of axis "
+            f"{axes_text(spec.group.row_axes)} do not divide (shape per device {tuple(a_shape)}); pad the "
+            f"rows to a multiple of {p}"
+        )
+    return found
+
+
+def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
+    for what, extent, parts, is_moved in (
+        ("rows", rows * ncol, nrow, spec.transpose_a),
+        ("columns", cols * nrow, ncol, spec.transpose_b),
+    ):
+        if is_moved and extent % parts:
+            raise InvalidValue(
+                f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
+                f"pad them to a multiple of {parts}"
+            )
+
+
+def _as_stored_hint(k: int, b_shape: Shape) -> str:
+    return "pass {b}.T if it is stored (n, k)" if b_shape[-1] == k else "the contracted extents must be equal"
+
+
+def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
+    k = extents(spec, a_shape, b_shape).local[1]
+    if b_shape[-1] == k and not spec.transpose_b:
+        return "pass transpose_b=True if {b} is stored (n, k)"
+    if spec.transpose_b and b_shape[0] == k:
+        return "pass transpose_b=False if {b} is stored (k, n)"
+    if not spec.transpose_a and a_shape[0] in b_shape:
+        return "pass transpose_a=True if {a} is stored (k, m)"
+    return "the contracted extents must be equal"

@@ -1,0 +1,376 @@
+"""Types of 8 bits and fewer: which go together, how they are scaled, decoded and encoded; knows nothing of calls.
+
+A scale multiplies what it stands beside; `Scaling` has the table of modes. In the logical layout, which is
+`jax.nn.scaled_matmul`'s, the blocks of an operand run along its last dimension. Names, meaning and memory layout:
+cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's cublasMpMatmulMatrixScale_t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmp._src.core.spec.process_grid import round_up
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue
+from jaxmp._src.platform.runtime.types import ArrayType
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOAT4 = "float4_e2m1fn"
+SCALED = (*FLOAT8, FLOAT4)
+INT8 = "int8"
+# Types that hostmp decodes as it packs them beside an operand of one of the wide types; cuBLASMp takes no such pair.
+NARROW = (
+    *(INT8, "uint8", "int4", "uint4", *SCALED),
+    *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+WIDE = ("bfloat16", "float16", "float32")
+
+NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
+VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
+BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
+# Types of which two are in a byte.
+_HALVES = (FLOAT4, "int4", "uint4")
+_SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
+
+
+Scale = jax.Array | np.ndarray | np.generic
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "c", "d", "aux"],
+    meta_fields=["result_amax", "aux_dtype", "aux_amax"],
+)
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The scales of float8, float4 and int8 operands and results, and what else such a product returns: a pytree.
+
+    The mode follows from a scale's shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
+
+        ()                    float32          one scale
+        (rows,)               float32          one a row (a and b alike)
+        (rows, k/32)          float8_e8m0fnu   MXFP8 (a and b alike)
+        (rows, k/16)          float8_e4m3fn    NVFP4 (a and b alike)
+        (rows, k/128)         float32          1 x 128 blocks
+        (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
+
+    int8 operands, stored either way, take the first two, in any mixture: rows lie across k, m of a and n of b. Their
+    sums are exact for k below 131072, from where they are modulo 2^32, and become float32 where scales multiply them.
+
+    Args:
+      a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
+      c: scalar float32, for tensor-wide scales only.
+      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one: the result is multiplied by it.
+      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`): it is multiplied by it.
+      result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
+      aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
+      aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.
+
+    docs/low-precision.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    """
+
+    a: Scale | None = None
+    b: Scale | None = None
+    c: Scale | None = None
+    d: Scale | None = None
+    aux: Scale | None = None
+    result_amax: bool = False
+    aux_dtype: DTypeLike | None = None
+    aux_amax: bool = False
+
+
+def scale_dtype(mode: str) -> np.dtype:
+    return np.dtype(_SCALE_DTYPE.get(mode, "float32"))
+
+
+@functools.cache  # the name of a type takes microseconds, and eager calls ask often
+def is_low_precision(dtype: DTypeLike) -> bool:
+    return np.dtype(dtype).name in (*SCALED, INT8)
+
+
+@functools.cache
+def is_scaled(dtype: DTypeLike) -> bool:
+    """Whether numbers of this type take scales: fp8 and fp4."""
+    return np.dtype(dtype).name in SCALED
+
+
+@functools.cache
+def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
+    """Whether one type is narrow and the other wide."""
+    return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
+
+
+@functools.cache
+def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
+    """The type as which operands of types a and b are multiplied: the wide one of a mixed pair, else a."""
+    return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
+
+
+def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
+    return np.dtype(a).name in NARROW and np.dtype(b).name in WIDE
+
+
+def is_of_tensor(mode: str) -> bool:
+    """Whether there is at most one scale, for the whole operand."""
+    return mode in (NONE, SCALAR)
+
+
+def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands of a mixed pair in its wide type, for what takes no such pair; others as they are."""
+    wide = operand_type(a.dtype, b.dtype)
+    if not is_mixed(a.dtype, b.dtype):
+        return a, b
+    return (a, b.astype(wide)) if a.dtype == wide else (a.astype(wide), b)
+
+
+def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
+    """Types of D for operands of types a and b; empty where the two do not go together."""
+    names = {np.dtype(a).name, np.dtype(b).name}
+    if names == {INT8}:
+        return WIDE if has_scaling else ("int32",)
+    if names == {FLOAT4}:
+        return (*WIDE, FLOAT4)
+    if names <= set(FLOAT8) and "float8_e4m3fn" in names:
+        return (*WIDE, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
+    return ()
+
+
+# Scales --------------------------------------------------------------------------------------------------------
+
+
+def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
+    """The mode of the scale of x, (..., rows, k) or (..., k, rows), from its shape and dtype; `is_k_first` says which x
+    is as an operand of a call."""
+    shape, dtype = tuple(x.shape), x.dtype
+    is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
+    if scale is None:
+        if is_float4:
+            raise InvalidValue(
+                f"{argument} is missing; {FLOAT4} operands need one a block of 16, shape "
+                f"{(*shape[:-1], k // 16)} of float8_e4m3fn"
+            )
+        return NONE
+    if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
+        raise InvalidType(
+            f"{argument} must be an array, got {type(scale).__name__}; convert it with jnp.asarray(..., jnp.float32)"
+        )
+    options = {
+        SCALAR: (),
+        OUTER_VEC: shape[:-1],
+        VEC128: (*shape[:-1], k // 128),
+        BLK128: (*shape[:-2], -(-shape[-2] // 128), k // 128),
+        VEC32: (*shape[:-1], k // 32),
+    }
+    if len(shape) > 2:
+        del options[BLK128]  # rows fold, blocks of rows do not
+    if is_float4:
+        options = {VEC16: (*shape[:-1], k // 16)}
+    if np.dtype(dtype).name == INT8 and is_k_first is not None:
+        options = {SCALAR: (), OUTER_VEC: (*shape[:-2], shape[-1]) if is_k_first else shape[:-1]}
+    blocked = {BLOCK[mode] for mode in options if mode in BLOCK and k % BLOCK[mode]}
+    options = {mode: wanted for mode, wanted in options.items() if BLOCK.get(mode) not in blocked}
+    for mode, wanted in options.items():
+        if scale.dtype.name == _SCALE_DTYPE.get(mode, "float32") and tuple(scale.shape) == wanted:
+            return mode
+    texts = [f"{wanted} of {_SCALE_DTYPE.get(mode, 'float32')}" for mode, wanted in options.items()]
+    rest = f"no scale of blocks of {' or '.join(map(str, sorted(blocked)))}, which do not divide its k={k}"
+    raise InvalidValue(
+        f"{argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
+        f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join([*texts, rest] if blocked else texts)}"
+    )
+
+
+def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
+    """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
+    k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
+    for what, extent in extents.items():
+        unit = k if what == "k" else outer
+        if extent % unit:
+            kind = f" with scales of {scale_mode}" if scale_mode not in (NONE, SCALAR) else ""
+            raise InvalidValue(
+                f"{what} must be a multiple of {unit} on each device for {np.dtype(dtype).name}{kind}, got "
+                f"{extent}; pad it to {round_up(extent, unit)}"
+            )
+
+
+# Decoding and encoding -----------------------------------------------------------------------------------------
+
+
+def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
+    """The scale of every element of a (..., rows, k) operand, in float32, or something that broadcasts to it."""
+    scale = scale.astype(jnp.float32)
+    if mode == SCALAR:
+        return scale
+    if mode == OUTER_VEC:
+        return scale[..., None]
+    full = repeat(scale, BLOCK[mode])
+    return repeat(full.mT, 128).mT[..., : shape[-2], :] if mode == BLK128 else full
+
+
+def repeat(x: jax.Array, count: int) -> jax.Array:
+    """Each element of the last dimension so many times: `jnp.repeat`, which does not take one on explicit axes."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, count)).reshape(*x.shape[:-1], x.shape[-1] * count)
+
+
+def dequantize(
+    x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
+) -> jax.Array:
+    """x times its scales, in `dtype`; multiplied in float32 at least, for the range of the scales."""
+    if scale is None or mode == NONE:
+        return x.astype(dtype)
+    if is_k_first:
+        return dequantize(x.mT, scale, mode, dtype).mT
+    wide = x.astype(jnp.promote_types(dtype, jnp.float32))
+    if mode == VEC32:  # 2^-127 is no normal number, and XLA takes it for 0 on CPUs
+        is_least = lax.bitcast_convert_type(scale, jnp.uint8) == 0
+        wide = wide * expand(jnp.where(is_least, 0.5, 1.0), mode, x.shape)
+        scale = jnp.where(is_least, 2.0**-126, scale.astype(jnp.float32))
+    return (wide * expand(scale, mode, x.shape)).astype(dtype)
+
+
+def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE)."""
+    most = largest(dtype)
+    if np.dtype(dtype).name == INT8:
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def largest(dtype: DTypeLike) -> float:
+    """The largest number that quantizers use: of int8 127, since -128 has no opposite."""
+    return 127.0 if np.dtype(dtype).name == INT8 else float(jnp.finfo(dtype).max)
+
+
+def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """float8_e8m0fnu: the power of two from `amax` divided by the type's largest number on; cuBLAS documentation,
+    "1D Block Quantization", and JAX's `scaled_matmul` quantization."""
+    amax = amax.astype(jnp.float32)
+    is_small = amax < 2.0**-64  # the quotient may be no normal number, which XLA takes for 0 on CPUs
+    quotient = jnp.where(is_small, amax * 2.0**64, amax) / float(jnp.finfo(dtype).max)
+    bits = lax.bitcast_convert_type(quotient, jnp.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    goes_up = (mantissa > 0) & (exponent < 254)
+    exponent = exponent + goes_up.astype(jnp.int32) - jnp.where(is_small, 64, 0)
+    return lax.bitcast_convert_type(jnp.maximum(exponent, 0).astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def blocks(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def amax(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """The largest absolute value, 0 of nothing, and NaN where there is one: XLA's maximum over more than a few thousand
+    elements loses it on CPUs."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
+
+
+def block_amax(x: jax.Array, size: int) -> jax.Array:
+    return amax(blocks(x, size), -1)
+
+
+def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """(x in blocks of `dtype`, their scales), as cuBLASLt quantizes a result; x is float32."""
+    amax = block_amax(x, BLOCK[mode])
+    if mode == VEC32:
+        scales = mx_scale(amax, dtype)
+        exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+        # 2^(127 - e), put together from its bits: the reciprocal of the smallest scale is not subnormal, the scale is.
+        inverse = lax.bitcast_convert_type((254 - jnp.minimum(exponent, 253)) << 23, jnp.float32)
+    else:
+        scales = encode(amax / float(jnp.finfo(dtype).max), jnp.float8_e4m3fn)
+        inverse = jnp.where(scales == 0, 0.0, 1.0 / scales.astype(jnp.float32))
+    scaled = blocks(x, BLOCK[mode]) * inverse[..., None]
+    return encode(scaled.reshape(x.shape), dtype), scales
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------
+
+
+def as_bytes(x: jax.Array) -> jax.Array:
+    """The bits of 8-bit numbers as uint8; of 4-bit ones, two in a byte, the first in the low half."""
+    if np.dtype(x.dtype).name not in _HALVES:
+        return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
+    halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
+    return halves[..., 0] | halves[..., 1] << 4
+
+
+def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `as_bytes`."""
+    if np.dtype(dtype).name not in _HALVES:
+        return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
+    halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
+    return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
+
+
+@functools.cache
+def is_narrow_float(dtype: DTypeLike) -> bool:
+    """Whether numbers of this type are floats of 8 bits and fewer."""
+    return np.dtype(dtype).name in NARROW and jnp.issubdtype(dtype, jnp.floating)
+
+
+@functools.cache
+def is_widened(dtype: DTypeLike) -> bool:
+    """Whether XLA:CPU moves wider numbers in place of these, in a collective that only moves."""
+    return np.dtype(dtype).name in ("bfloat16", *_HALVES) or is_narrow_float(np.dtype(dtype))
+
+
+def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
+    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves; on CPUs, of all that
+    XLA would widen, integers of its width.
+
+    Numbers of 4 bits have a byte each where `parts` of the last dimension would not hold whole bytes.
+    """
+    name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
+    if name == "bfloat16":
+        return lax.bitcast_convert_type(x, jnp.uint16) if is_cpu else x
+    if name in _HALVES:
+        if x.shape[-1] % (2 * parts) == 0 and (is_cpu or name == FLOAT4):
+            return as_bytes(x)
+        return lax.bitcast_convert_type(x, jnp.uint4) if is_cpu else x
+    return as_bytes(x) if x.dtype.itemsize == 1 and x.dtype != np.bool_ else x
+
+
+def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `as_moved`."""
+    if x.dtype == dtype:
+        return x
+    return from_bytes(x, dtype) if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, dtype)
+
+
+def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
+    """`collective(x)`, which only moves; into so many `parts` it may cut the last dimension."""
+    return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
+
+
+def swizzle(scales: jax.Array) -> jax.Array:
+    """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
+    each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""
+    rows, cols = scales.shape
+    padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
+    tiles = padded.reshape(-(-rows // 128), 4, 32, -(-cols // 4), 4)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
+    """The inverse of `swizzle`, without the padding."""
+    tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(round_up(rows, 128), round_up(cols, 4))[:rows, :cols]
+
+
+def for_library(scale: jax.Array, mode: str) -> jax.Array:
+    """A logical scale of one device's operand as cuBLASLt reads it."""
+    if mode in (VEC16, VEC32):
+        return swizzle(as_bytes(scale))
+    if mode == VEC128:  # row-fastest
+        return scale.T.reshape(-1)
+    if mode == BLK128:  # k-fastest, padded to a multiple of 4
+        return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4))).reshape(-1)
+    return scale.reshape(-1)

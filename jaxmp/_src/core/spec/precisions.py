@@ -1,0 +1,173 @@
+"""One table: what a `precision` asks of a GPU for each type of operands.
+
+A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
+operands may be rounded ahead of the product and in which type products may be summed; never what the result is stored
+as. A CPU multiplies what it is given and sums in the operands' full type, which is at least as exact: None's row. So
+does XLA on GPUs, except that it has sums in 16 bits (16F and BF16_BF16_BF16), as algorithms of those names.
+
+`_PRESETS` is the table: by preset the compute types of 16-bit, single and double operands. Products of 16-bit operands
+are exact in 32F. None and any `lax.Precision` are the row DEFAULT.
+
+Operands of a type that a preset does not take are converted to the first that JAX names for it (`taken`), ahead of
+the call. Operands of 8 bits and fewer have no choice otherwise: None and the ANY_F8 presets sum float8 and float4 in
+float32 (32F), None sums int8 in int32 (32I). Nor have integers, which XLA sums in themselves.
+
+Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
+exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
+
+Sources: cublas_api.h (cublasComputeType_t) and its documentation, jax.lax.DotAlgorithmPreset, nvmath-python's type
+table.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, accumulator
+from jaxmp._src.core.spec.refusal import InvalidValue, NoPrecision
+
+# A compute type is named as cuBLAS's without CUBLAS_COMPUTE_, or as XLA's where cuBLAS has none. Those that do not sum
+# in the operands' own type, or float32 for 16-bit operands.
+SUMMED_IN = {"16F": "float16", "BF16_BF16_BF16": "bfloat16"}
+
+_HALVES = ("bfloat16", "float16")
+_SINGLES = ("float32", "complex64")
+_DOUBLES = ("float64", "complex128")
+
+
+def _row(
+    halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = ""
+) -> dict[str, str]:
+    """Compute type by type of operands; `only` names the one 16-bit type that the row takes."""
+    types = {name: halves for name in _HALVES if not only or name == only}
+    types |= dict.fromkeys(_SINGLES, singles) | dict.fromkeys(_DOUBLES, doubles)
+    return {name: compute for name, compute in types.items() if compute}
+
+
+_FLOAT8 = dict.fromkeys(low_precision.FLOAT8, "32F")
+_PRESETS = {
+    "DEFAULT": _row("32F", "32F", "64F")
+    | dict.fromkeys(low_precision.SCALED, "32F")
+    | dict.fromkeys(INTEGERS, "INTEGER")
+    | {"int8": "32I"},
+    **{f"ANY_F8_ANY_F8_{name}": _FLOAT8 for name in ("F32", "F32_FAST_ACCUM", "ANY", "ANY_FAST_ACCUM")},
+    "F32_F32_F32": _row("32F", "32F"),
+    "TF32_TF32_F32_X3": _row("32F", "32F"),
+    "TF32_TF32_F32": _row("32F", "32F_FAST_TF32"),
+    "BF16_BF16_F32": _row("32F", "32F_FAST_16BF", only="bfloat16"),
+    "F16_F16_F32": _row("32F", "32F_FAST_16F", only="float16"),
+    **{f"BF16_BF16_F32_X{times}": _row("32F", "32F_EMULATED_16BFX9") for times in (3, 6, 9)},
+    "F64_F64_F64": _row(doubles="64F"),
+    "F16_F16_F16": _row("16F", only="float16"),
+    "BF16_BF16_BF16": _row("BF16_BF16_BF16", only="bfloat16"),
+}
+# cuBLAS's own names; a 16-bit product is exact in f32, so rounding its operands further is left to the presets.
+_NAMES = {
+    "32F": _row("32F", "32F"),
+    "32F_PEDANTIC": _row("32F_PEDANTIC", "32F_PEDANTIC"),
+    "32F_FAST_TF32": _row("32F", "32F_FAST_TF32"),
+    "32F_FAST_16BF": _row("32F", "32F_FAST_16BF", only="bfloat16"),
+    "32F_FAST_16F": _row("32F", "32F_FAST_16F", only="float16"),
+    "32F_EMULATED_16BFX9": _row("32F", "32F_EMULATED_16BFX9"),
+    "64F": _row(doubles="64F"),
+    "64F_PEDANTIC": _row(doubles="64F_PEDANTIC"),
+    "64F_EMULATED_FIXEDPOINT": _row(doubles="64F_EMULATED_FIXEDPOINT"),
+    "16F": _row("16F", only="float16"),
+}
+_TABLE = _PRESETS | _NAMES
+
+
+def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
+    """The row of the table that `precision` asks for; raises where it does not take these types."""
+    asked = _find(precision)
+    if np.dtype(operand).name not in _TABLE[asked]:
+        takes = ", ".join(_TABLE[asked]) or "nothing"
+        raise NoPrecision(
+            f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
+            "precision=None"
+        )
+    narrow = SUMMED_IN.get(find(asked, np.dtype(operand)))
+    if narrow not in (None, np.dtype(out).name):
+        raise NoPrecision(
+            f"precision={asked} sums in {narrow}, so the result cannot be {np.dtype(out).name}; "
+            "drop preferred_element_type, or pass precision=None"
+        )
+    return asked
+
+
+def _algorithm(name: str) -> lax.DotAlgorithm:
+    """What a preset such as BF16_BF16_F32_X3 stands for."""
+    a, b, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
+    return _typed(lax.DotAlgorithm(_DTYPES[a], _DTYPES[b], _DTYPES[sums], num_primitive_operations=int(times[1:])))
+
+
+def _typed(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithm:
+    """An equal one whose types are dtypes, of whatever the user has for them."""
+    a, b, sums, *times = algorithm
+    return lax.DotAlgorithm._make((np.dtype(a), np.dtype(b), np.dtype(sums), *times))
+
+
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tuple(_DTYPES))}
+
+
+def _find(precision: Any) -> str:
+    if isinstance(precision, lax.DotAlgorithm):
+        if (known := _typed(precision)) not in _ALGORITHMS:
+            raise NoPrecision(
+                f"precision={precision} is not implemented; pass one of {', '.join(_ALGORITHMS.values())}"
+            )
+        return _ALGORITHMS[known]
+    asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
+    if isinstance(asked, str) and asked in _TABLE:
+        return asked
+    values = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
+    if len(values) != 2:
+        raise InvalidValue(f"precision must be one value or a pair, got {precision!r}")
+    for value in values:
+        try:
+            if value is not None and not isinstance(value, lax.Precision):
+                lax.Precision(str(value))  # of a number it would be another one
+        except ValueError:
+            raise InvalidValue(
+                f"precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
+                f"or one of {', '.join(_NAMES)}; got {precision!r}"
+            ) from None
+    return "DEFAULT"
+
+
+def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
+    """The preset of JAX that `precision` is, names or spells out."""
+    precision = _find(precision) if isinstance(precision, lax.DotAlgorithm) else precision
+    name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
+    return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
+
+
+def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
+    """The type to which JAX converts operands that the preset does not take; None where it takes them."""
+    if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
+        return None
+    return np.dtype(asked.supported_lhs_types[0])
+
+
+@functools.cache
+def find(asked: str, operand: np.dtype, platform: str = "") -> str:
+    """The compute type of `operand` under a precision that `resolve` returned; by default on GPUs."""
+    return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
+
+
+def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
+    """The type in which a compute type sums products of `operand`."""
+    return np.dtype(SUMMED_IN.get(compute) or accumulator(np.dtype(operand)))
+
+
+@functools.cache
+def sums_in_16_bits(asked: str) -> bool:
+    """Whether the precision sums in 16 bits, whatever its operands."""
+    return not SUMMED_IN.keys().isdisjoint(_TABLE[asked].values())

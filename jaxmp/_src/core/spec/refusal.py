@@ -1,0 +1,120 @@
+# ruff: noqa: N818
+"""What jaxmp refuses, told in the words of the call: operands of a product are {a}, {b} and {bias}, and the sharding of
+its result {out_sharding}.
+
+Whoever knows the user's function and its arguments adds them: `validation/public` around each public function, and the
+rules of a primitive, which run later than the call, from its spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxmp._src.platform.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
+
+_ROLE = re.compile(r"\{(a|b|bias|out_sharding)\}")
+
+
+class Refusal(Exception):
+    """A call that jaxmp does not take, also of the type that users catch.
+
+    >>> str(InvalidValue("{b} has k=3 but {a} has k=2").of("linear", {"a": "x", "b": "w"}))
+    'linear: w has k=3 but x has k=2'
+    """
+
+    _more: tuple[Any, ...] = ()  # what JAX's own type takes beside the text
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.function = ""
+        self.names: dict[str, str] = {}
+
+    def of(self, function: str, names: Mapping[str, str] | None = None) -> Refusal:
+        """Itself, of a function whose operands have these names; what is known already, from further inside, stays."""
+        self.function = self.function or function
+        self.names = {**(names or {}), **self.names}
+        return self
+
+    def __str__(self) -> str:
+        text = _ROLE.sub(lambda role: self.names.get(role[1], role[1]), self.args[0])
+        return f"{self.function}: {text}" if self.function else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__bases__[1], (str(self), *self._more)  # for another process, which may not have jaxmp
+
+
+class InvalidValue(Refusal, ValueError):
+    """A value or a shape that does not fit."""
+
+
+class InvalidOperands(InvalidValue, TypeError):
+    """Operands or dimensions that do not fit: a TypeError of JAX's products, a ValueError of its einsum."""
+
+
+class InvalidSharding(InvalidValue, ShardingTypeError):
+    """Shardings of which JAX cannot tell that of the result either."""
+
+
+class DuplicateAxis(InvalidValue, DuplicateSpecError):
+    """One mesh axis for two dimensions."""
+
+    mesh = pspec = None
+    _more = None, None
+
+
+class InvalidPath(InvalidValue, TypeError, KeyError, IndexError):
+    """An order of products that opt_einsum does not take; it raises any of these."""
+
+
+class InvalidType(Refusal, TypeError):
+    """A type, of Python or of numbers, that does not fit."""
+
+
+class NoPromotion(InvalidType, TypePromotionError):
+    """Types that JAX does not promote to one either."""
+
+
+class NotAvailable(Refusal, NotImplementedError):
+    """What no implementation of the call has."""
+
+
+class NoKernel(NotAvailable, TypeError):
+    """Types that no kernel has, and that JAX does not take either."""
+
+
+class NoPrecision(NotAvailable, ValueError):
+    """A precision that no implementation has for these types, nor JAX on CPUs."""
+
+
+class NotInstalled(Refusal, RuntimeError):
+    """A library that was asked for and cannot be opened."""
+
+
+# Tracebacks show the type that users know.
+_OF_JAX = InvalidOperands, InvalidSharding, DuplicateAxis, InvalidPath, NoPromotion, NoKernel, NoPrecision
+for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
+    _kind.__module__ = _kind.__bases__[1].__module__
+    _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__
+
+
+@contextlib.contextmanager
+def naming(function: str, **names: str) -> Iterator[None]:
+    """A part of a public function, with names of its own for itself and for the operands of its product."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.of(function, names)
+        raise
+
+
+@contextlib.contextmanager
+def of_layer(function: str, **names: str) -> Iterator[None]:
+    """A layer, by its own name and the names of its arguments, whatever function it calls."""
+    try:
+        yield
+    except Refusal as refusal:
+        refusal.function, refusal.names = function, {**refusal.names, **names}
+        raise

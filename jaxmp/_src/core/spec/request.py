@@ -1,0 +1,181 @@
+"""What a user asks of one product: one record, and its keyword arguments as a type checker sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import jax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._src.core.spec import levels
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.levels import Determinism
+from jaxmp._src.core.spec.low_precision import Scaling
+from jaxmp._src.core.spec.options import (
+    CommOptions,
+    GroupedImplementation,
+    Implementation,
+    Mesh,
+    Precision,
+    Scalar,
+    Sharding,
+)
+from jaxmp._src.core.spec.process_grid import BlockCyclic
+
+# What a call returns follows from its epilog: d alone, or d with further results by name.
+PlainEpilog = Literal[
+    Epilog.NONE,
+    Epilog.DEFAULT,
+    Epilog.ALLREDUCE,
+    Epilog.BIAS,
+    Epilog.RELU,
+    Epilog.RELU_BIAS,
+    Epilog.GELU,
+    Epilog.GELU_BIAS,
+    Epilog.DRELU,
+    Epilog.DGELU,
+]
+AuxEpilog = Literal[
+    Epilog.RELU_AUX,
+    Epilog.RELU_AUX_BIAS,
+    Epilog.GELU_AUX,
+    Epilog.GELU_AUX_BIAS,
+    Epilog.DRELU_BGRAD,
+    Epilog.DGELU_BGRAD,
+    Epilog.BGRADA,
+    Epilog.BGRADB,
+]
+WithResults = tuple[jax.Array, dict[str, jax.Array]]
+ShardingPair = tuple[Sharding | None, Sharding | None] | list[Sharding | None]
+ShardingTriple = tuple[Sharding | None, Sharding | None, Sharding | None] | list[Sharding | None]
+
+
+class Request(NamedTuple):
+    """One call as the user wrote it, by the names of `matmul`, with the defaults of every public function.
+
+    `function` is its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
+    `transpose_a` and `transpose_b`. `b_leads`: as in `MatmulSpec`.
+    """
+
+    function: str
+    a: Any
+    b: Any
+    c: Any = None
+    alpha: Scalar = 1.0
+    beta: Scalar | None = None
+    transpose_a: bool = False
+    transpose_b: bool = False
+    conjugate_a: bool = False
+    conjugate_b: bool = False
+    epilog: Epilog | int = Epilog.NONE
+    epilog_inputs: Mapping[str, ArrayLike] | None = None
+    precision: Precision = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Any = None
+    in_shardings: Any = None
+    mesh: Mesh | None = None
+    implementation: GroupedImplementation | None = None
+    determinism: Determinism = "run_to_run"
+    scaling: Scaling | None = None
+    comm: CommOptions | None = None
+    takes_transposed: bool = True
+    b_leads: bool = False
+
+    @property
+    def level(self) -> levels.Level:
+        return levels.find(self.determinism)
+
+
+class _Matrices(TypedDict, total=False):
+    """Options of every product of matrices, block-cyclic ones too."""
+
+    transpose_a: bool
+    transpose_b: bool
+    conjugate_a: bool
+    conjugate_b: bool
+    precision: Precision
+    preferred_element_type: DTypeLike | None
+    implementation: Implementation | None
+    comm: CommOptions | None
+
+
+class _Product(_Matrices, total=False):
+    """Options of every product of arrays."""
+
+    alpha: Scalar
+    determinism: Determinism
+
+
+class _Placed(TypedDict, total=False):
+    """Options of a product of global arrays."""
+
+    out_sharding: Sharding | None
+    in_shardings: ShardingPair | None
+    mesh: Mesh | None
+
+
+class ShardOptions(_Product, total=False):
+    """Options of the products inside shard_map, less those that decide what they return."""
+
+    beta: Scalar | None
+    epilog_inputs: Mapping[str, ArrayLike] | None
+
+
+class MatmulOptions(ShardOptions, _Placed, total=False):
+    """Options of `matmul`, likewise."""
+
+
+class AnyMatmulOptions(ShardOptions, total=False):
+    """Options of `matmul`, of arrays and of block-cyclic ones."""
+
+    out_sharding: Sharding | BlockCyclic | None
+    in_shardings: ShardingPair | None
+    mesh: Mesh | None
+
+
+class LinearOptions(_Product, _Placed, total=False):
+    """Options of `linear`, likewise."""
+
+
+class ContractionOptions(_Placed, total=False):
+    """Options of `dot_general` and `einsum`, for each product."""
+
+    implementation: Implementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
+class GroupOptions(_Placed, total=False):
+    """Options of `ragged_dot` and `ragged_dot_general`, likewise."""
+
+    implementation: GroupedImplementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of `mlp` and `gated_mlp`, for each product."""
+
+    precision: Precision
+    out_sharding: Sharding | None
+    in_shardings: ShardingTriple | None
+    mesh: Mesh | None
+    implementation: Implementation | None
+    determinism: Determinism
+
+
+class ExpertOptions(TypedDict, total=False):
+    """Options of `moe_mlp`, for each product."""
+
+    out_sharding: Sharding | None
+    in_shardings: ShardingTriple | None
+    mesh: Mesh | None
+    implementation: GroupedImplementation | None
+    determinism: Determinism
+
+
+class BlockCyclicOptions(_Matrices, total=False):
+    """Options of `matmul` with block-cyclic operands."""
+
+    alpha: complex
+    beta: complex | None
+    out_sharding: BlockCyclic | None

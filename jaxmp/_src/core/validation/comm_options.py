@@ -1,0 +1,120 @@
+"""Options of a call's communication, and the patterns that take them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.core.spec.options import CommOptions
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue
+from jaxmp._src.core.validation.operand_checks import check_dtype
+from jaxmp._src.platform.runtime import native
+
+_SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp keeps to it;
+# on GPUs cuBLASMp is asked.
+ALGORITHMS = {
+    "default": tuple(Pattern),
+    "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "split_multicast": _SUMMING,
+    "atomic_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "atomic_multicast": (Pattern.REDUCE_SCATTER,),
+    "no_overlap": tuple(Pattern),
+    "fused": (Pattern.ALL_REDUCE,),
+}
+
+
+def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None) -> CommOptions:
+    """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
+    if comm is None:
+        return CommOptions()
+    if not isinstance(comm, CommOptions):
+        raise InvalidType(
+            f"comm must be a jaxmp.CommOptions, got {type(comm).__name__}; pass "
+            "comm=jaxmp.CommOptions(dtype=..., algorithm=..., sm_count=...)"
+        )
+    dtype = None if comm.dtype is None else check_dtype("comm.dtype", comm.dtype)
+    if dtype is not None:
+        scale, out = accumulator(np.dtype(operand)), np.dtype(out_dtype)
+        is_number = dtype.name in RESULT_TYPES and dtype.name not in INTEGERS
+        is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
+        if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
+            raise InvalidValue(
+                f"comm.dtype must be no smaller than the result's {out.name} and no larger than "
+                f"{scale.name}, in which products are summed, got {dtype.name}"
+            )
+    algorithm, sm_count = comm.algorithm, comm.sm_count
+    if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
+        raise InvalidValue(f"comm.algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if sm_count is not None:
+        if isinstance(sm_count, bool) or not isinstance(sm_count, int | np.integer):
+            raise InvalidType(f"comm.sm_count must be an integer, got {type(sm_count).__name__}")
+        if not 1 <= sm_count < 2**31:
+            raise InvalidValue(
+                f"comm.sm_count must be at least 1, the number of multiprocessors that communicate, got "
+                f"{sm_count}; None leaves it to the library"
+            )
+    is_default = algorithm in (None, "default")
+    return CommOptions(
+        dtype=None if dtype is None else dtype.name,
+        algorithm=None if is_default else algorithm,
+        sm_count=None if sm_count is None else int(sm_count),
+    )
+
+
+def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
+    """Raise ValueError for an option that the call's pattern does not take, or each device's d of so many columns.
+
+    Unsettled, no pattern is known yet.
+    """
+    comm, pattern = spec.comm, spec.group.pattern
+    if comm == CommOptions():
+        return
+    this, remedy = f"this call is {pattern.value}", "drop it"
+    if not is_settled:
+        this = "XLA's partitioner has not chosen one yet"
+        remedy = "pass in_shardings and out_sharding, or use explicit axes"
+    if not has_mesh:
+        this = "no mesh is known to this call, which is local then"
+        remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
+    if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
+        raise InvalidValue(
+            f"comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
+            f"reduce_scatter or all_reduce, but {this}; {remedy}"
+        )
+    # cuBLASMp is asked which algorithms it has: on all ranks alike, by the query for the workspace of a first run.
+    if is_settled and spec.implementation in (None, "cublasmp") and native.has_cuda_devices():
+        return
+    takes = ALGORITHMS[comm.algorithm or "default"]
+    if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
+        raise InvalidValue(
+            f"comm.algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+            f"{this}; {remedy}"
+        )
+    # Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
+    dtype = np.dtype(comm.dtype or accumulator(spec.out_dtype))
+    if comm.algorithm == "fused" and columns * dtype.itemsize % 16:
+        raise InvalidValue(
+            f"comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
+            f"communicated {dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
+        )
+
+
+def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
+    """The spec of a derived call, less the options that its pattern or the type of its D does not take."""
+    comm, pattern = spec.comm, spec.group.pattern
+    if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
+        comm = dataclasses.replace(comm, dtype=None)
+    if comm.algorithm and pattern not in ALGORITHMS[comm.algorithm]:
+        comm = dataclasses.replace(comm, algorithm=None)
+    return spec.replace(comm=comm)
+
+
+def comm_options_text(spec: MatmulSpec) -> str:
+    """The options that were given, as a user writes them."""
+    given = ((f"comm.{field.name}", getattr(spec.comm, field.name)) for field in dataclasses.fields(spec.comm))
+    return ", ".join(f"{name}={value}" for name, value in given if value is not None)

@@ -1,0 +1,107 @@
+"""The dimension numbers of `lax.dot_general`: which dimensions are contracted, which are a batch, which are free."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxmp._src.core.contraction.contraction import LETTERS, Contraction, in_no_layout
+from jaxmp._src.core.spec.refusal import InvalidOperands
+from jaxmp._src.core.validation import operand_checks
+from jaxmp._src.platform.runtime.types import ArrayType
+
+T = TypeVar("T")
+_Dimensions = tuple[Sequence[int], Sequence[int]]
+# As users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
+GivenNumbers = tuple[_Dimensions, _Dimensions]
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionNumbers:
+    """Every dimension of lhs and rhs in one of three parts; the free ones in their order."""
+
+    lhs_contract: tuple[int, ...]
+    rhs_contract: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_free: tuple[int, ...]
+    rhs_free: tuple[int, ...]
+
+    @property
+    def given(self) -> GivenNumbers:
+        """As `lax.dot_general` takes them."""
+        return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)
+
+    def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
+        """What lhs and rhs have per dimension, for the dimensions of the result."""
+        return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
+
+    def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
+        """The product in letters."""
+        a = LETTERS[:lhs_ndim]
+        b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
+        for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):
+            b[j] = a[i]
+        return in_no_layout(a, "".join(b), "".join(self.result(a, b)))
+
+
+def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
+    return tuple(values[i] for i in indices)
+
+
+def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
+    """Dimension numbers without negative ones, checked against the operands."""
+    for argument, x in (("{a}", lhs), ("{b}", rhs)):
+        operand_checks.check_array(argument, x)
+    if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # of lax.dot
+        dimension_numbers = (-1, 0), ((), ())
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        parts = [
+            [operator.index(i) for i in (part if np.iterable(part) else (part,))]
+            for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)
+        ]
+    except (TypeError, ValueError):
+        raise InvalidOperands(
+            f"dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
+            f"got {dimension_numbers!r}"
+        ) from None
+    lhs_contract, rhs_contract, lhs_batch, rhs_batch = (
+        _within(argument, part, x)
+        for argument, part, x in zip(("{a}", "{b}") * 2, parts, (lhs, rhs, lhs, rhs), strict=True)
+    )
+    for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
+        if len(left) != len(right):
+            raise InvalidOperands(
+                f"dimension_numbers name {len(left)} {kind} dimensions of {{a}}, {left}, but {len(right)} of {{b}}, "
+                f"{right}"
+            )
+        for i, j in zip(left, right, strict=True):
+            if lhs.shape[i] != rhs.shape[j]:
+                raise InvalidOperands(
+                    f"{kind} dimension {i} of {{a}} has extent {lhs.shape[i]} but dimension {j} of {{b}} "
+                    f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
+                )
+    for argument, left, right in (("{a}", lhs_contract, lhs_batch), ("{b}", rhs_contract, rhs_batch)):
+        if len({*left, *right}) != len(left) + len(right):
+            raise InvalidOperands(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
+    # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
+    pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
+    lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
+    lhs_free = tuple(i for i in range(len(lhs.shape)) if i not in lhs_contract + lhs_batch)
+    rhs_free = tuple(j for j in range(len(rhs.shape)) if j not in rhs_contract + rhs_batch)
+    return DimensionNumbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
+
+
+def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
+    ndim = len(x.shape)
+    for i in dimensions:
+        if not -ndim <= i < ndim:
+            raise InvalidOperands(
+                f"dimension_numbers name dimension {i} of {argument}, which has {ndim} (shape {tuple(x.shape)})"
+            )
+    return tuple(i % ndim for i in dimensions)

@@ -1,0 +1,157 @@
+"""Epilogs as users ask for them: which there are, what they take, and where."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.core.spec import epilogs, low_precision, process_grid
+from jaxmp._src.core.spec.epilogs import Epilog
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.request import Request
+from jaxmp._src.core.validation.operand_checks import check_array, check_widens
+from jaxmp._src.platform.runtime.types import Shape
+
+
+def check_epilog(
+    request: Request, spec: MatmulSpec, shape: Shape, bias_dtype: np.dtype
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
+
+    The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
+    """
+    out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
+    try:
+        if isinstance(epilog, bool):
+            raise TypeError
+        number = operator.index(epilog)
+        epilog = Epilog(number & ~Epilog.ALLREDUCE)
+        row = epilogs.RULES[epilog]
+    except (TypeError, ValueError):
+        raise InvalidValue(f"epilog must be a jaxmp.Epilog, got {epilog!r}{_epilog_of(epilog)}") from None
+    if epilog_inputs is not None and not isinstance(epilog_inputs, Mapping):
+        raise InvalidType(f"epilog_inputs must be a dict such as {{'bias': bias}}, got {type(epilog_inputs).__name__}")
+    given = dict(epilog_inputs or {})
+    missing = [key for key in row.inputs if given.get(key) is None]
+    unknown = sorted(set(given) - set(row.inputs))
+    if missing:
+        raise InvalidValue(
+            f"epilog {epilog.name} needs epilog_inputs {list(row.inputs)}, missing {missing}; "
+            f"pass epilog_inputs={{{missing[0]!r}: ...}}"
+        )
+    if unknown:
+        raise InvalidValue(
+            f"epilog {epilog.name} takes epilog_inputs {list(row.inputs)}, got unknown {unknown}; "
+            "drop them or choose an epilog that uses them"
+        )
+    if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
+        raise InvalidType(f"epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
+    takes = ("NONE",) if out == np.bool_ else ("NONE", "BIAS", "RELU", "RELU_BIAS")
+    if out.name in INTEGERS and epilog.name not in takes:  # others have no meaning, or use
+        raise NotAvailable(
+            f"epilog {epilog.name} is not available for a result of {out.name}; available: {', '.join(takes)}. "
+            "Convert an operand, for example with .astype(jnp.float32)"
+        )
+    _check_summed_operand(spec, epilog, request.a.ndim)
+    checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
+    dtypes = {"bias": bias_dtype}
+    inputs = {key: checks[key](given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
+    return {"epilog": epilog, "asks_all_reduce": bool(number & Epilog.ALLREDUCE)}, inputs
+
+
+def _epilog_of(value: Any) -> str:
+    """The end of the message on an epilog that is text."""
+    if not isinstance(value, str):
+        return ""
+    names = list(Epilog.__members__)
+    return f"; pass jaxmp.Epilog.{value.upper()}" if value.upper() in names else f"; there are {', '.join(names)}"
+
+
+def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
+    """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
+    for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
+        if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
+            raise NotAvailable(
+                f"epilog {epilog.name} needs transpose_{which}={flag}, for cuBLASMp sums {which} only where it is "
+                f"stored {stored}; store {which} so, or sum it ahead of the call"
+            )
+    if epilog == Epilog.BGRADA and ndim_a != 2:
+        raise InvalidValue(
+            f"epilog BGRADA needs a with 2 dimensions, (k, m), got {ndim_a}; use jax.vmap for the others"
+        )
+
+
+def _check_bias(bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    argument = "{bias}"
+    check_array(argument, bias, ndim=1)
+    if bias.shape[0] != shape[-1]:
+        raise InvalidValue(
+            f"{argument} must have shape ({shape[-1]},), one value per column of the result, got {tuple(bias.shape)}"
+        )
+    check_widens(argument, bias, out_dtype)
+    return bias.astype(out_dtype)
+
+
+def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    if getattr(aux, "dtype", None) != np.uint8:
+        raise InvalidType(
+            f"relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
+            f"{getattr(aux, 'dtype', type(aux).__name__)}"
+        )
+    if aux.ndim != len(shape) or tuple(aux.shape[:-1]) != shape[:-1]:
+        raise InvalidValue(
+            f"relu_aux must have the rows of the result, shape {(*shape[:-1], '...')}, got {tuple(aux.shape)}"
+        )
+    return aux
+
+
+def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
+    """Raise ValueError where an input mask is not packed as d's columns would be, so many of them in a shard."""
+    if "relu_aux" not in operands:
+        return
+    shards = columns // per_shard if per_shard else 1
+    aux, width = operands["relu_aux"], shards * process_grid.relu_aux_bytes(per_shard)
+    if aux.shape[-1] != width:
+        raise InvalidValue(
+            f"relu_aux must have {width} bytes a row, a bit for each of the result's {columns} columns, "
+            f"padded to 16 bytes in each of their {shards} shards, got shape {tuple(aux.shape)}"
+        )
+
+
+def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
+    check_array("gelu_aux", aux)
+    if tuple(aux.shape) != shape:
+        raise InvalidValue(f"gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
+    if np.dtype(aux.dtype) != np.dtype(out_dtype):
+        raise InvalidType(f"gelu_aux must have the result's dtype {np.dtype(out_dtype).name}, got {aux.dtype}")
+    return aux
+
+
+def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
+    """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    if not spec.asks_all_reduce:
+        return spec
+    group, product = spec.group, spec.contraction
+    nranks = group.nranks if product.communicates else group.size(tuple(axis for axis, _ in group.mesh))
+    if not product.is_reduced and nranks > 1:
+        raise InvalidValue(
+            f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
+            f"{group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
+        )
+    return spec.replace(asks_all_reduce=False)
+
+
+def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
+    if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
+        raise spec.level.refusal(
+            f"has scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "
+            f"{spec.scales.b}",
+            "take those",
+        )

@@ -1,0 +1,138 @@
+"""The errors of every public function: an unknown keyword has a remedy, and a traceback ends at the user's line."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar, cast
+
+import jax
+
+from jaxmp._src.core.spec.refusal import Refusal
+from jaxmp._src.core.spec.request import Request
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals.jax_compat import ArrayImpl
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What a keyword of another function is here, if this one has the keyword in the middle.
+_ELSEWHERE = {
+    "bias": ("epilog_inputs", 'pass epilog=jaxmp.Epilog.BIAS, epilog_inputs={"bias": bias}, or call jaxmp.linear'),
+    "activation": ("epilog", "pass epilog=jaxmp.Epilog.RELU or another, or call jaxmp.linear"),
+    "epilog": ("activation", "pass activation=, or call jaxmp.matmul"),
+    "dtype": ("preferred_element_type", "did you mean preferred_element_type=?"),
+    "out_dtype": ("preferred_element_type", "did you mean preferred_element_type=?"),
+}
+
+
+def public(fn: F) -> F:
+    """`fn` as users call it; its first two parameters are a and b of a product.
+
+    `**options: Unpack[...]` stands for keywords of `Request`, which its signature names one by one.
+    """
+    signature = _signature(fn)
+    parameters = signature.parameters
+    operands = dict(zip("ab", parameters, strict=False))
+    keywords = frozenset(parameters)
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        register_imported()
+        args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
+        if kwargs:
+            kwargs = {name: as_array(x) for name, x in kwargs.items()}
+        if kwargs and not keywords.issuperset(kwargs):
+            unknown = next(name for name in kwargs if name not in parameters)
+            raise TypeError(
+                f"{fn.__name__}() got an unexpected keyword argument {unknown!r}; {_remedy(unknown, parameters)}"
+            )
+        try:
+            return fn(*args, **kwargs)
+        except Refusal as refusal:
+            refusal.of(fn.__name__, operands)
+            raise
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            raise ValueError(
+                f"{fn.__name__}: operands on incompatible devices, {_places(signature, args, kwargs)} (device ids); "
+                "move them to the same ones with jax.device_put"
+            ) from error
+
+    boundary: Any = jax_compat.hides_frames(jax_compat.under_known_flags(called))
+    if options := _options(fn):
+        boundary.__signature__, hints = signature, typing.get_type_hints(fn)
+        boundary.__annotations__ = {k: x for k, x in hints.items() if k != "options"} | typing.get_type_hints(options)
+    return cast(F, boundary)
+
+
+def as_array(x: Any) -> Any:
+    """The array of what only stands for one (`__jax_array__`), as `jnp` takes it: a parameter of Flax. So in a dict."""
+    if x is None or isinstance(x, ArrayImpl | str):
+        return x
+    if isinstance(x, Mapping):
+        found = {name: as_array(each) for name, each in x.items()}
+        return x if all(found[name] is x[name] for name in found) else found
+    array = getattr(x, "__jax_array__", None)
+    return x if array is None else array()
+
+
+_AT_IMPORT: dict[str, Callable[[], None]] = {}
+
+
+def when_imported(module: str, register: Callable[[], None]) -> None:
+    """Have the first call after the module has been imported call `register`: rules of a transformation."""
+    _AT_IMPORT[module] = register
+
+
+def register_imported() -> None:
+    """Register the rules of transformations that the user has imported by now."""
+    if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
+        return
+    for module in [name for name in _AT_IMPORT if name in sys.modules]:
+        _AT_IMPORT.pop(module)()
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `fn` with each of its options, in the order of `Request`, and its default."""
+    signature = inspect.signature(fn)
+    options = _options(fn)
+    if options is None:
+        return signature
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    for name, annotation in options.__annotations__.items():
+        shown = getattr(annotation, "__forward_arg__", annotation)
+        of_option = {"default": Request._field_defaults[name], "annotation": shown}
+        own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **of_option))
+    order = {name: i for i, name in enumerate(Request._fields)}
+    own.sort(key=lambda x: (x.kind, order.get(x.name, -1) if x.kind == x.KEYWORD_ONLY else 0))
+    return signature.replace(parameters=own)
+
+
+def _options(fn: Callable[..., Any]) -> Any:
+    """The TypedDict of `**options: Unpack[...]`, or None."""
+    text = fn.__annotations__.get("options", "")
+    return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
+
+
+def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The operands and their devices, "a on 0 and b on 1": JAX names the operands of a function of ours."""
+    places: dict[str, str] = {}
+    for argument, value in signature.bind(*args, **kwargs).arguments.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(value):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+                ids = ", ".join(str(i) for i in sorted(device.id for device in x.devices()))
+                places.setdefault(ids, f"{argument}{jax.tree_util.keystr(path)} on {ids}")
+    return " and ".join(places.values())
+
+
+def _remedy(unknown: str, parameters: Collection[str]) -> str:
+    if unknown in _ELSEWHERE and _ELSEWHERE[unknown][0] in parameters:
+        return _ELSEWHERE[unknown][1]
+    begins_alike = [name for name in parameters if name.startswith(unknown)]
+    close = begins_alike or difflib.get_close_matches(unknown, parameters, n=1)
+    return f"did you mean {close[0]}=?" if close else f"it takes {', '.join(parameters)}"

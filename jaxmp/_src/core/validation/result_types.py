@@ -1,0 +1,336 @@
+"""The types of a product as JAX has them: operands are converted ahead of the call to types that have a kernel, and its
+result behind it.
+
+All of it follows from the types of a, b and what is added to the product, so it is found once for each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.core.spec import precisions
+from jaxmp._src.core.spec.epilogs import RULES, Epilog
+from jaxmp._src.core.spec.low_precision import (
+    FLOAT4,
+    is_low_precision,
+    is_mixed,
+    is_scaled,
+    operand_type,
+    result_dtypes,
+)
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, RESULT_TYPES
+from jaxmp._src.core.spec.refusal import NoKernel, NoPromotion
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals.jax_compat import TypePromotionError, convert
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BFLOAT16, _FLOAT32, _INT8, _INT32 = map(np.dtype, (jnp.bfloat16, np.float32, np.int8, np.int32))
+# Of a, of b and of what is added to their product: (dtype, whether it is weak).
+Types = tuple[tuple[np.dtype, bool], ...]
+
+
+class _Typed:
+    """What JAX's promotion sees of an array."""
+
+    def __init__(self, kind: tuple[np.dtype, bool]) -> None:
+        self.dtype, self.weak_type = kind
+        self.aval = self
+
+
+_WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)))
+
+
+def _once_for_types(fn: F) -> F:
+    """`fn`, whose first argument are types, called once for its arguments and JAX's settings."""
+
+    def typed(types: Types, *args: Any) -> Any:
+        # Where 64-bit types are off, JAX narrows all but those of arrays.
+        has_wide = not _WIDE.isdisjoint(dtype for dtype, _ in types)
+        with jax.enable_x64(True) if has_wide else contextlib.nullcontext():
+            return fn(types, *args)
+
+    return cast(F, jax_compat.cache_in_context(1024)(typed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What is converted around a call; by default nothing.
+
+    `steps` are the types to which operands are converted in turn. `result` is the call's preferred_element_type, and
+    `out` the type of what the user gets; None where what is added to the product decides. `are_weak`: both operands.
+    """
+
+    steps: tuple[np.dtype, ...] = ()
+    result: np.dtype | None = None
+    out: np.dtype | None = None
+    is_weak: bool = False
+    are_weak: bool = False
+
+    def of(self, name: str, x: Any) -> Any:
+        """The operand of the call by its name."""
+        if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
+            if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
+                return x
+            would_cut = jnp.issubdtype(x.dtype, jnp.inexact) and not jnp.issubdtype(self.result, jnp.inexact)
+            return x if would_cut else convert(x, self.result)
+        if name not in ("a", "b") or self == NOTHING:
+            return x
+        # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
+        if jax.typeof(x).weak_type and (self.are_weak or (self.out is not None and self.out != x.dtype)):
+            x = convert(x, x.dtype)
+        for dtype in self.steps:
+            x = x if x.dtype == dtype else convert(x, dtype)
+        return x
+
+    def of_result(self, result: Any) -> Any:
+        """What the user gets of d, or of (d, {name: array})."""
+        if isinstance(result, tuple):
+            return (self.of_result(result[0]), *result[1:])
+        if self.out is None and not self.is_weak:
+            return result
+        return convert(result, result.dtype if self.out is None else self.out, self.is_weak)
+
+
+NOTHING = Conversion()
+
+
+@_once_for_types
+def find(
+    types: Types,
+    preferred: np.dtype | None,
+    precision: lax.DotAlgorithmPreset | None,
+    asked: tuple[int | None, bool],
+    kind: tuple[bool, bool],
+) -> Conversion | None:
+    """The conversions of a product of two arrays; None where there are none, or JAX refuses the types.
+
+    `asked`: the epilog, and whether an implementation is asked for. `kind`: whether operands are stored as kernels of 8
+    bits and fewer take them, and whether the result has the type of `lax.dot_general`, not of `jnp.matmul`.
+    """
+    a, b, *added = map(_Typed, types)
+    dtypes, are_weak, (are_rows, is_lax) = (a.dtype, b.dtype), a.weak_type and b.weak_type, kind
+    try:
+        out, is_weak = (preferred, are_weak) if is_lax else of_jnp((a, b), preferred, added)
+        out = _of_lax(*dtypes, out, precision)
+        is_gelu = RULES[Epilog((asked[0] or 0) & ~Epilog.ALLREDUCE)].activation == "gelu"
+        is_weak = is_weak and not is_gelu  # whose constants are not
+    except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
+        _check_weak(a, b)
+        return None
+    steps = _steps(*dtypes, out, precision)
+    given = steps[-1] if steps else operand_type(*dtypes)
+    is_default = preferred is None and out == given
+    if is_default and jnp.issubdtype(given, jnp.integer) and added:
+        out = _with_added(given, added)
+    has_low = are_rows and not steps and given.name != FLOAT4  # kernels of float4 need scales
+    low = result_dtypes(*dtypes) if has_low else ()
+    is_lax_alone = is_lax and not steps and is_mixed(*dtypes)  # may be of types that jnp does not promote
+    leaves_type = is_default and given.name in RESULT_TYPES and not is_lax_alone
+    of_kernel = (None, None) if leaves_type else _of_kernel(given, low, out, precision, asked)
+    if of_kernel is None:
+        return None
+    operand, result = of_kernel
+    if operand is not None and operand != given:
+        steps += (operand,)
+    is_as_asked = result is None or (result == out and preferred is not None)
+    if is_as_asked and not steps and not (a.weak_type or b.weak_type):
+        return None
+    return Conversion(steps, result, None if result is None else out, is_weak, are_weak)
+
+
+def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
+    """The type of a product of integers with what is added: int8 has sums of 32 bits, others take nothing wider."""
+    try:
+        with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
+            out = np.dtype(jnp.result_type(given, *added))
+    except TypePromotionError as error:
+        raise NoPromotion(str(error)) from None
+    return out if given == _INT8 and jnp.issubdtype(out, jnp.integer) else given
+
+
+def _check_weak(a: _Typed, b: _Typed) -> None:
+    """Raise TypeError for a weak integer that is wider than the other, to whose type JAX promotes both."""
+    if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
+        raise NoKernel(
+            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not "
+            "supported, for JAX has no product of integers that is narrower than one of them; convert the weakly typed "
+            "one"
+        )
+
+
+class CallTypes(NamedTuple):
+    """The type of a and b in a call, but for a mixed pair and those of 8 bits and fewer, which stay; the type of D."""
+
+    operand: np.dtype
+    out: np.dtype
+    is_low_precision: bool
+    is_mixed: bool
+
+
+@_once_for_types
+def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> CallTypes:
+    """The types of a call, of operands that are converted already.
+
+    Without `preferred`, D has the type of the sum with what is added to the product, if the product can have it. With
+    it a mixed pair, which JAX may not promote, is multiplied in its wide type.
+    """
+    a, b, *added = map(_Typed, types)
+    both = a.dtype, b.dtype
+    mixes = is_mixed(*both) and not has_scaling
+    is_low = any(map(is_scaled, both)) or all(map(is_low_precision, both))
+    if is_low and (not mixes or preferred is None):  # without a type JAX promotes neither float8 nor float4
+        return CallTypes(a.dtype, _of_low_precision(*both, preferred, has_scaling), True, mixes)
+    takes_pair = preferred is not None and is_mixed(*both)
+    try:
+        operand = operand_type(*both) if takes_pair else np.dtype(jnp.result_type(a, b))
+    except TypePromotionError as error:
+        raise NoPromotion(str(error)) from None
+    if operand.name not in RESULT_TYPES:
+        raise NoKernel(
+            f"operands of dtype {operand.name} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported; supported are "
+            f"{', '.join(RESULT_TYPES)}"
+        )
+    allowed, is_integer = RESULT_TYPES[operand.name], operand.name in INTEGERS
+    if preferred is None:
+        out = np.dtype(jnp.result_type(operand, *added))
+        return CallTypes(operand, out if out.name in allowed and not is_integer else operand, False, mixes)
+    if preferred.name not in allowed:
+        raise NoKernel(
+            f"preferred_element_type {preferred.name} is not available for {operand.name} operands; "
+            f"available: {', '.join(allowed)}"
+        )
+    return CallTypes(preferred if is_integer else operand, preferred, False, mixes)
+
+
+def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
+    """The type of D for operands of 8 bits and fewer, which are never promoted."""
+    allowed = result_dtypes(a, b, has_scaling)
+    if not allowed:
+        raise (NoPromotion if preferred is None else NoKernel)(
+            f"{{a}} is {a.name} and {{b}} is {b.name}; "
+            "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
+            "convert one of them"
+        )
+    if preferred is None and a == _INT8:
+        return np.dtype(allowed[-1])
+    if preferred is None:
+        raise NoPromotion(
+            f"operands of {a.name} and {b.name} need preferred_element_type; available: {', '.join(allowed)}"
+        )
+    if preferred.name not in allowed:
+        raise NoKernel(
+            f"preferred_element_type {preferred.name} is not available for {a.name} and {b.name} "
+            f"operands; available: {', '.join(allowed)}"
+        )
+    return preferred
+
+
+# The types of JAX ------------------------------------------------------------------------------------------------
+
+
+def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
+    """(type of the result of `jnp.matmul` or `jnp.einsum`, whether it is weak); weak ones give way to what is added."""
+    if preferred is not None:
+        return preferred, False
+    out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
+    if is_weak:
+        out, is_weak = jax.dtypes.result_type(*operands, *added, return_weak_type_flag=True)
+    return np.dtype(out), bool(is_weak)
+
+
+def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax.DotAlgorithmPreset | None) -> np.dtype:
+    """Type of the result of `lax.dot_general`; TypeError for types that it does not take."""
+    numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
+    params = {"precision": precision, "preferred_element_type": preferred, "out_sharding": None}
+    product, _ = lax.dot_general_p.abstract_eval(*numbers, dimension_numbers=(((), ()), ((), ())), **params)
+    dtype: np.dtype = product.dtype
+    return dtype
+
+
+# Types of float8 that XLA multiplies with each other as they are.
+_FLOAT8 = {f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
+
+
+def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmPreset | None) -> tuple[np.dtype, ...]:
+    """The types to which JAX converts operands: of two types that of the result, and what the precision takes.
+
+    Where the result is wide, a narrower type with a kernel may have all numbers of the operands too. Kernels decode the
+    narrow operand of a mixed pair.
+    """
+    steps: tuple[np.dtype, ...] = ()
+    wide = operand_type(a, b)
+    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
+    if is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows:  # a kernel has JAX's value
+        a = wide
+    elif a != b and not {a.name, b.name} <= _FLOAT8:
+        has_narrow = [kernel for kernel, wide, holds in _HOLDING if wide == out and holds(a) and holds(b)]
+        steps = (has_narrow[0] if has_narrow else out,)
+    taken = precisions.taken(precision, steps[-1] if steps else a)
+    return steps if taken is None else (taken,)
+
+
+_HOLDING: tuple[tuple[np.dtype, np.dtype, Callable[[np.dtype], bool]], ...] = (
+    (_INT8, _INT32, lambda x: x in (_INT8, np.bool_) or (jnp.issubdtype(x, jnp.integer) and jnp.iinfo(x).bits < 8)),
+    (_BFLOAT16, _FLOAT32, lambda x: x == _BFLOAT16 or x.itemsize == 1),
+)
+
+
+# The types of kernels --------------------------------------------------------------------------------------------
+
+# Type of the operands, or None for the one that they have, and of the call's result.
+_KernelTypes = tuple[np.dtype | None, np.dtype]
+
+
+def _of_kernel(
+    given: np.dtype,
+    low: tuple[str, ...],
+    out: np.dtype,
+    precision: lax.DotAlgorithmPreset | None,
+    asked: tuple[int | None, bool],
+) -> _KernelTypes | None:
+    """The types of a call for operands of the type `given`; None where no kernel has them.
+
+    Kernels of 8 bits and fewer have results of the types `low`.
+    """
+    has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
+    if given == _INT8:
+        return _of_int8(out, epilog, has_implementation)
+    if has_implementation and not has_kernel:
+        return None
+    if precision is not None and precisions.sums_in_16_bits(precision.name):
+        out = given
+    if out.name in (low or RESULT_TYPES.get(given.name, ())):
+        return None, out
+    if not jnp.issubdtype(given, jnp.inexact):
+        return _of_integers(out)
+    is_complex = jnp.issubdtype(given, jnp.complexfloating)
+    if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
+        wide = np.dtype(np.complex128 if is_complex else np.float64)
+        return wide, wide
+    if not has_kernel:  # bfloat16 has all numbers of 8 bits and fewer
+        return _BFLOAT16, _FLOAT32
+    return None, np.dtype(RESULT_TYPES[given.name][-1])
+
+
+def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
+    """For operands of int8, whose kernels give int32 without an epilog."""
+    if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
+        return None, _INT32  # the low bits are those of sums in a narrower type
+    is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
+    return _of_integers(out) if is_wide and not has_implementation else None
+
+
+def _of_integers(out: np.dtype) -> _KernelTypes:
+    """Of integers into a type that XLA does not give them as they are."""
+    is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
+    has_less = out == _INT8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)
+    computed = _FLOAT32 if is_narrow else _INT32 if has_less else out
+    return computed, computed

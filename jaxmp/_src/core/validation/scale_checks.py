@@ -1,0 +1,194 @@
+"""What users pass with operands of 8 bits and fewer, judged: types, transpositions, epilogs and scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.epilogs import RULES
+from jaxmp._src.core.spec.low_precision import (
+    BLK128,
+    FLOAT4,
+    FLOAT8,
+    INT8,
+    NONE,
+    SCALAR,
+    VEC16,
+    VEC32,
+    VEC128,
+    WIDE,
+    Scaling,
+)
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec, ScaleModes
+from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.core.validation.operand_checks import check_dtype, check_flag
+from jaxmp._src.platform.runtime.types import ArrayType
+
+# By name, what cuBLAS has for 8-bit operands.
+_EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
+_GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
+
+
+def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
+    """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
+    if not low_precision.is_scaled(out):
+        of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
+    else:
+        of_c = of_bias = np.dtype(np.float16) if c is None else c.dtype
+        if of_c.name not in ("float16", "bfloat16"):
+            raise InvalidType(f"c has dtype {of_c} but a result of {out.name} takes c in float16 or bfloat16")
+    have = getattr(bias, "dtype", of_bias)
+    if np.dtype(have) != of_bias:
+        raise InvalidType(
+            f"bias has dtype {have}, but a result of {out.name} from 8-bit operands takes it in {of_bias.name}; "
+            "convert it"
+        )
+    return of_c, of_bias
+
+
+def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
+    """Raise for what cuBLAS does not have for 8-bit operands: ValueError for how they are stored, NotImplementedError
+    for an epilog."""
+    is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
+    if is_scaled and (spec.transpose_a or not spec.transpose_b):
+        raise InvalidValue(
+            f"{dtype.name} operands are multiplied along their last dimensions only, a stored (m, k) and b stored "
+            f"(n, k): pass transpose_a=False and transpose_b=True, got transpose_a={spec.transpose_a} and "
+            f"transpose_b={spec.transpose_b}"
+        )
+    allowed: tuple[str, ...] = ("NONE",) if dtype.name == INT8 else _EPILOGS
+    if dtype.name == INT8 and out.name in WIDE:
+        allowed = tuple(epilog.name for epilog, row in RULES.items() if not row.gradient)
+    allowed += _GELU_AUX if is_scaled and out.name != FLOAT4 else ()
+    if spec.epilog.name not in allowed:
+        raise NotAvailable(
+            f"epilog {spec.epilog.name} is not available for {dtype.name} operands and a result of {out.name}; "
+            f"available: {', '.join(allowed)}"
+        )
+
+
+def resolve_scales(
+    scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise InvalidType(
+            f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
+        )
+    is_int8 = scaling is not None and a.dtype.name == b.dtype.name == INT8
+    if not low_precision.is_scaled(a.dtype) and not is_int8:
+        if scaling is not None:
+            raise InvalidType(
+                f"only float8, float4 and int8 operands take scaling, but {{a}} has dtype {a.dtype} and {{b}} "
+                f"{b.dtype}; drop scaling"
+            )
+        return {}, {}
+    out = np.dtype(spec.out_dtype)
+    scaling = Scaling() if scaling is None else scaling
+    amax, aux_amax = (check_flag(f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
+    modes = {
+        "a": low_precision.find_mode("scaling.a", scaling.a, a, is_k_first=spec.transpose_a),
+        "b": low_precision.find_mode("scaling.b", scaling.b, b, is_k_first=not spec.transpose_b),
+        "c": _check_scalar("c", scaling.c),
+        "d": _check_scalar("d", scaling.d),
+        "aux": _check_scalar("aux", scaling.aux),
+    }
+    _check_int8(scaling) if is_int8 else _check_modes(modes, out)
+    of_aux = {"aux_dtype": scaling.aux_dtype, "aux": scaling.aux, "aux_amax": aux_amax}
+    aux = _resolve_aux(spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
+    is_blocked = modes["a"] in (VEC16, VEC32)
+    if amax and (out.name not in FLOAT8 or is_blocked):
+        raise NotAvailable(
+            f"scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
+            f"{out.name} and scaling.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
+        )
+    out_scale = modes["a"] if is_blocked and low_precision.is_low_precision(out) else NONE
+    given = {f"scale_{key}": getattr(scaling, key) for key, mode in modes.items() if mode != NONE}
+    fields = ScaleModes(**modes, d_out=out_scale, amax_d=amax, amax_aux=aux_amax)
+    return {"scales": fields, "aux_dtype": aux}, given
+
+
+def _check_scalar(argument: str, scale: Any) -> str:
+    if scale is None:
+        return NONE
+    if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
+        got = f"shape {scale.shape} of {scale.dtype}" if hasattr(scale, "dtype") else type(scale).__name__
+        raise InvalidValue(f"scaling.{argument} must be a float32 scalar of shape (), got {got}")
+    return SCALAR
+
+
+def _check_int8(scaling: Scaling) -> None:
+    """Raise where more is said of int8 operands than their scales."""
+    rest = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)[2:]}
+    if said := [name for name, value in rest.items() if value is not None and value is not False]:
+        raise InvalidValue(f"scaling.{said[0]} is of float8 and float4 operands, but {{a}} has dtype int8; drop it")
+
+
+def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
+    """Raise where the modes of a, b, c and d do not go together."""
+    a, b = modes["a"], modes["b"]
+    tensorwide = {a, b} <= {NONE, SCALAR}
+    both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
+    if not tensorwide and not both_128 and (a != b or a == BLK128):
+        raise NotAvailable(
+            f"scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
+            "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
+        )
+    is_low_precision_out = low_precision.is_low_precision(out)
+    if is_low_precision_out and not tensorwide and a not in (VEC16, VEC32):
+        raise NotAvailable(
+            f"with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
+        )
+    if modes["c"] != NONE and not tensorwide:
+        raise InvalidValue(f"scaling.c goes with tensor-wide scales only, scaling.a is {a}; multiply beta with it")
+    if modes["d"] != NONE and not (is_low_precision_out and (tensorwide or a == VEC16)):
+        raise InvalidValue(
+            f"scaling.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
+            f"{np.dtype(out).name} and scaling.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
+        )
+
+
+def _resolve_aux(
+    epilog_name: str,
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    c: np.dtype | None,
+    scale_a: str,
+    given: dict[str, Any],
+) -> np.dtype | None:
+    """Type of gelu_aux, or None where the epilog has none.
+
+    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
+    with a scale and its largest value, where cuBLAS has that (its documentation, cublasLtMatmulDescAttributes_t).
+    `dtypes` are those of a, b and d; `given` what the user said of the aux, by argument.
+    """
+    said = [argument for argument, value in given.items() if value is not None and value is not False]
+    if epilog_name not in _GELU_AUX:
+        if said:
+            raise InvalidValue(
+                f"scaling.{said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+                f"{' or '.join(_GELU_AUX)}"
+            )
+        return None
+    a, b, out = (np.dtype(dtype).name for dtype in dtypes)
+    default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
+    asked = default if given["aux_dtype"] is None else check_dtype("scaling.aux_dtype", given["aux_dtype"])
+    is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
+    allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
+    if asked.name not in allowed:
+        raise NotAvailable(
+            f"scaling.aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} "
+            f"operands, c of {np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} "
+            "(float8_e4m3fn goes with GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and "
+            "c of float16 or none)"
+        )
+    rest = [argument for argument in said if argument != "aux_dtype"]
+    if rest and asked.name not in FLOAT8:
+        raise InvalidValue(
+            f"scaling.{rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
+            "scaling.aux_dtype to jnp.float8_e4m3fn"
+        )
+    return asked

@@ -1,0 +1,273 @@
+"""Who a process is in its job, and what all of them have to know to begin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import ipaddress
+import itertools
+import os
+import re
+import resource
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmp._src.jobs.peers import Peers
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import cuda_libraries, logs, native
+from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
+
+
+def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < 3:
+        raise ValueError(
+            f"initialize: got {', '.join(set(given) - set(missing))} without {', '.join(missing)}; "
+            "pass all three, or none under a launcher"
+        )
+    if missing:
+        return
+    for name in ("num_processes", "process_id"):
+        if not isinstance(given[name], int) or isinstance(given[name], bool):
+            raise TypeError(f"initialize: {name} must be an int, got {given[name]!r}")
+    if not isinstance(coordinator_address, str) or not re.fullmatch(r".+:\d+", coordinator_address):
+        raise ValueError(f"initialize: coordinator_address must be 'host:port', got {coordinator_address!r}")
+    if not 0 < int(coordinator_address.rpartition(":")[2]) < 2**16:
+        raise ValueError(
+            f"initialize: coordinator_address must have a port from 1 to 65535, got {coordinator_address!r}"
+        )
+    if num_processes < 1:
+        raise ValueError(f"initialize: num_processes must be at least 1, got {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"initialize: process_id must be from 0 to num_processes - 1 = {num_processes - 1}, got {process_id}"
+        )
+
+
+def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
+    """What the launcher says, through JAX's own detection."""
+    found = launcher()
+    if found is None:
+        raise RuntimeError(
+            "initialize: no launcher has started this process; start it with `mpiexec -n 4 python ...` "
+            "(pip install 'jaxmp[mpi]') or srun, or pass coordinator_address, num_processes and process_id"
+        )
+    name, size = found
+    method = {"mpi": "mpi4py", "slurm": "slurm"}[name]
+    if name == "mpi":
+        try:
+            mpi = importlib.import_module("mpi4py.MPI")
+        except ImportError as error:
+            if not is_open_mpi_4():
+                raise ImportError(
+                    f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
+                    "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
+                ) from error
+            method = "ompi"
+        else:
+            if mpi.COMM_WORLD.Get_size() != size:
+                raise RuntimeError(
+                    f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
+                    "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
+                )
+    try:
+        processes = jax_compat.detect_processes(method, local_device_ids, timeout)
+        check_arguments(*processes[:3])
+    except (KeyError, ValueError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise RuntimeError(
+            f"initialize: the environment variables that {name} sets do not say which process this is ({why}); pass "
+            "them all on to it, or pass coordinator_address, num_processes and process_id"
+        ) from error
+    return processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """What the processes know of each other once all of them have met.
+
+    `peers` answers and opens their connections, `address_of(process)` is where it listens, `refusal` says why the job
+    cannot run, or "", and `told` is what rank 0 had to tell; both are the same on every process.
+    """
+
+    peers: Peers
+    address_of: Callable[[int], tuple[str, int]]
+    refusal: str
+    told: str
+
+
+def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
+    """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached;
+    `tells`: what this process tells the others if it is rank 0.
+
+    What a process publishes and reads in JAX's store does not grow with the number of processes.
+    """
+    client, milliseconds = jax_compat.distributed_client(), timeout * 1000
+    key = "jaxmp/"
+    if process == 0:
+        client.key_value_set(f"{key}secret", secrets.token_hex(32))
+        client.key_value_set(f"{key}told", tells)
+        client.key_value_set(f"{key}versions", " ".join(_versions()))
+    secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
+    versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
+    told = client.blocking_key_value_get(f"{key}told", milliseconds)
+    peers = Peers(_own_address(host), process, nprocesses, secret, reach)
+    client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
+    for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):
+        if own != first:
+            text = f"rank {process} has {name} {own}, rank 0 has {first}; install the same on every machine"
+            client.key_value_set(f"{key}refused/{process}", text)
+            break
+    machine = _share_arena(client, key, process) if nprocesses > 1 else ""
+    client.wait_at_barrier(f"{key}all", milliseconds)
+    refused = client.key_value_dir_get(f"{key}refused/")
+    if nprocesses > 1:
+        native.shared_processes = _shared_processes(client, key, machine, process, milliseconds)
+
+    def address_of(peer: int) -> tuple[str, int]:
+        found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
+        return found, int(port)
+
+    return Membership(peers, address_of, min(refused)[1] if refused else "", told)
+
+
+def _share_arena(client: Any, key: str, process: int) -> str:
+    """Publish this process's memory for the others of its machine, and return the machine's name; "" to share none."""
+    if not config().shares_memory:
+        return ""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        container = "-".join(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "user"))
+    except OSError as error:
+        logs.logger("distributed").warning(_NOT_SHARED, process, error)
+        return ""
+    arena = ""
+    try:
+        arena = str(native.extension().own_arena())
+        _check_file_limit()
+    except RuntimeError as error:
+        client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
+    client.key_value_set(f"{key}memory/{machine}/{process}", f"{container}-{os.getuid()} {arena}")
+    return machine
+
+
+def _check_file_limit() -> None:
+    """Raise RuntimeError where the memory of a later call may be more than a file may have (`ulimit -f`)."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # -1 is none
+        raise RuntimeError(f"File too large: this process may write {limit} bytes to a file, see ulimit -f")
+
+
+def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
+    """The processes of this machine that run as this one does, once each has opened the memory of all; none where one
+    process of the machine cannot, and the first of them warns of that."""
+    published: dict[int, list[str]] = {}
+    if machine:
+        found = client.key_value_dir_get(f"{key}memory/{machine}/")
+        published = {int(name.rpartition("/")[2]): text.split(" ", 1) for name, text in found}
+    shared = {i: arena for i, (container, arena) in published.items() if container == published[process][0]}
+    try:
+        for i, arena in shared.items():
+            if arena:
+                native.extension().share_arena(i, arena)
+    except RuntimeError as error:
+        client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
+    client.wait_at_barrier(f"{key}shared", milliseconds)
+    refused = client.key_value_dir_get(f"{key}unshared/{machine}/") if machine else []
+    why = {int(name.rpartition("/")[2]): text for name, text in refused}
+    apart = dict.fromkeys(published.keys() - shared.keys(), "it runs in another container, or as another user")
+    if len(published) > 1 and process == min(published) and (why or apart):
+        rank = min(why or apart)
+        logs.logger("distributed").warning(_NOT_SHARED, rank, (why or apart)[rank])
+    return frozenset() if why else frozenset(shared)
+
+
+_NOT_SHARED = "rank %d shares no memory with the others of its machine, so that calls use the slower sockets (%s)"
+
+
+def neighbours(process: int, nprocesses: int) -> list[int]:
+    """The processes with which this one stays connected from the start, so that an end is noticed, and passed on, also
+    where no call joins the two: those 1, 2, 4, ... places further on. There are few of them in the largest job."""
+    distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
+    return [(process + distance) % nprocesses for distance in distances]
+
+
+def bind_address(host: str, port: int) -> str | None:
+    """Where rank 0's coordination service listens: at the one address at which it is reached. None for JAX's default,
+    all of them, where the host's own name for itself does not tell which that is.
+
+    Raises RuntimeError where nobody can listen there, for JAX's service would crash.
+    """
+    own = route_to(host)
+    try:
+        socket.create_server((own, port), family=_family(own)).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"initialize: rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); "
+            "pass the address of its machine and a port that nobody uses"
+        ) from error
+    if _is_loopback(own) and not _is_loopback(host):
+        return None
+    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+
+
+# Reserved for documentation (RFC 5737), so the way there is that to any other network.
+_ELSEWHERE = "192.0.2.1"
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine at which the other processes reach it: that from which it reaches the coordinator.
+
+    A machine's name often stands for 127.0.1.1 on the machine itself. Then it is that from which it reaches others.
+    """
+    own = route_to(host)
+    if _is_loopback(own) and not _is_loopback(host):
+        with contextlib.suppress(RuntimeError):  # no other network
+            return route_to(_ELSEWHERE)
+    return own
+
+
+def route_to(host: str) -> str:
+    """The address of this machine from which `host` is reached; RuntimeError where no network leads there."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+    except socket.gaierror as error:
+        raise ValueError(
+            f"initialize: coordinator_address names the host {host!r}, which this machine does not know ({error})"
+        ) from error
+    why = ""
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of datagrams: sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:  # IPv6 is off, perhaps
+            why = why or os.strerror(error.errno or 0)
+    interface = "its loopback interface, lo" if _is_loopback(host) else "its network"
+    raise RuntimeError(f"initialize: this machine has no route to {host} ({why}); bring up {interface}")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is named as this machine for itself alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def _versions() -> tuple[str, ...]:
+    return importlib.metadata.version("jaxmp"), importlib.metadata.version("jax"), cuda_libraries.installed()

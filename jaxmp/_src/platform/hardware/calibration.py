@@ -1,0 +1,64 @@
+"""Where the rates of this machine are kept, in the user's cache folder, once `jaxmp info --calibrate` has them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmp._src.platform.hardware.processor import processor
+from jaxmp._src.platform.runtime import config, native
+
+_FORMAT = 4
+
+
+def path() -> Path:
+    return config.cache_folder() / "hardware.json"
+
+
+def load() -> dict[str, Any] | None:
+    """The fields of this machine's `Hardware`; None if it has not been measured, or something was changed since."""
+    try:
+        record = json.loads(path().read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("key") != _key():
+        return None
+    fields: dict[str, Any] = record["hardware"]
+    return fields
+
+
+def for_job() -> str:
+    """The fields of this machine's `Hardware` as JSON, for all processes of a job that begins; "" where its network has
+    not been measured. It does not start JAX's backend."""
+    try:
+        record = json.loads(path().read_text())
+        key, fields = record["key"], record["hardware"]
+        is_own = (key["format"], key["processor"]) == (_FORMAT, processor().name)
+        return json.dumps(fields) if is_own and "network_bandwidth" in fields else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def save(fields: dict[str, Any]) -> None:
+    """Keep the fields of a `Hardware` for this machine; a reader sees the old file or the new one, never half."""
+    path().parent.mkdir(parents=True, exist_ok=True)
+    partial = path().with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({"key": _key(), "hardware": fields}, indent=1) + "\n")
+    partial.replace(path())
+
+
+def _key() -> dict[str, Any]:
+    """What the rates depend on."""
+    return {
+        "format": _FORMAT,
+        "processor": processor().name,
+        "cores": processor().cores,
+        "device": jax.devices()[0].device_kind,
+        "kernels": native.blas_info() if jax.default_backend() == "cpu" else {},
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }

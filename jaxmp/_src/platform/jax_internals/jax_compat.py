@@ -1,0 +1,376 @@
+"""The only user of `jax._src` and of JAX version tests, with the other modules `jax_*` beside it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import os
+import pathlib
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax._src import api as _api
+from jax._src import clusters as _clusters
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
+from jax._src import dtypes as _dtypes
+from jax._src import mesh as _mesh
+from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
+from jax._src import util as _util
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.dtypes import TypePromotionError as TypePromotionError
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
+from jax._src.named_sharding import DuplicateSpecError as DuplicateSpecError
+from jax.extend.core import Primitive as Primitive
+from jax.interpreters import batching as batching
+from jax.interpreters import xla
+from jax.typing import DTypeLike
+from jaxlib import _jax
+
+from jaxmp._src.platform.jax_internals import source_lines
+
+MINIMUM_JAX = (0, 10, 2)
+
+# The folder of jaxmp's own code.
+PACKAGE = str(pathlib.Path(__file__).parents[3]) + os.sep
+
+F = TypeVar("F", bound=Callable[..., Any])
+Jaxpr = _core.Jaxpr
+# Coordinator address, number of processes, process id, local device ids.
+Processes = tuple[str | None, int | None, int | None, Sequence[int] | None]
+
+if jax.__version_info__ < MINIMUM_JAX:
+    raise ImportError(
+        f"jaxmp needs jax {'.'.join(map(str, MINIMUM_JAX))} or later, found {jax.__version__}; run `pip install -U jax`"
+    )
+
+
+def make_primitive(name: str, *, multiple_results: bool) -> Primitive:
+    """Makes a primitive that JAX compiles where it is evaluated eagerly."""
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    return primitive
+
+
+def varying_axes(x: jax.Array | jax.core.AbstractValue) -> frozenset[str]:
+    """Manual axes over which `x`, or what has this type, varies; empty under check_vma=False and outside shard_map."""
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying) if isinstance(aval, jax.core.ShapedArray) else frozenset()
+
+
+def reduced_axes(x: jax.Array) -> frozenset[str]:
+    """Manual axes over which `x` is reduced: the same on every rank, with a cotangent that is an unreduced sum."""
+    return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
+
+
+def with_shape(
+    aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
+) -> jax.core.ShapedArray:
+    """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays.
+
+    It is on the mesh on which it or `others` are, as JAX's own products are; on none if these are several.
+    """
+    vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
+    meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
+    if not meshes and vma.varying:  # results of callbacks are on none
+        meshes = {jax.sharding.get_abstract_mesh()}
+    sharding: Any = aval.sharding
+    if meshes != {sharding.mesh}:
+        mesh = meshes.pop() if len(meshes) == 1 else jax.sharding.AbstractMesh((), ())
+        sharding = jax.sharding.NamedSharding(mesh, sharding.spec)
+    changed: jax.core.ShapedArray = aval.update(
+        shape=tuple(shape), dtype=dtype, sharding=sharding, manual_axis_type=vma, weak_type=False
+    )
+    return changed
+
+
+def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.core.ShapedArray:
+    """The type of a global array on a mesh of explicit axes, sharded as `spec`."""
+    dims = jax.sharding.PartitionSpec(*spec, *[None] * (aval.ndim - len(spec)))
+    sharding = jax.sharding.NamedSharding(getattr(mesh, "abstract_mesh", mesh), dims)
+    return cast(jax.core.ShapedArray, aval.update(sharding=sharding))
+
+
+def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
+    """The type of one index along the first dimension."""
+    return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
+
+
+def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
+    """`aval` with a dimension of `size` in front."""
+    return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
+
+
+def canonical_dtype(value: DTypeLike, where: str) -> np.dtype:
+    """The type that a user names, under the settings of 64-bit types: JAX may warn, or raise ValueError."""
+    return np.dtype(_dtypes.check_and_canonicalize_user_dtype(value, where))
+
+
+def convert(x: Any, dtype: np.dtype, is_weak: bool = False) -> Any:
+    """`x` in a type, weak or not, whatever the settings of 64-bit types; of complex numbers possibly the real parts."""
+    return _lax._convert_element_type(x, np.dtype(dtype), is_weak, warn_on_complex_to_real_cast=False)
+
+
+def with_64_bits_of(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types are on if one of these types has 64 bits: JAX records such types, not the context
+    of `jax.enable_x64` in which a function was traced."""
+    names = {getattr(getattr(aval, "dtype", None), "name", "") for aval in avals}
+    return contextlib.nullcontext() if names.isdisjoint(_64_BITS) else jax.enable_x64(True)
+
+
+_64_BITS = ("float64", "complex128", "int64", "uint64")
+
+
+def mesh_axes() -> tuple[tuple[str, int], ...]:
+    """Every axis of the mesh whose shards are being traced, as (name, size)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = axis_env().axis_sizes if mesh.empty else mesh.shape
+    return tuple(axes.items())
+
+
+# Of the axes that are being traced: `explicit_mesh_axis_names` are the explicit mesh axes over which the dimensions are
+# sharded that enclosing vmaps map over.
+axis_env: Callable[[], Any] = _core.get_axis_env
+
+
+def is_jit_disabled() -> bool:
+    """Whether jitted functions run as they are: under `jax.disable_jit`."""
+    return bool(_config.disable_jit.value)
+
+
+def is_vma_checked() -> bool:
+    """Whether the enclosing shard_map runs with check_vma=True."""
+    return bool(_config._check_vma.value)
+
+
+def under_known_flags(fn: F) -> F:
+    """`fn`, which traces under the flags of JAX that jaxmp's code knows, whatever the user has set: operands of one
+    operation are cast to vary over the same axes of a shard_map, and what depends on no operand, as a device's place in
+    the mesh, is not evaluated while it is traced."""
+
+    @functools.wraps(fn)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if _config.auto_pcast.value and not _config.eager_constant_folding.value:  # at each eager call
+            return fn(*args, **kwargs)
+        with _config.auto_pcast(True), _config.eager_constant_folding(False):
+            return fn(*args, **kwargs)
+
+    return cast(F, traced)
+
+
+def as_traced(rule: F) -> F:
+    """A rule that JAX calls after its call was traced, under the flags that jaxmp's code knows, and with 64-bit types
+    where the rule's operands have some."""
+
+    @functools.wraps(rule)
+    def run(*args: Any, **params: Any) -> Any:
+        context, leaves = args[0], jax.tree.leaves(args, is_leaf=lambda x: hasattr(x, "aval"))
+        lowered = (*context.avals_in, *context.avals_out) if hasattr(context, "avals_in") else ()
+        avals = (getattr(x, "aval", x) for x in (*lowered, *leaves))
+        with with_64_bits_of(avals):
+            return known(*args, **params)
+
+    known = under_known_flags(rule)
+    return cast(F, run)
+
+
+def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
+    """Every jaxpr among an equation's parameters."""
+    return _core.jaxprs_in_params(params)
+
+
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
+    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
+    """(constants, carried values) among the operands of a scan, ahead of what it scans over."""
+    if "ft_in" not in eqn.params:  # JAX before 0.12
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
+    return len(consts), len(carry)
+
+
+def cache_in_context(capacity: int) -> Callable[[F], F]:
+    """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on:
+    of the mesh of `jax.set_mesh` its axes, not its devices. `jax.clear_caches` empties it."""
+    return cast(Callable[[F], F], _util.cache(max_size=capacity))
+
+
+def ambient_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of `jax.set_mesh`."""
+    mesh = _mesh.get_concrete_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def default_platform() -> str:
+    """The platform for which a program is lowered by default: "cuda" where `jax.default_backend` says "gpu"."""
+    backend = _xla_bridge.get_backend()
+    return str(getattr(backend, "_raw_platform", backend.platform))
+
+
+def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
+    """A context in which what is traced is of one device, also where an explicit mesh is around the compiler: there it
+    calls back for shards, which JAX would take for global arrays on that mesh."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+    empty = jax.sharding.AbstractMesh((), ())
+    return jax.sharding.use_abstract_mesh(empty) if is_explicit else contextlib.nullcontext()
+
+
+# The user's line -------------------------------------------------------------------------------------------------
+
+_SOURCES = str(pathlib.Path(__file__).parents[2])  # jaxmp/_src
+_traceback_util.register_exclusion(_SOURCES)
+_source_info_util.register_exclusion(_SOURCES + os.sep)
+
+
+def hides_frames(fn: F) -> F:
+    """`fn`, whose errors have a traceback without the frames of jaxmp/_src and of JAX, as JAX's own functions do.
+
+    JAX_TRACEBACK_FILTERING=off keeps them all.
+    """
+    return _traceback_util.api_boundary(fn)
+
+
+def traced_line(eqn: _core.JaxprEqn) -> str:
+    """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known.
+
+    Files of jaxmp, of JAX and of libraries of layers are passed over, the last where a file of another kind calls them.
+    """
+    place = _user_place(eqn.source_info.traceback)
+    return "" if place is None else source_lines.line_name(*place)
+
+
+@functools.lru_cache(maxsize=1024)
+def _user_place(traceback: Any) -> tuple[str, int] | None:
+    frames = _source_info_util.user_frames(traceback)
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(PACKAGE)]
+    outside = (place for place in places if not source_lines.is_of_library(place[0]))
+    return next(outside, places[0] if places else None)
+
+
+def user_line() -> str:
+    """The line of the user's program, "train.py:41", that is running, with files passed over as by `traced_line`."""
+    own = (PACKAGE, os.path.dirname(jax.__file__) + os.sep)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(own) or source_lines.is_of_library(frame.f_code.co_filename)
+    ):
+        frame = frame.f_back
+    return source_lines.line_name(frame.f_code.co_filename, frame.f_lineno)
+
+
+# Processes ------------------------------------------------------------------------------------------------------
+
+
+# Whether JAX has started a backend; from then on it no longer learns of other processes.
+backend_exists: Callable[[], bool] = _xla_bridge.backends_are_initialized
+
+
+def after_dispatched_programs() -> list[jax.Array]:
+    """Arrays that are ready once every program that this thread has dispatched has run, also where nobody has kept the
+    results.
+
+    A device runs the programs that one thread dispatches to it one after another (XLA's `last_enqueue_event` on CPUs,
+    streams on GPUs). Programs of few operations run as they are called, so this one has more.
+    """
+    if not backend_exists():
+        return []
+    last, arrays = jax.jit(lambda x: x + (jax.lax.iota(x.dtype, 1024) * x).sum()), []
+    for device in jax.local_devices():
+        with jax.set_mesh(jax.sharding.Mesh([device], ("device",))), jax.disable_jit(False):
+            arrays.append(last(jax.device_put(np.zeros((), np.int32), device)))
+    return arrays
+
+
+def forget_failed_effects() -> None:
+    """Waits for effects and drops their errors, which the program has caught: JAX's own end would stop at them."""
+    with contextlib.suppress(Exception):
+        jax.effects_barrier()
+    _dispatch.runtime_tokens.clear()  # JAX 0.10 keeps those that failed
+
+
+def distributed_client() -> Any:
+    """The client of JAX's coordination service, or None."""
+    return _distributed.global_state.client
+
+
+def let_gloo_listen_at(host: str) -> None:
+    """Have XLA's transport between CPUs, when the backend starts, listen at this address of the machine.
+
+    By default it is that of the machine's own name, which may be a loopback address there, or unknown.
+    """
+
+    def make_client() -> Any:
+        client, transport = distributed_client(), _config.cpu_collectives_implementation.value
+        collectives = None
+        if client is not None and transport == "gloo":
+            before = _epolls()
+            collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+            _of_gloo.update(_epolls() - before)
+        return _xla_bridge.make_cpu_client(collectives)
+
+    _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+
+
+_of_gloo: set[str] = set()  # the descriptor by which gloo polls all its sockets, as long as the process lives
+
+
+def _epolls() -> set[str]:
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
+                found.add(descriptor)
+    return found
+
+
+def close_gloo() -> None:
+    """End gloo's connections as the end of this process would: a process that waits there for it gets an error."""
+    for descriptor in _of_gloo:
+        with contextlib.suppress(OSError):
+            polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_text(), re.M)
+            for connection in map(int, polled):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as end:
+                    end.getpeername()  # none of what listens, nor of a pipe
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:
+    """(coordinator address, number of processes, process id, local device ids) as JAX finds them."""
+    detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
+    local_device_ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
+    return detect(None, None, None, local_device_ids, method, timeout)
+
+
+def uses_mutual_tls() -> bool:
+    """Whether JAX checks the name of the host at the other end of the connection."""
+    return bool(getattr(jax.config, "jax_mtls_ca_file", None))
+
+
+def forget_distributed() -> None:
+    """In a forked child: have the interpreter end without JAX's part of the job, whose threads are in the parent."""
+    atexit.unregister(_api.clean_up)
+    state = _distributed.global_state
+    kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]
+    # As the thread pools of backends and of MLIR, which would join threads that are in the parent.
+    kept += [dict(vars(module)) for module in sys.modules.values()]
+    state.preemption_sync_manager = state.client = state.service = None
+    kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
+    gc.freeze()

@@ -1,0 +1,222 @@
+"""What a lowering rule asks of JAX: the mesh, the devices and the platform for which it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import dispatch as _dispatch
+from jax._src import shard_map as _shard_map
+from jax._src import sharding_impls as _sharding_impls
+from jax._src.export import _export
+from jax._src.interpreters import mlir as _mlir
+from jax.extend.core import Primitive
+from jax.interpreters import mlir as mlir
+
+from jaxmp._src.platform.jax_internals.jax_compat import ambient_mesh, under_known_flags
+
+LoweringContext = mlir.LoweringRuleContext
+# Takes and gives MLIR values.
+LoweringRule = Callable[..., Any]
+
+# JAX's own rules that lower what a shard_map holds, of scans and of sigmoid among them, are written for these flags.
+mlir.register_lowering(_shard_map.shard_map_p, under_known_flags(_mlir._lowerings[_shard_map.shard_map_p].rule))
+
+
+def require_devices(primitives: Collection[Primitive]) -> None:
+    """From here on a lowering of these serves only the devices for which it is made, and finds them (`lowering_mesh`).
+
+    JAX forgets them inside a shard_map over an abstract mesh, as operands on a mesh of explicit axes bring it where no
+    jax.set_mesh is around.
+    """
+    known = _dispatch.prim_requires_devices_during_lowering
+    if known.issuperset(primitives):
+        return
+    known.update(primitives)
+    _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
+    _wrap(_shard_map.shard_map_p, _on_concrete_mesh)
+
+
+_wrapped: set[tuple[Primitive, Callable[[LoweringRule], LoweringRule]]] = set()
+
+
+def _wrap(primitive: Primitive, wrapper: Callable[[LoweringRule], LoweringRule]) -> None:
+    """Put `wrapper` around JAX's rule of a primitive, once."""
+    if (primitive, wrapper) not in _wrapped:
+        _wrapped.add((primitive, wrapper))
+        mlir.register_lowering(primitive, wrapper(_mlir._lowerings[primitive].rule), cacheable=False)
+
+
+def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
+    """The rule of shard_map, in the scope of the mesh with its devices, where the program that is being lowered has
+    them."""
+
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, mesh: Any, **params: Any) -> Any:
+        devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
+        if devices is None or len(devices) != mesh.size or ambient_mesh() is not None:
+            return rule(ctx, *nodes, mesh=mesh, **params)
+        concrete = jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+        with _sharding_impls._internal_use_concrete_mesh(concrete):
+            return rule(ctx, *nodes, mesh=mesh, **params)
+
+    return lower
+
+
+# A call in a program's text that CPU devices share: axes span its groups.
+_SHARED_CALL = re.compile(r"@jaxmp_.* axes_(row|col) = dense<[^>]")
+
+
+def check_exported_programs() -> None:
+    """From here on an exported program whose ranks share calls is refused on CPU devices of several processes, where
+    they would wait for each other for ever."""
+    require_devices([_export.call_exported_p])
+    _wrap(_export.call_exported_p, _in_one_process)
+
+
+def _in_one_process(rule: LoweringRule) -> LoweringRule:
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, exported: Any, **params: Any) -> Any:
+        devices = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()
+        nprocesses = len({device.process_index for device in devices})
+        if nprocesses > 1 and platform(ctx) == "cpu" and _SHARED_CALL.search(exported.mlir_module()):
+            raise NotImplementedError(
+                f"the exported program {exported.fun_name!r} has calls that its ranks share within one process, and "
+                f"its {len(devices)} CPU devices are those of {nprocesses} processes; export it for CPUs in a job of "
+                'several processes, or with implementation="xla"'
+            )
+        return rule(ctx, *nodes, exported=exported, **params)
+
+    return lower
+
+
+def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
+    """The mesh with its devices for which a lowering rule runs, or None where JAX does not know them yet."""
+    axes = ctx.module_context.axis_context
+    mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
+
+
+def device_count(ctx: LoweringContext) -> int:
+    """The number of devices that the program which is being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
+def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """Returns the mesh of the global arrays in the program that is being lowered. Where JAX knows of none, it has one
+    axis of all devices."""
+    axes, count = ctx.module_context.axis_context, device_count(ctx)
+    of_types = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in (*ctx.avals_in, *ctx.avals_out))
+    known = [getattr(axes, "abstract_mesh", None), *of_types, ambient_mesh()]
+    found = next((mesh for mesh in known if mesh is not None and not mesh.empty and mesh.size == count), None)
+    mesh = jax.sharding.AbstractMesh((count,), ("devices",)) if found is None else found
+    devices = getattr(axes, "device_assignment", None)
+    return mesh if devices is None else jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+
+
+def is_for_export(ctx: LoweringContext) -> bool:
+    """Whether the program that is being lowered is to run elsewhere."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def platform(ctx: LoweringContext) -> str:
+    """The platform for which a lowering rule runs, the first of several for which there is no rule of their own."""
+    return str((ctx.platforms or ctx.module_context.platforms)[0])
+
+
+def is_on_shards(ctx: LoweringContext) -> bool:
+    """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
+    return manual_mesh(ctx) is not None or device_count(ctx) == 1
+
+
+def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of a shard_map over every axis, for a lowering rule inside it; None elsewhere."""
+    axes = ctx.module_context.axis_context
+    if not isinstance(axes, _sharding_impls.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
+        return None
+    return axes.mesh
+
+
+def program_name(ctx: LoweringContext) -> str:
+    """The name of the module that is being lowered."""
+    return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
+
+
+def lower_each_call(key: str) -> None:
+    """From here on JAX lowers a function once for each of its calls, if `next_index(ctx, key)` is asked in it.
+
+    Otherwise JAX lowers equal equations, and an inner jit, once for all of them, so that one index stands for several
+    instructions of the compiled program.
+    """
+    _numbered.add(key)
+    _mlir._uncacheable_primitives.update(_mlir._lowerings)
+    for primitive in list(_mlir._lowerings):
+        if primitive.name in _KEEPING:
+            _wrap(primitive, _lowering_anew)
+        if primitive.name in _BODIES:
+            _wrap(primitive, _lowering_body)
+
+
+# Primitives with rules that keep what they have lowered in `cached_primitive_lowerings`.
+_KEEPING = ("jit", "core_call", "closed_call", "shard_map", "eval_jaxpr", "program_order")
+_numbered: set[str] = set()
+
+
+def _lowering_anew(rule: LoweringRule) -> LoweringRule:
+    """The rule, which keeps no function with an index in it."""
+
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, **params: Any) -> Any:
+        kept = ctx.module_context.cached_primitive_lowerings
+        before, nkept = [kept.get(key) for key in _numbered], len(kept)
+        lowered = rule(ctx, *nodes, **params)
+        if [kept.get(key) for key in _numbered] != before:
+            for key in list(kept)[nkept:]:
+                if not isinstance(key, str):  # those of next_index
+                    del kept[key]
+        return lowered
+
+    return lower
+
+
+# Primitives of loops and branches.
+_BODIES = ("while", "scan", "cond")
+_is_in_body: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_body", default=False)
+
+
+def is_in_body() -> bool:
+    """Whether what is being lowered is in a loop or branch of the program."""
+    return _is_in_body.get()
+
+
+@contextlib.contextmanager
+def in_body(is_body: bool = True) -> Iterator[None]:
+    """Where `is_body`, what is lowered here is in a loop or branch."""
+    before = is_in_body()
+    _is_in_body.set(before or is_body)
+    try:
+        yield
+    finally:
+        _is_in_body.set(before)
+
+
+def _lowering_body(rule: LoweringRule) -> LoweringRule:
+    return in_body()(rule)
+
+
+def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:
+    """The scope of what an equation of `primitive` holds."""
+    return in_body(primitive.name in _BODIES)
+
+
+def next_index(ctx: LoweringContext, key: str) -> int:
+    """How often this was asked in the module that is being lowered; the order of lowering is that of the program."""
+    counters = ctx.module_context.cached_primitive_lowerings
+    counters[key] = counters.get(key, -1) + 1
+    return int(counters[key])

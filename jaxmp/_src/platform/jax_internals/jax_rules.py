@@ -1,0 +1,126 @@
+"""Rules of JAX's transformations that are found by primitive, beside those for derivatives, batches and lowerings; as
+`jax_compat` a user of `jax._src`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax._src import ad_checkpoint as _ad_checkpoint
+from jax._src import checkify as _checkify
+from jax._src import core as _core
+from jax._src import shard_map as _shard_map
+from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.interpreters import remat as _remat
+from jax._src.lax import parallel as _parallel
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from jaxmp._src.platform.jax_internals import jax_compat
+
+# JAX's rule slices a cotangent without the cast that JAX asks for where jax_auto_pcast is off (0.10 to 0.12).
+ad.primitive_transposes[_parallel.all_gather_invariant_p] = jax_compat.under_known_flags(
+    ad.primitive_transposes[_parallel.all_gather_invariant_p]
+)
+
+
+def register_nan_checks(primitives: Iterable[Primitive]) -> None:
+    """Have the float checks of `jax.experimental.checkify` look for NaN in the results of `primitives`, and in those of
+    every shard_map that jaxmp makes.
+
+    Such a shard_map counts as one operation. JAX's own rule looks inside, and fails under an explicit mesh or after
+    another check (JAX 0.10 to 0.12).
+    """
+    for primitive in primitives:
+        _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
+    shard_map_p = _shard_map.shard_map_p
+    by_user = _checkify.error_checks[shard_map_p]
+    by_jaxmp = types.SimpleNamespace(name="jaxmp", multiple_results=True, bind=shard_map_p.bind)
+
+    def check_shard_map(*args: Any, **params: Any) -> Any:
+        if not _is_traced_by_jaxmp(_source_info_util.current().traceback):
+            return by_user(*args, **params)
+        return _checkify.nan_error_check(by_jaxmp, *args, **shard_map_p.get_bind_params(params))
+
+    _checkify.error_checks[shard_map_p] = check_shard_map
+
+
+def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
+    """Have the user's checks of `checkify` find operands of `primitive` that `are_wrong(*operands, **params)`.
+
+    The message has the first operand as {}.
+    """
+
+    nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
+    assert_func: Any = _checkify.assert_func
+
+    def check(*args: Any, **params: Any) -> Any:
+        context, (error, enabled, *operands) = args[:nahead], args[nahead:]
+        if _checkify.FailedCheckError in enabled:
+            failed = _checkify.FailedCheckError(_checkify.get_traceback(), message, operands[0])
+            error = assert_func(*context, error, are_wrong(*operands, **params), failed)
+        return error, primitive.bind(*operands, **params)
+
+    _checkify.error_checks[primitive] = check
+
+
+def _is_traced_by_jaxmp(traceback: Any) -> bool:
+    """Whether the innermost frame beside JAX's own is one of jaxmp."""
+    own = os.path.dirname(jax.__file__) + os.sep
+    files: list[str] = [] if traceback is None else [frame.file_name for frame in traceback.frames]
+    return next((file for file in files if not file.startswith(own)), "").startswith(jax_compat.PACKAGE)
+
+
+# Sums over mesh axes, without and with types that say over which axes they vary.
+PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
+
+
+def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:
+    """The jaxpr of a function of shards with these shapes and types, on mesh axes with these sizes."""
+    with jax_compat.off_explicit_mesh(), _core.extend_axis_env_nd(axes):
+        jaxpr: Any = jax.make_jaxpr(fn)(*operands)
+    return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))
+
+
+def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
+    """Have `jax.checkpoint` ask its policy by `ask(policy, primitive, *types, **params)`; about `primitives` under
+    jax_remat3 too, which asks by rule, and is without one for shard_map before JAX 0.11."""
+    split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
+
+    def split_asking(*args: Any, policy: Any, **params: Any) -> Any:
+        return split(*args, policy=policy and functools.partial(ask, policy), **params)
+
+    _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p] = split_asking
+    if hasattr(_remat.RematTrace, "process_shard_map"):
+        for primitive in primitives:
+            _remat.rules[primitive] = functools.partial(_saved, primitive, ask)
+
+
+def _saved(
+    primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
+) -> tuple[Any, Any, Callable[..., Any]]:
+    """(results, what is kept of them, a function of that and of the operands that has their values and derivatives)."""
+
+    def recompute(_: Any, *operands: Any) -> Any:
+        return primitive.bind(*operands, **params)
+
+    results = recompute(None, *operands)
+    case: Any = trace.policy and _pe.ensure_enum(ask(trace.policy, primitive, *map(jax.typeof, operands), **params))
+    if not isinstance(case, _pe.SaveableType | _pe.Offloadable):
+        return results, (), recompute
+
+    def move(kept: Any, end: str) -> Any:
+        if not isinstance(case, _pe.Offloadable):
+            return kept
+        return jax.device_put(kept, _core.mem_kind_to_space(getattr(case, end)), may_alias=False)
+
+    def restore(kept: Any, *operands: Any) -> Any:
+        return jax.tree.map(_ad_checkpoint.primal_left_tangent_right, move(kept, "src"), recompute(None, *operands))
+
+    results = jax.tree.map(_remat.reduce_precision, results)
+    return results, move(results, "dst"), restore

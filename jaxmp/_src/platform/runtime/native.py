@@ -1,0 +1,316 @@
+"""The compiled extension: loaded on first use, checked, and registered with XLA.
+
+Importing this module loads nothing. XLA's CPU client registers pending FFI targets before the types they
+use, which fails, so the registration waits until a lowering needs it: by then the client exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import importlib.metadata
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime import cuda_libraries, logs
+from jaxmp._src.platform.runtime.config import config
+
+TARGET = "jaxmp_matmul"
+GROUPED_TARGET = "jaxmp_grouped"
+START_TARGET = "jaxmp_start_product"
+COLLECT_TARGET = "jaxmp_collect_product"
+BARRIER_TARGET = "jaxmp_process_barrier"
+COLLECTIVE_TARGET = "jaxmp_process_collective"
+# The version of the boundary between this package and its extension: attributes, operands, functions.
+ABI_VERSION = 17
+
+_lock = threading.RLock()
+_loaded: Any = None
+_is_registered = False
+# Whether this process watches others, and is watched.
+has_barrier = False
+# The processes with which this one communicates through shared memory, itself among them; none where it shares none.
+shared_processes: frozenset[int] = frozenset()
+# Seconds that a rank on a GPU waits for its peers, if cuBLASMp is not open yet; None: as configured.
+gpu_timeout: float | None = None
+_why_no_cublasmp: str | None = None
+_is_logging_plans = False
+
+
+def register() -> None:
+    """Make jaxmp's custom call known to XLA; further calls do nothing.
+
+    Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
+    elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
+    `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
+    that fails, the calls on them fail with the reason. Without one, programs for CUDA can be compiled, for machines
+    that have some.
+
+    >>> import jaxmp
+    >>> jaxmp.register()
+    """
+    global _is_registered
+    with _lock:
+        if _is_registered:
+            _follow_plan_log(_loaded)
+            return
+        module = extension()
+        if jax.process_count() > 1:
+            jax_lowering.check_exported_programs()
+        has_cpu, has_cuda = bool(_devices("cpu")), bool(cuda_devices())
+        if has_cpu:  # a lowering for another platform may come first
+            _register_on("cpu", module.types(), module.registrations())
+        if has_cuda:
+            why_no_cublasmp()
+        if has_cuda or has_cpu:  # JAX's plugin, if there is one, has started: it may compile without a device
+            _register_on("CUDA", module.cuda_types(), module.cuda_registrations())
+        # With neither the program is being exported, not run here.
+        _is_registered = has_cpu or has_cuda
+
+
+def _register_on(platform: str, types: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    for name, capsules in types.items():
+        jax.ffi.register_ffi_type(name, capsules, platform=platform)
+    for name, capsules in targets.items():
+        jax.ffi.register_ffi_target(name, capsules, platform=platform)
+
+
+def cuda_devices() -> list[Any]:
+    """This process's CUDA devices; it starts JAX's backend."""
+    return _devices("cuda")
+
+
+def has_cuda_devices() -> bool:
+    """Whether this process has CUDA devices, as far as its backend has started."""
+    return jax_compat.backend_exists() and bool(cuda_devices())
+
+
+def card_capability() -> tuple[int, int] | None:
+    """The least compute capability among all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
+    if not cuda_devices():
+        return None
+    everywhere = cuda_devices()[0].client.devices()
+    versions = [device.compute_capability.split(".") for device in everywhere]
+    return min((int(major), int(minor)) for major, minor in versions)
+
+
+def card_multiprocessors() -> int | None:
+    """The least number of multiprocessors among all CUDA devices of the job; None without any, or if one keeps it to
+    itself."""
+    if not has_cuda_devices():
+        return None
+    counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
+    return min(counts) or None
+
+
+def _devices(platform: str) -> list[Any]:
+    try:
+        return list(jax.local_devices(backend=platform))
+    except RuntimeError:  # no client for the platform
+        return []
+
+
+def why_no_cublasmp() -> str:
+    """Why this process cannot use the real cuBLASMp, or "" where it is open; asked once, the answer stays."""
+    global _why_no_cublasmp
+    with _lock:
+        if _why_no_cublasmp is None:
+            _why_no_cublasmp = _open_cublasmp()
+        return _why_no_cublasmp
+
+
+def _open_cublasmp() -> str:
+    module = extension()
+    try:
+        libraries = cuda_libraries.find()
+    except RuntimeError as error:
+        return str(error)
+    everywhere = cuda_devices()[0].client.devices() if cuda_devices() else []  # equal on all processes
+    if len(everywhere) > jax.process_count() and cuda_libraries.majors()[0] == "cu12":
+        return "cuBLASMp for CUDA 12 serves one GPU per process; start a process for each, or install 'jaxmp[cuda13]'"
+    module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
+    module.set_timeout(config().gpu_timeout if gpu_timeout is None else gpu_timeout)
+    module.set_sharing(config().ranks_share_gpus)
+    module.set_exchange(_exchange if jax.process_count() > 1 else None)
+    module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
+    try:
+        module.load_cublasmp(libraries.cublasmp, libraries.nccl, libraries.driver)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def cublasmp_info() -> dict[str, str]:
+    """Paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
+    return dict(extension().cublasmp_info())
+
+
+def cublasmp_log() -> list[str]:
+    """What cuBLASMp said since the last call, if its topic was on when the library was opened; it is logged now."""
+    lines = list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
+    for line in lines:
+        logs.logger("cublasmp").debug("%s", line)
+    return lines
+
+
+def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
+    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" kernel and workspace bytes per
+    rank.
+
+    Raises ValueError with the library's reason where it refuses the call.
+    """
+    plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
+    return dict(extension().describe_plan(plain, library))
+
+
+def capabilities(library: str = "host") -> dict[str, bool]:
+    """What the library behind the custom call ("host" or "cublasmp") takes beyond cuBLASMp's documented forms."""
+    return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
+
+
+def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
+    """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
+    global has_barrier
+    jax_lowering.lower_each_call(BARRIER_TARGET)
+    extension().start_barrier(process, nprocesses, timeout, interrupts)
+    has_barrier = True
+
+
+def stop_barrier() -> None:
+    """Close the sockets; calls that still wait fail."""
+    global has_barrier, shared_processes
+    extension().stop_barrier()
+    has_barrier, shared_processes = False, frozenset()
+
+
+def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
+    """Publish `value` under `key` in JAX's store, or wait for what another process publishes there.
+
+    NCCL ids travel this way between the processes of a group. JAX has a store wherever it has several processes,
+    whoever started them.
+    """
+    client = jax_compat.distributed_client()
+    if client is None:
+        raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came ahead of a call's first run")
+    if value is not None:
+        client.key_value_set_bytes(key, value)
+        return value
+    try:
+        return bytes(client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000))))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
+            f"another program ({error})"
+        ) from error
+
+
+def plan_cache_info() -> dict[str, int]:
+    """Counters of the plan cache: hits, misses, size, capacity."""
+    return dict(extension().plan_cache_info())
+
+
+def plan_cache_clear() -> None:
+    """Drop all cached plans and zero the counters; calls already compiled keep theirs."""
+    extension().plan_cache_clear()
+
+
+def take_group_rows() -> tuple[float, float]:
+    """Of hostmp's products of groups since the last call: the rows of their largest and of their mean groups."""
+    largest, mean = extension().take_group_rows()
+    return largest, mean
+
+
+def blas_info() -> dict[str, str]:
+    """Which library, which of its kernels for each dtype, and the instruction set of our own kernels."""
+    return dict(extension().blas_info())
+
+
+@functools.cache
+def kernel_of(dtype: str) -> str:
+    """What multiplies operands of this type (the custom call's name of it) on the host, for people to read."""
+    return blas_info().get(dtype, "decoded to bf16")
+
+
+def extension() -> Any:
+    """The extension module, loaded, checked and configured on the first call."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            module = _import_extension()
+            _check_versions(module)
+            _limit_instruction_set(module)
+            module.load_blas(_blas_path())
+            module.set_plan_cache_capacity(config().plan_cache_size)
+            _loaded = module
+        _follow_plan_log(_loaded)
+        return _loaded
+
+
+def _follow_plan_log(module: Any) -> None:
+    """Have plans logged while somebody wants their lines."""
+    global _is_logging_plans
+    if (wanted := logs.logger("plan").isEnabledFor(logging.DEBUG)) != _is_logging_plans:
+        module.set_plan_log(logs.logger("plan").debug if wanted else None)
+        _is_logging_plans = wanted
+
+
+def _import_extension() -> Any:
+    try:
+        return importlib.import_module("jaxmp._jaxmp")
+    except ImportError as error:
+        raise ImportError(
+            f"jaxmp's compiled extension cannot be loaded ({error}); install jaxmp from its wheel or build it "
+            'with "pip install ." in the source tree, or pass implementation="xla" to do without it.'
+        ) from error
+
+
+def _check_versions(module: Any) -> None:
+    if module.abi_version() != ABI_VERSION:
+        raise ImportError(
+            f"jaxmp's Python files need extension ABI {ABI_VERSION} but jaxmp._jaxmp (jaxmp {module.version()}) "
+            f"has ABI {module.abi_version()}; reinstall jaxmp so that both come from one version."
+        )
+    built_with, installed = module.jaxlib_version(), importlib.metadata.version("jaxlib")
+    if _release(installed) < _release(built_with):
+        raise ImportError(
+            f"jaxmp's extension was built with the FFI headers of jaxlib {built_with} but jaxlib {installed} is "
+            f"installed; upgrade jaxlib, or reinstall jaxmp from its wheel."
+        )
+
+
+def _limit_instruction_set(module: Any) -> None:
+    if name := config().instruction_set:
+        try:
+            module.limit_instruction_set(name)
+        except ValueError as error:
+            raise ValueError(f"JAXMP_ISA is {name!r}, but {error}.") from None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _blas_path() -> str:
+    if config().blas:
+        return str(config().blas)
+    directory = importlib.import_module("scipy_openblas32").get_lib_dir()
+    found = sorted(p for suffix in ("so", "dylib") for p in glob.glob(os.path.join(directory, f"*openblas*.{suffix}")))
+    if not found:
+        raise ImportError(
+            f"scipy-openblas32 is installed but {directory} holds no library; reinstall it, or set JAXMP_BLAS."
+        )
+    return found[0]

@@ -1,0 +1,200 @@
+"""`audit`: which operations of a program give other bits in variants that should not matter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.tools.audit import bits, meshes, operations, variation
+from jaxmp._src.tools.audit.report import Output, Report
+from jaxmp._src.tools.audit.side import Side
+from jaxmp._src.tools.audit.table import Audit
+from jaxmp._src.tools.audit.variation import Variation
+from jaxmp._src.tools.audit.walk import Walk
+
+
+@public
+def audit(
+    fn: Callable[..., Any],
+    *args: Any,
+    vary: Literal["batch", "mesh", "processes"] = "batch",
+    batch_argnums: int | Sequence[int] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Audit:
+    """Print which operations of `fn(*args)` give other bits in another batch or on another mesh, and return them.
+
+    It runs `fn` equation by equation, each compiled alone, on `args` and in variants of them. It names each equation
+    whose inputs have equal bits in both and whose outputs have not, and goes on from equal bits, so that it finds them
+    all; then it compares the outputs of `fn` as a whole. docs/audit.md says more.
+
+    Args:
+      fn: a function of arrays, jitted or not; a gradient function for the backward pass. Keyword arguments:
+        `functools.partial(fn, key=value)`.
+      args: its arguments: pytrees of arrays, and other values, which stay as they are.
+      vary: "batch": each row has to have the same bits in batches of other sizes, at other places. "mesh": the arrays
+        that a mesh holds have to give the same bits on smaller meshes, down to one device; `fn` finds its mesh in its
+        operands or in `jax.sharding.get_mesh()`. "processes": the arrays of a mesh over several processes have to give
+        the same bits on devices of one process; every process calls `audit` alike, and gets the same.
+      batch_argnums: for "batch", the numbers of the arguments whose arrays have the batch as their first dimension. By
+        default those of which all arrays begin with the extent of the last argument's.
+      compiler_options: as of `jax.jit`.
+      quiet: whether to return without printing. Of several processes the first prints.
+
+    Returns:
+      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`; `str` gives the table.
+
+    Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
+    what `fn` raises.
+
+    >>> import functools, jax.numpy as jnp, numpy as np, jaxmp
+    >>> x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    >>> invariant = functools.partial(jaxmp.matmul, determinism="batch")
+    >>> jaxmp.audit(invariant, x, x.T @ x, vary="batch", batch_argnums=0, quiet=True)
+    Audit(0 of 1 operations differ, vary='batch')
+    >>> print(jaxmp.audit(lambda x: jnp.sin(x) + 1, x, quiet=True).rows)
+    ()
+    """
+    if not callable(fn):
+        raise TypeError(f"audit: fn has to be a function, got {type(fn).__name__}; write audit(fn, *args)")
+    if vary not in operations.LEVELS:
+        raise ValueError(f'audit: vary has to be "batch", "mesh" or "processes", got {vary!r}')
+    if batch_argnums is not None and vary != "batch":
+        raise ValueError(f'audit: batch_argnums is for vary="batch", got vary={vary!r}; leave it out')
+    line = jax_compat.user_line()
+    fn_of_arrays, arrays = _of_arrays(fn, args, is_of_processes=vary == "processes")
+    trace = functools.partial(Side, fn_of_arrays, compiler_options=compiler_options)
+    if vary == "batch":
+        sides = _batches(trace, args, arrays, batch_argnums)
+    else:
+        sides = (meshes.of_process if vary == "mesh" else meshes.across_processes)(trace, arrays)
+    found = _audit(vary, fn_of_arrays, sides, line)
+    if not quiet and (vary != "processes" or jax.process_index() == 0):
+        print(found)
+    return found
+
+
+def _of_arrays(
+    fn: Callable[..., Any], args: Sequence[Any], *, is_of_processes: bool
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`fn` as a function of the list of its arrays, and these."""
+    leaves, tree = jax.tree.flatten(args)
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    for leaf in (leaves[i] for i in places):
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+            raise TypeError(
+                f"audit: runs fn, so it takes arrays, got {type(leaf).__name__} of shape {leaf.shape}; pass values, and"
+                " call it outside of jit"
+            )
+        if bits.is_shared(leaf) and not is_of_processes:
+            raise ValueError(
+                f"audit: got an array of shape {leaf.shape} that other processes hold a part of; pass"
+                ' vary="processes", or arrays of this process'
+            )
+
+    def fn_of_arrays(arrays: Sequence[Any]) -> Any:
+        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        results = fn(*jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))]))
+        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
+
+    # As JAX takes them: without 64-bit types a float64 of NumPy is a float32.
+    return fn_of_arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[i] for i in places)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
+
+
+def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
+    """Runs the reference, which comes first, and each variant."""
+    report, outputs = Report(vary), list[Output]()
+    first, reference = next(sides)
+    whole = reference.whole()
+    names = _output_names(fn, reference)
+    variants = []
+    for varied, side in sides:
+        variants.append(varied.name)
+        results = Walk(varied, reference, side, report).outputs(line)
+        for name, one, other, (_, value, relation) in zip(names, whole, side.whole(), results, strict=True):
+            if relation in ("other", "packed") or value.is_mixed:
+                continue
+            found = varied.difference(other, bits.pull(one), relation)
+            if found is not None:
+                outputs.append(Output(name, varied.name, found))
+    return Audit(vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared)
+
+
+def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
+    with side.scope():
+        shapes = jax.eval_shape(fn, side.arrays)
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+
+
+# Batches ---------------------------------------------------------------------------------------------------------
+
+
+def _batches(
+    trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
+) -> Iterator[tuple[Variation, Side]]:
+    """The batch as it is, and in other sizes."""
+    is_batched, nrows, argnums = _batched_arrays(args, argnums)
+    batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
+    mesh = jax_compat.ambient_mesh()
+    reference = trace(arrays, mesh)
+    yield Variation(f"{nrows} rows"), reference
+    for varied in variation.batches(nrows, _devices_along_rows(batched)):
+        assert varied.rows is not None
+        rows = np.array(varied.rows)
+        taken = [bits.push(bits.pull(x)[rows], x) if i else x for x, i in zip(arrays, is_batched, strict=True)]
+        try:
+            side = trace(taken, mesh)
+        except Exception as error:
+            raise ValueError(
+                f"audit: fn takes {nrows} rows but not {len(varied.rows)} in the arguments {argnums}; pass"
+                " batch_argnums= to say which arguments have the batch as the first dimension of all their arrays"
+            ) from error
+        yield varied, side
+
+
+def _batched_arrays(
+    args: Sequence[Any], argnums: int | Sequence[int] | None
+) -> tuple[list[bool], int, tuple[int, ...]]:
+    """(of each array whether it has the batch in front, the number of rows, the arguments that have it)."""
+    extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
+    if not args or not any(extents):
+        raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')
+    if argnums is None:
+        last = next(i for i in reversed(range(len(args))) if extents[i])
+        chosen = tuple(i for i, one in enumerate(extents) if one == extents[last])
+    else:
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        if not numbers or not all(-len(args) <= i < len(args) for i in numbers):
+            raise ValueError(f"audit: batch_argnums has to number some of the {len(args)} arguments, got {argnums}")
+        chosen = tuple(i % len(args) for i in numbers)
+    found = sorted(set().union(*(extents[i] for i in chosen)))
+    if len(found) != 1 or not found[0] or found[0][0] < 2:
+        raise ValueError(
+            f"audit: the arguments {chosen} have to begin with one batch of at least 2 rows, got first extents"
+            f" {[extent[0] if extent else 'none' for extent in found]}; pass batch_argnums= to say which arguments have"
+            " the batch as the first dimension of all their arrays"
+        )
+    is_batched = [i in chosen for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if _is_array(x)]
+    return is_batched, found[0][0], chosen
+
+
+def _devices_along_rows(arrays: Sequence[Any]) -> int:
+    """Of how many rows the batch has to be a multiple, so that devices can share it as they do."""
+    shards = [
+        x.shape[0] // x.sharding.shard_shape(x.shape)[0]
+        for x in arrays
+        if isinstance(getattr(x, "sharding", None), NamedSharding)
+    ]
+    return int(np.lcm.reduce(shards)) if shards else 1

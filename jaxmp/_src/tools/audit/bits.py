@@ -1,0 +1,170 @@
+"""Arrays as bits on the host: how they get there and back, and how far apart two of them are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._src.platform.runtime.bitwise import bits_of, distance, places
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How two arrays of one type differ.
+
+    Attributes:
+      differing, elements: how many elements have other bits, and how many there are.
+      ulps: the largest distance in units in the last place: how many numbers of the type lie between two elements,
+        plus one. Of integers it is the distance itself. Elements of which one is NaN are left out.
+      absolute: the largest absolute difference; inf where one element of a pair is NaN.
+    """
+
+    differing: int
+    elements: int
+    ulps: int
+    absolute: float
+
+    def merge(self, other: Difference) -> Difference:
+        """The worse of two."""
+        worse = max(self, other, key=lambda one: one.differing / max(one.elements, 1))
+        return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
+
+
+def is_shared(x: Any) -> bool:
+    """Whether another process holds a part of the array."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def is_key(x: Any) -> bool:
+    """Whether these are random keys, which have no bits of their own on the host."""
+    return bool(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def pull(x: Any) -> np.ndarray:
+    """A copy on the host; of random keys their data, which has further dimensions behind."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if not is_shared(x):
+        return np.asarray(x)
+    if x.is_fully_replicated:  # of copies that differ the first
+        return first(np.asarray(x.addressable_data(0)))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
+    """`host` on the devices of the array `like`, sharded as that is.
+
+    `leading`: how many dimensions it has in front beyond those of `like`, or, below zero, has not.
+    """
+    if is_key(like):
+        return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or not like.committed:
+        return jnp.asarray(host)
+    if leading:
+        sharding = _with_dimensions(sharding, like.ndim, leading)
+    return place(host, sharding)
+
+
+def place(host: np.ndarray, sharding: Any) -> Any:
+    """`host`, which every process has, on devices of this process or of several."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
+    """A sharding of `ndim` dimensions for arrays with more or less dimensions in front."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
+    spec = [None] * max(leading, 0) + [*sharding.spec, *[None] * (ndim - len(sharding.spec))][max(-leading, 0) :]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
+    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not.
+
+    `across`: on the devices of all processes, each of which asks the same of the same array, and gets one answer.
+    """
+    shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
+    if len(shards) <= 1 and not is_shared(actual):
+        parts = [(True, _difference(pull(actual), expected))]
+    else:
+        parts = [(s.replica_id == 0, _difference(np.asarray(s.data), expected[s.index])) for s in shards]
+    own, copies = ([one for is_own, one in parts if one is not None and is_own is kind] for kind in (True, False))
+    record = [
+        sum(one.differing for one in own),
+        max((one.differing for one in copies), default=0),
+        max((one.ulps for one in own + copies), default=0),
+        int(np.float64(max((one.absolute for one in own + copies), default=0.0)).view(np.uint64)),
+    ]
+    records = _of_each(record) if across else [record]
+    # Of an array that each process has for itself every one counts all elements.
+    total = sum if is_shared(actual) else max
+    differing = total(one[0] for one in records) or max(one[1] for one in records)
+    if not differing:
+        return None
+    ulps, absolute = (max(one[i] for one in records) for i in (2, 3))  # bits of floats above zero ascend as they do
+    return Difference(differing, expected.size, ulps, float(np.uint64(absolute).view(np.float64)))
+
+
+def ascending(x: np.ndarray) -> np.ndarray:
+    """The numbers of an array in ascending order, those of equal value by their bits; two of each complex one."""
+    numbers = np.ascontiguousarray(x).reshape(-1)
+    numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
+    return np.asarray(numbers[np.argsort(places(numbers)[:, 0])])
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(f"{actual.dtype}{actual.shape} beside {expected.dtype}{expected.shape}")
+    differs = (bits_of(actual) != bits_of(expected)).any(axis=-1)
+    if not differs.any():
+        return None
+    have, want = actual[differs], expected[differs]
+    return Difference(int(differs.sum()), actual.size, _largest_ulps(have, want), _largest_absolute(have, want))
+
+
+def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
+    numbers = ~(_is_nan(have) | _is_nan(want))
+    return int(np.max(distance(have[numbers], want[numbers]), initial=0))
+
+
+def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
+    wide: Any = np.complex128 if np.iscomplexobj(have) else np.float64
+    have, want = have.astype(wide), want.astype(wide)
+    with np.errstate(all="ignore"):
+        apart = np.abs(have - want)
+    apart = np.where(have == want, 0.0, apart)  # infinities
+    apart = np.where(np.isnan(have) & np.isnan(want), 0.0, apart)
+    return float(np.max(np.where(np.isnan(apart), np.inf, apart)))
+
+
+def _is_nan(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.isnan(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)))
+
+
+# Of several processes, which run the same audit and decide alike --------------------------------------------------
+
+
+def first(host: np.ndarray) -> np.ndarray:
+    """What the first process has on its host, to the bit."""
+    return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
+
+
+def _of_each(numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers, below 2**64, that each process gives."""
+    return [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(numbers, np.uint64))]
+
+
+def _bytes_of_each(host: np.ndarray) -> list[bytes]:
+    raw = np.frombuffer(np.ascontiguousarray(host).tobytes(), np.uint8)
+    if not raw.size:
+        return [b""] * jax.process_count()
+    return [one.tobytes() for one in np.asarray(multihost_utils.process_allgather(raw))]

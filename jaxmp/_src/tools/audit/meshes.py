@@ -1,0 +1,103 @@
+"""The sides of an audit that differ by their mesh: one device and more, one process and more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.tools.audit import bits
+from jaxmp._src.tools.audit.side import Side
+from jaxmp._src.tools.audit.variation import Variation
+
+
+def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
+    """One device, and on up to the mesh of the operands."""
+    mesh = _mesh_of(arrays)
+    if mesh is None or mesh.size < 2:
+        raise ValueError(
+            f'audit: vary="mesh" needs operands on one mesh of at least 2 devices, got {_described(mesh)}; place them'
+            ' with jax.device_put(x, NamedSharding(mesh, spec)), or pass vary="batch"'
+        )
+    for sizes in _smaller(tuple(mesh.shape.values())):
+        part = _with_devices(mesh, mesh.devices[tuple(slice(size) for size in sizes)])
+        yield Variation(_name(part)), _side(trace, part, arrays)
+
+
+def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
+    """Devices of this process alone, as many as it has and the mesh of the operands may have; and that mesh."""
+    mesh = _mesh_of(arrays)
+    owners = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
+    if len(owners) < 2 or len(owners) < jax.process_count():
+        raise ValueError(
+            'audit: vary="processes" needs operands on one mesh with devices of every process of a job of several, got'
+            f" {_described(mesh)} of {len(owners)} of {jax.process_count()}; start the job with jaxmp.distributed, or"
+            ' pass vary="mesh" to compare meshes of one process'
+        )
+    assert mesh is not None
+    local = jax.local_devices(backend=mesh.devices.flat[0].platform)
+    sizes = max((one for one in _smaller(tuple(mesh.shape.values())) if np.prod(one) <= len(local)), key=np.prod)
+    alone = _with_devices(mesh, np.array(local[: np.prod(sizes)]).reshape(sizes))
+    yield Variation(f"{_name(alone)} of one process"), _side(trace, alone, arrays)
+    yield Variation(f"{_name(mesh)} of {len(owners)} processes", across=True), _side(trace, mesh, arrays)
+
+
+def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
+    """The one mesh of the operands, or that of `jax.set_mesh`."""
+    found = {x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    if len(found) > 1:
+        raise ValueError(
+            f"audit: the operands have to lie on one mesh, got {', '.join(sorted(map(_described, found)))}; place them"
+            " with jax.device_put(x, NamedSharding(mesh, spec))"
+        )
+    return next(iter(found), None) or jax_compat.ambient_mesh()
+
+
+def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side:
+    try:
+        hosts = [bits.pull(x) for x in arrays]
+        with jax.set_mesh(mesh):
+            placed = [bits.place(host, NamedSharding(mesh, _spec(x))) for host, x in zip(hosts, arrays, strict=True)]
+        return trace(placed, mesh)
+    except Exception as error:
+        if mesh == _mesh_of(arrays):
+            raise  # it fails without audit too
+        raise ValueError(
+            f"audit: fn cannot be traced on the mesh {dict(mesh.shape)}; it has to take every array that lies on a"
+            " mesh as an argument, and its mesh from jax.sharding.get_mesh() or from its operands"
+        ) from error
+
+
+def _with_devices(mesh: Mesh, devices: np.ndarray) -> Mesh:
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _described(mesh: Mesh | None) -> str:
+    return "no mesh" if mesh is None else str(dict(mesh.shape))
+
+
+def _name(mesh: Mesh) -> str:
+    name = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"{mesh.size} device{'s' * (mesh.size != 1)} ({name})" if len(mesh.shape) > 1 else name
+
+
+def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The mesh of one device, and so on up to these sizes: each divided by its least prime factor, time and again."""
+    found = [sizes]
+    while max(found[0]) > 1:
+        found.insert(0, tuple(size // _least_factor(size) for size in found[0]))
+    return found
+
+
+def _least_factor(size: int) -> int:
+    return next((factor for factor in range(2, size) if size % factor == 0), size)
+
+
+def _spec(x: Any) -> P:
+    sharding = getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else P()

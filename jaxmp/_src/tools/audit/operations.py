@@ -1,0 +1,170 @@
+"""What kinds of operations there are, which of them `fuse` settles, and what to do about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxmp._src.core.primitive.grouped import GROUPED
+from jaxmp._src.core.primitive.primitives import PRODUCTS
+from jaxmp._src.platform.jax_internals import jax_compat
+
+# The level of determinism that keeps bits where this varies.
+LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
+
+_OURS = {primitive.name for primitive in (*PRODUCTS, *GROUPED)}
+_GROUPED = (*(primitive.name for primitive in GROUPED), "ragged_dot_general")  # a level that they always have: "batch"
+# Equations whose jaxprs run once, as if they were written out.
+INLINED = {
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+_KINDS = {
+    "product": {"dot_general", "ragged_dot", "ragged_dot_general"},
+    "sum": {
+        *("reduce_sum", "reduce_prod", "reduce", "reduce_window", "reduce_window_sum", "cumsum", "cumprod"),
+        *("cumlogsumexp", "psum", "psum_invariant", "reduce_scatter", "scatter-add", "scatter_add", "scatter-mul"),
+        *("scatter_mul", "select_and_scatter_add", "reduce_and_scatter"),
+    },
+    "convolution": {"conv_general_dilated"},
+    "linear algebra": {
+        *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"),
+        *("tridiagonal", "tridiagonal_solve", "hessenberg", "fft"),
+    },
+    "random": {"random_bits", "threefry2x32", "random_fold_in", "random_split", "rng_bit_generator", "rng_uniform"},
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+ADVICE = {
+    ("sum", "mesh"): (
+        "sum on whole operands: jax.sharding.reshard them to P() ahead of the sum, so that every device adds all in"
+        " one order; or write the sum as a product with ones, which jaxmp.matmul(x, ones, determinism='topology')"
+        " adds in one order on any mesh"
+    ),
+    ("sum", "batch"): (
+        "write the sum over features as a product with ones, jaxmp.matmul(x, ones, determinism='batch'), or always"
+        " run batches of one size and pad the last"
+    ),
+    ("elementwise", "mesh"): (
+        "XLA vectorises it by the shape of a device's part; compute it on whole operands: jax.sharding.reshard them to"
+        " P()"
+    ),
+    ("elementwise", "batch"): (
+        "XLA vectorises it by the shape; always run batches of one size and pad the last, or map it over the rows with"
+        " jax.lax.map, which runs one row at a time"
+    ),
+    ("convolution", "mesh"): "compute it on whole operands (jax.sharding.reshard to P()), or as a product of patches",
+    ("convolution", "batch"): "always run batches of one size and pad the last, or compute it as a product of patches",
+    ("linear algebra", "mesh"): "compute it on whole operands: jax.sharding.reshard them to P()",
+    ("linear algebra", "batch"): "map it over the rows with jax.lax.map, which runs one row at a time",
+    ("random", "mesh"): "draw from keys that do not depend on the mesh, with jax_threefry_partitionable on",
+    ("random", "batch"): "draw from one key for each row (jax.random.fold_in of the number of the row)",
+    ("whole", "mesh"): "it runs as one piece here; audit a function of what is inside to see which operation it is",
+    ("whole", "batch"): "it runs as one piece here; audit a function of what is inside to see which operation it is",
+    ("other equations", "mesh"): "the program itself is another on this mesh; write it so that it is the same on all",
+    ("other equations", "batch"): "the program itself is another for this batch; write it so that it is the same",
+}
+_UNSETTLED = (
+    "fuse leaves it to XLA: operands of two types, ragged groups, or a batch whose contraction is sharded; bring"
+    " both to one type, or the contraction whole to every device"
+)
+_OF_KEPT = "this call has the level already; please report it as a bug of jaxmp"
+
+
+def name_of(eqn: Any) -> str:
+    """What reports call an equation: its primitive, or the one of jaxmp's that it calls, with the level."""
+    ours = our_equation(eqn)
+    if ours is not None:
+        return f"{ours.primitive.name} ({ours.params['spec'].determinism})"
+    return str(eqn.primitive.name)
+
+
+def kind_of(eqn: Any) -> str:
+    """A kind of `ADVICE`, or "product"."""
+    if our_equation(eqn) is not None:
+        return "product"
+    name = str(eqn.primitive.name)
+    if name in _KIND_OF:
+        return _KIND_OF[name]
+    return "whole" if any(True for _ in jax_compat.subjaxprs(eqn.params)) or name == "pallas_call" else "elementwise"
+
+
+def settled_by(eqn: Any, vary: str) -> str:
+    """The argument of `fuse` that keeps the bits of an equation, or nothing."""
+    level, ours = LEVELS[vary], our_equation(eqn)
+    is_grouped = (ours or eqn).primitive.name in _GROUPED
+    is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))
+    if not is_known or (is_grouped and level != "batch"):
+        return ""
+    return "" if ours is not None and _keeps(ours.params["spec"].determinism, level) else f'determinism="{level}"'
+
+
+def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
+    """What to do where `fuse` does not settle it; `is_other`: the variant has other equations there."""
+    if kind_of(eqn) == "product" and not is_other:
+        ours = our_equation(eqn)
+        is_kept = ours is not None and _keeps(ours.params["spec"].determinism, LEVELS[vary])
+        return "" if settled_by(eqn, vary) else _OF_KEPT if is_kept else _UNSETTLED
+    kind = "other equations" if is_other else kind_of(eqn)
+    return ADVICE[kind, "batch" if vary == "batch" else "mesh"]
+
+
+def _is_fused(eqn: Any) -> bool:
+    """Whether `fuse` gives a product of JAX's a level of determinism."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contract, batch), avals = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
+    specs = [aval.sharding.spec for aval in avals]
+    is_split = any(d < len(spec) and spec[d] for spec, dims in zip(specs, contract, strict=True) for d in dims)
+    return avals[0].dtype == avals[1].dtype and not (batch[0] and is_split)
+
+
+def _keeps(determinism: str, level: str) -> bool:
+    return determinism in (level, "topology")
+
+
+def our_equation(eqn: Any) -> Any:
+    """The product of jaxmp that a call of one of its functions makes, or None; `shard_map` and `jit` are around it."""
+    if eqn.primitive.name in _OURS:
+        return eqn
+    if eqn.primitive.name not in ("jit", "pjit", "shard_map"):
+        return None
+    if eqn.primitive.name != "shard_map" and not is_our_call(eqn):
+        return None
+    inside = list(_all_equations(eqn))
+    if not is_our_call(eqn) and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
+        return None
+    return next((one for one in inside if one.primitive.name in _OURS), None)
+
+
+def is_packed(eqn: Any, dtype: np.dtype) -> bool:
+    """Whether an output of this type is the mask of a relu, whose bytes lie by the shape of a device's part."""
+    return dtype == np.uint8 and our_equation(eqn) is not None
+
+
+def is_by_device(eqn: Any, i: int) -> bool:
+    """Whether output `i` may lie in the order of the devices: what `shard_map` keeps on each of them for a gradient.
+
+    JAX stacks these parts along their first dimension, and their spec has that entry alone. Rows b0 and b1 of which
+    two devices hold a half each lie as b0[:h] b1[:h] b0[h:] b1[h:]. An `out_specs` of the user's may look the same.
+    """
+    if eqn.primitive.name == "shard_map":
+        spec = eqn.params["out_specs"][i]
+        return len(spec) == 1 and spec[0] is not None
+    bodies = [x for x in jax_compat.subjaxprs(eqn.params) if len(x.outvars) == len(eqn.outvars)]
+    made = [(inner, j, v, x.outvars[i]) for x in bodies for inner in x.eqns for j, v in enumerate(inner.outvars)]
+    return any(v is result and is_by_device(inner, j) for inner, j, v, result in made)
+
+
+def is_our_call(eqn: Any) -> bool:
+    """Whether this is the `jit` of one of jaxmp's own functions, which is one operation here."""
+    return str(eqn.params.get("name", "")).startswith("jaxmp")
+
+
+def _all_equations(eqn: Any) -> Iterator[Any]:
+    for jaxpr in jax_compat.subjaxprs(eqn.params):
+        for inner in jaxpr.eqns:
+            yield inner
+            yield from _all_equations(inner)

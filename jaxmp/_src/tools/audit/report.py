@@ -1,0 +1,133 @@
+"""What an audit finds, collected while the variants run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._src.tools.audit import operations
+from jaxmp._src.tools.audit.bits import Difference
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operation whose inputs have equal bits in the reference and in a variant, and whose outputs have not.
+
+    Attributes:
+      line: the line of the program, "model.py:41".
+      operation: the primitive, "reduce_sum"; of jaxmp's products with their level, "jaxmp_matmul (run_to_run)".
+      kind: "product", "sum", "elementwise", "convolution", "linear algebra", "random", "whole" of what runs in one
+        piece (shard_map and others), or "other equations" where the program itself is another in the variant.
+      shapes: of the inputs and of the (first) output that differs, in the reference's batch; dtypes: theirs.
+      variants: the variants in which it differs.
+      count, runs: how often it differs, and how often it runs, in all variants together: equal lines of layers, and
+        the steps of a loop, share a row.
+      difference: how far apart the outputs are, at worst: `.differing` of `.elements`, `.ulps`, `.absolute`.
+      settled_by: the argument of `jaxmp.fuse` that keeps its bits, 'determinism="topology"'; empty if there is none.
+      advice: what to do where that is empty.
+    """
+
+    line: str
+    operation: str
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    variants: tuple[str, ...]
+    count: int
+    runs: int
+    difference: Difference
+    settled_by: str
+    advice: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncompared:
+    """An operation that was not compared in some variant, and why not."""
+
+    line: str
+    operation: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """An output of the whole program, compiled in one piece, that has other bits in a variant.
+
+    `name` is its place among the outputs, "[0]['w']".
+    """
+
+    name: str
+    variant: str
+    difference: Difference
+
+
+class Report:
+    """Collects what the variants of one audit show."""
+
+    def __init__(self, vary: str) -> None:
+        self._vary = vary
+        self._rows: dict[Any, Row] = {}
+        self._runs: dict[Any, int] = {}
+        self._uncompared: dict[Uncompared, None] = {}
+        self._turn, self._turns = 0, dict[Any, int]()
+
+    def ran(self, eqn: Any, line: str) -> None:
+        key = _key(eqn, line)
+        self._runs[key] = self._runs.get(key, 0) + 1
+        self._turn += 1
+
+    def differs(
+        self, eqn: Any, line: str, variant: str, found: Difference, output: int = 0, *, is_other: bool = False
+    ) -> None:
+        """Adds a difference of an output; `is_other`: the variant has not the same equations there."""
+        key = (_key(eqn, line), is_other)
+        row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
+        variants = row.variants if variant in row.variants else (*row.variants, variant)
+        # Of several outputs that differ at once the run counts once.
+        count = row.count + (self._turns.get(key) != self._turn)
+        self._turns[key] = self._turn
+        merged = row.difference.merge(found)
+        self._rows[key] = dataclasses.replace(row, variants=variants, count=count, difference=merged)
+
+    def _row(self, eqn: Any, line: str, found: Difference, output: int, is_other: bool) -> Row:
+        avals = [v.aval for v in (*eqn.invars, eqn.outvars[output])]
+        return Row(
+            line=line,
+            operation=operations.name_of(eqn),
+            kind="other equations" if is_other else operations.kind_of(eqn),
+            shapes=tuple(tuple(aval.shape) for aval in avals),
+            dtypes=tuple(str(aval.dtype) for aval in avals),
+            variants=(),
+            count=0,
+            runs=0,
+            difference=found,
+            settled_by="" if is_other else operations.settled_by(eqn, self._vary),
+            advice=operations.advice_on(eqn, self._vary, is_other=is_other),
+        )
+
+    def skips(self, eqn: Any, line: str, why: str) -> None:
+        """Notes an operation that cannot be compared."""
+        self._uncompared[Uncompared(line, operations.name_of(eqn), why)] = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The culprits in the order in which they were found."""
+        return tuple(
+            dataclasses.replace(row, runs=max(self._runs.get(key, 0), row.count))
+            for (key, _), row in self._rows.items()
+        )
+
+    @property
+    def uncompared(self) -> tuple[Uncompared, ...]:
+        return tuple(self._uncompared)
+
+    @property
+    def compared(self) -> int:
+        """How many operations were, those of one line and shape counted once."""
+        return len(self._runs)
+
+
+def _key(eqn: Any, line: str) -> Any:
+    avals: Sequence[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    return line, operations.name_of(eqn), tuple((aval.shape, str(aval.dtype)) for aval in avals)

@@ -1,0 +1,113 @@
+"""One trace of the program, on its devices and of its batch: runs its equations one at a time, each compiled alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._src.platform.jax_internals import jax_tracing
+from jaxmp._src.tools.audit import bits
+from jaxmp._src.tools.audit.variation import Relation
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What one variable of a trace holds.
+
+    Attributes:
+      array: the array.
+      twin, relation: of a value of a variant, the reference's to which it corresponds, and how.
+      origin: the equation that made it and its line, if the other trace has none like it.
+      is_of_batch: whether it depends on the arrays of the batch, and not on its size alone.
+      is_mixed: whether it depends on other rows of the batch than its own.
+      is_by_device: whether its elements may lie in the order of the devices, which is another on each mesh.
+    """
+
+    array: Any
+    twin: Value | None = None
+    relation: Relation = "other"
+    origin: Any = None
+    is_of_batch: bool = False
+    is_mixed: bool = False
+    is_by_device: bool = False
+
+    @functools.cached_property
+    def host(self) -> np.ndarray:
+        """A copy on the host."""
+        return bits.pull(self.array)
+
+
+class Side:
+    """A trace of the program with its arrays, and the compiled equations that have run.
+
+    Attributes:
+      jaxpr: the program, closed over its constants.
+      arrays: what it is called with.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        arrays: Sequence[Any],
+        mesh: jax.sharding.Mesh | None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.arrays, self._mesh = list(arrays), mesh
+        self._options = dict(compiler_options or {}) or None
+        self._fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        with self.scope():
+            self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The mesh of this trace, where it has one."""
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    def whole(self) -> list[Any]:
+        """The results of the whole program, compiled in one piece."""
+        with self.scope():
+            return jax.tree.leaves(jax.jit(self._fn, compiler_options=self._options)(self.arrays))
+
+    def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
+        """The results of one equation, compiled alone."""
+        # Where an operand is a literal of the program it stays one, as in the program.
+        given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
+        key = _key(eqn)
+        if key not in self._compiled:
+            # Along with the equation, whose id may be in the key.
+            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self._options)
+            self._compiled[key] = jitted, eqn
+        with self.scope():
+            results: list[Any] = self._compiled[key][0]([x for x in given if x is not None])
+        return results
+
+
+def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    left = iter(arrays)
+    operands = [v.val if jax_tracing.is_literal(v) else next(left) for v in eqn.invars]
+    with jax_tracing.traced_as(eqn):
+        return list(jax_tracing.evaluate(eqn, operands))
+
+
+def _key(eqn: Any) -> Any:
+    """Equal for equations that compute the same of equal operands; the layers of a model repeat most of theirs."""
+    literals = tuple((i, repr(v.val), str(v.aval)) for i, v in enumerate(eqn.invars) if jax_tracing.is_literal(v))
+    params = tuple((name, type(value), _exact(value)) for name, value in sorted(eqn.params.items()))
+    key = (eqn.primitive, params, literals, len(eqn.invars), id(eqn.ctx))
+    try:
+        hash(key)
+    except TypeError:
+        return id(eqn)
+    return key
+
+
+def _exact(value: Any) -> Any:
+    """A parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
+    if isinstance(value, float | complex | bool):
+        return repr(value)
+    return tuple((type(one), _exact(one)) for one in value) if isinstance(value, tuple) else value

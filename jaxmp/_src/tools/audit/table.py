@@ -1,0 +1,121 @@
+"""What `audit` returns, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.tools.audit.bits import Difference
+from jaxmp._src.tools.audit.report import Output, Row, Uncompared
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit:
+    """The operations of a program that give other bits in a variant; `str` gives the table, and notebooks show it.
+
+    The table has, per operation, the line of the program; the primitive; the shapes of its inputs and of its output,
+    and their type; the variants in which it differs, and how often of how many times it ran; how many elements differ,
+    at worst; the largest distance in units in the last place, and absolutely; and what to do.
+
+    Attributes:
+      vary: "batch", "mesh" or "processes".
+      reference, variants: what was compared: "64 rows" with ("1 row", "32 rows", "67 rows").
+      rows: a row for each operation that differs, in the order of the program.
+      uncompared: the operations that could not be compared, and why.
+      outputs: the outputs of the whole program, compiled in one piece, that differ.
+      compared: how many operations were compared; those of one line and one shape count once.
+    """
+
+    vary: str
+    reference: str
+    variants: tuple[str, ...]
+    rows: tuple[Row, ...]
+    uncompared: tuple[Uncompared, ...]
+    outputs: tuple[Output, ...]
+    compared: int
+
+    def __str__(self) -> str:
+        lines = [line for table in self._tables() for line in aligned(table)]
+        return "\n".join([*lines, self._total(), "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"Audit({self._counts()}, vary={self.vary!r})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self._tables(), [self._total(), *self._notes()])
+
+    def _tables(self) -> list[list[list[str]]]:
+        """The one table, or none."""
+        cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
+        return [[list(_COLUMNS), *cells]] if self.rows else []
+
+    def _counts(self) -> str:
+        return f"{len(self.rows)} of {self.compared} operations differ"
+
+    def _total(self) -> str:
+        return f"total: {self._counts()}; {self.reference} compared with {', '.join(self.variants)}"
+
+    def _notes(self) -> list[str]:
+        """What to do, once for all rows that are alike; what was not compared; and the whole program."""
+        notes = []
+        if settled := [row for row in self.rows if row.settled_by]:
+            notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {_places(settled)}")
+        advice: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            if not row.settled_by:
+                advice.setdefault((row.kind, row.advice), []).append(row)
+        notes += [f"{kind}: {text}: {_places(rows)}" for (kind, text), rows in advice.items()]
+        reasons: dict[str, list[Uncompared]] = {}
+        for one in self.uncompared:
+            reasons.setdefault(one.why, []).append(one)
+        notes += [f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()]
+        return [*notes, self._whole()]
+
+    def _whole(self) -> str:
+        if not self.outputs:
+            return "whole program: no output that can be compared differs"
+        worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
+        names = dict.fromkeys(output.name or "the output" for output in self.outputs)
+        ulps = f"{worst.ulps} ulp{'s' * (worst.ulps != 1)} ({worst.absolute:.2g})"
+        text = f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}"
+        return text if self.rows else text + _FUSED
+
+
+_FUSED = (
+    "; no operation alone does, so XLA compiles them otherwise together: which it fuses, and how, depends on the shapes"
+    " of a device. On CPUs it hands some fused sums and softmaxes to YNNPACK, which compiler_options="
+    '{"xla_cpu_experimental_ynn_fusion_type": ""} of jax.jit, and of audit, prevents'
+)
+# Of lines and outputs a note names so many.
+_SHOWN = 8
+
+
+def _places(found: Sequence[Row | Uncompared]) -> str:
+    """The operations with their lines."""
+    return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
+
+
+def _first(names: Collection[str]) -> str:
+    return ", ".join([*list(names)[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+
+
+def _shapes(row: Row) -> str:
+    *inputs, output = (("x".join(map(str, shape)) or "()") for shape in row.shapes)
+    return f"{', '.join(inputs)} -> {output}"
+
+
+_SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "line": lambda row: row.line,
+    "operation": lambda row: row.operation,
+    "shapes": _shapes,
+    "type": lambda row: functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, row.dtypes[-1]),
+    "differs in": lambda row: ", ".join(row.variants),
+    "times": lambda row: f"{row.count}/{row.runs}",
+    "elements": lambda row: f"{row.difference.differing}/{row.difference.elements}",
+    "ulps": lambda row: str(row.difference.ulps),
+    "absolute": lambda row: f"{row.difference.absolute:.2g}",
+    "remedy": lambda row: f"fuse({row.settled_by})" if row.settled_by else f"{row.kind}, see below",
+}

@@ -1,0 +1,120 @@
+"""What stays the same in a variant: which elements of its arrays correspond to which of the reference's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxmp._src.tools.audit import bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where the rows of a batch lie in an array: dimension `dim` is (outer, rows, inner) in row-major order.
+
+    Of a batch of 4 rows an array of shape (8, 5) is Rows(0, 1, 2) if each row has two neighbouring lines, and
+    Rows(0, 2, 1) if the batch stands there twice.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def apart(self, x: np.ndarray, nrows: int) -> np.ndarray:
+        """`x` with the rows in front."""
+        shape = (*x.shape[: self.dim], self.outer, nrows, self.inner, *x.shape[self.dim + 1 :])
+        return np.moveaxis(x.reshape(shape), self.dim + 1, 0)
+
+    def take(self, x: np.ndarray, nrows: int, rows: np.ndarray) -> np.ndarray:
+        """`x`, of `nrows` rows, with `rows` of it in their place."""
+        shape = (*x.shape[: self.dim], self.outer * len(rows) * self.inner, *x.shape[self.dim + 1 :])
+        taken = np.moveaxis(self.apart(x, nrows)[rows], 0, self.dim + 1)
+        return np.ascontiguousarray(taken).reshape(shape)
+
+
+# How a value of the variant relates to one of the reference: it has its rows, is the same, says the same in an order
+# that only the gradient knows (a mask, packed by the shape of a device's part; what each device keeps), or is another
+# by its nature (it depends on the size of the batch, or on the place of a row).
+Relation = Rows | Literal["same", "packed", "other"]
+
+# Arrays lie in two orders if, sorted, they are so many times closer than as they lie.
+_CLOSER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """One variant.
+
+    Attributes:
+      name: as reports have it: "2 devices (x=2)", "3 rows".
+      nrows: how many rows the reference's batch has.
+      rows: of each row of the variant's batch its number in the reference's; None where the batch is the same.
+      across: whether the variant's arrays lie on devices of several processes.
+    """
+
+    name: str
+    nrows: int = 0
+    rows: tuple[int, ...] | None = None
+    across: bool = False
+
+    def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
+        """How arrays of these shapes may relate, the likeliest first; none where no dimension holds the batch."""
+        if reference == variant:
+            return ["same"]
+        if self.rows is None or len(reference) != len(variant):
+            return []
+        changed = [i for i, (a, b) in enumerate(zip(reference, variant, strict=True)) if a != b]
+        (dim, *others), m = changed, len(self.rows)
+        each = reference[dim] // self.nrows
+        if others or reference[dim] != each * self.nrows or variant[dim] != each * m:
+            return []
+        return [Rows(dim, each // inner, inner) for inner in range(each, 0, -1) if each % inner == 0]
+
+    def expected(self, reference: np.ndarray, relation: Relation) -> np.ndarray:
+        """What the variant should have."""
+        if isinstance(relation, Rows):
+            assert self.rows is not None
+            return relation.take(reference, self.nrows, np.array(self.rows))
+        return reference
+
+    def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
+        """How an array of the variant differs from what it should have."""
+        return bits.difference(array, self.expected(reference, relation), across=self.across)
+
+    def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
+        """Whether an array has the bits of the reference's elements in another order, each once or equally often."""
+        is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
+        return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
+
+    def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
+        """How arrays differ that have one shape and lie in two orders; None where they lie as each other.
+
+        It is the difference of the sorted arrays: no order brings all elements closer than that.
+        """
+        found, least = self.difference(array, reference, "same"), self._sorted_difference(array, reference)
+        assert found is not None
+        assert least is not None
+        return least if _CLOSER * least.absolute < found.absolute else None
+
+    def _sorted_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
+        copies = array.size // reference.size
+        return bits.difference(bits.ascending(array), np.repeat(bits.ascending(reference), copies), across=self.across)
+
+    def decision(self, reference: np.ndarray) -> np.ndarray:
+        """A value that says where the program goes on, the same for all processes."""
+        return bits.first(reference) if self.across else reference
+
+
+def batches(nrows: int, multiple: int) -> list[Variation]:
+    """The variants of a batch of `nrows`: a few rows, about half of them, and some more; from the last row on down, so
+    that rows have other places. Their sizes are multiples of `multiple`."""
+    half = multiple * math.ceil(nrows / 2 / multiple)
+    found = []
+    for size in dict.fromkeys((multiple, half, nrows + 3 * multiple)):
+        if size != nrows:
+            rows = tuple((nrows - 1 - i) % nrows for i in range(size))
+            found.append(Variation(f"{size} row{'s' * (size != 1)}", nrows, rows))
+    return found

@@ -1,0 +1,373 @@
+"""Two traces of one program, run side by side: each pair of equations from equal bits.
+
+A value of the variant *corresponds* to one of the reference if it has the same bits, or, in another batch, those of
+the same rows. An equation whose inputs correspond and whose outputs do not is reported, and the variant goes on from
+the reference's outputs. The pairing of equations is a matter of names and shapes alone, so it may pair what does not
+belong together; since the inputs of a pair are compared too, that costs a comparison and reports nothing false.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.tools.audit import bits, operations
+from jaxmp._src.tools.audit.report import Report
+from jaxmp._src.tools.audit.side import Side, Value
+from jaxmp._src.tools.audit.variation import Relation, Rows, Variation
+
+_MIXES = "its result mixes the rows of the batch"
+_UNPLACED = "no dimension of its result is that of the batch"
+_OF_SIZE = "its operands depend on the size of the batch, or on the place of a row"
+_OTHERS = "its operands are others in the variant by themselves"
+_UNPAIRED = "the variant has other equations here"
+
+
+# A value of each side that stand in one place, and how they correspond.
+Pair = tuple[Value, Value, Relation]
+
+
+class Walk:
+    """The reference and one variant, from the first equation to the last."""
+
+    def __init__(self, variation: Variation, reference: Side, variant: Side, report: Report) -> None:
+        self._variation, self._sides, self._report = variation, (reference, variant), report
+
+    def outputs(self, line: str) -> list[Pair]:
+        """The outputs of both, and how they correspond, once all between has been reported."""
+        reference, variant = self._sides
+        inputs = [Value(x) for x in reference.arrays]
+        others = [Value(x) for x in variant.arrays]
+        for one, other in zip(inputs, others, strict=True):
+            other.is_of_batch = self._correspond(one, other) and other.relation != "same"
+        return self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
+
+    # Jaxprs ------------------------------------------------------------------------------------------------------
+
+    def _jaxprs(
+        self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
+    ) -> list[Pair]:
+        environments = [_environment(jaxpr, values) for jaxpr, values in zip(jaxprs, inputs, strict=True)]
+        equations = [_live_equations(jax_tracing.open_jaxpr(jaxpr)[0], line) for jaxpr in jaxprs]
+        is_batch = self._variation.rows is not None
+        for eqn, other in _paired(*equations, is_batch=is_batch):
+            if eqn is not None and other is not None:
+                pairs = [
+                    self._join(_read(environments[0], v), _read(environments[1], w))
+                    for v, w in zip(eqn.invars, other.invars, strict=True)
+                ]
+                here = jax_compat.traced_line(eqn) or line
+                results = self._equation(eqn, other, pairs, here)
+                for v, w, (one, two) in zip(eqn.outvars, other.outvars, results, strict=True):
+                    environments[0][v], environments[1][w] = one, two
+                continue
+            self._run_only(0 if other is None else 1, eqn or other, environments, line)
+        outvars = [jax_tracing.open_jaxpr(jaxpr)[0].outvars for jaxpr in jaxprs]
+        return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in zip(*outvars, strict=True)]
+
+    def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
+        """Runs an equation that the other side does not have; what it makes is compared where both meet again."""
+        operands = [_read(environments[side], v) for v in eqn.invars]
+        origin = (eqn, jax_compat.traced_line(eqn) or line)
+        for i, x in enumerate(self._sides[side].run(eqn, [x.array for x in operands])):
+            value = Value(x, origin=origin, is_by_device=operations.is_by_device(eqn, i))
+            environments[side][eqn.outvars[i]] = _inheriting(value, operands)
+
+    def _join(self, one: Value, other: Value) -> Pair:
+        """These two values, of which the variant's has the reference's bits from here on."""
+        if self._correspond(one, other):
+            return one, other, other.relation
+        origin = other.origin or one.origin
+        relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
+        if origin is None or not relations:
+            return one, other, "other"
+        least = self._reordered(one, other)
+        if least is not None:
+            self._report.differs(origin[0], origin[1], self._variation.name, least, is_other=True)
+            return one, other, "other"
+        expected = self._variation.expected(one.host, relations[0])
+        found = self._variation.difference(other.array, one.host, relations[0])
+        if found is not None and self._variation.rows is None:
+            self._report.differs(origin[0], origin[1], self._variation.name, found, is_other=True)
+        elif found is not None:
+            self._report.skips(origin[0], origin[1], _UNPAIRED)
+        return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
+
+    def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
+        """Whether they correspond; if so, they are twins from here on."""
+        if other.twin is one:
+            return True
+        relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
+        for relation in sorted(relations, key=lambda relation: relation != first):
+            if self._variation.difference(other.array, one.host, relation) is None:
+                other.twin, other.relation = one, relation
+                return True
+        if self._is_by_device(other) and self._variation.is_reordered(other.host, one.host):
+            other.twin, other.relation = one, "packed"
+            return True
+        return False
+
+    def _is_by_device(self, value: Value) -> bool:
+        return value.is_by_device and self._variation.rows is None
+
+    def _reordered(self, one: Value, other: Value) -> bits.Difference | None:
+        """How two values of one shape differ that lie in two orders; None where they lie as each other."""
+        return self._variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
+
+    def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
+        with self._sides[side].scope():
+            return bits.push(host, like.array)
+
+    # Equations ---------------------------------------------------------------------------------------------------
+
+    def _equation(self, eqn: Any, other: Any, pairs: Sequence[Pair], line: str) -> list[tuple[Value, Value]]:
+        enter = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name)
+        if eqn.primitive.name in operations.INLINED and operations.our_equation(eqn) is None:
+            enter = self._inline
+        if enter is not None:
+            found = enter(eqn, other, pairs, line)
+            if found is not None:
+                return found
+        return self._alone(eqn, other, pairs, line)
+
+    def _inline(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        jaxprs = [next((e.params[name] for name in names if name in e.params), None) for e in (eqn, other)]
+        if None in jaxprs or any(len(jax_tracing.open_jaxpr(jaxpr)[0].invars) != len(pairs) for jaxpr in jaxprs):
+            return None
+        return [x[:2] for x in self._jaxprs((jaxprs[0], jaxprs[1]), _apart(pairs), line)]
+
+    def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        (index, _, relation), *operands = pairs
+        if relation != "same":
+            return None
+        branches = [e.params["branches"] for e in (eqn, other)]
+        taken = min(max(int(self._variation.decision(index.host)), 0), len(branches[0]) - 1)
+        return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
+
+    def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        nconds, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        conditions, bodies = ([e.params[name] for e in (eqn, other)] for name in ("cond_jaxpr", "body_jaxpr"))
+        of_cond, of_body, carry = pairs[:nconds], pairs[nconds : nconds + nbody], pairs[nconds + nbody :]
+        while True:
+            ((goes_on, _, _),) = self._jaxprs((conditions[0], conditions[1]), _apart([*of_cond, *carry]), line)
+            if not bool(self._variation.decision(goes_on.host)):  # the variant goes on from equal bits here too
+                return [x[:2] for x in carry]
+            carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
+
+    def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        """One step after another; None where the steps are rows, or other ones in the variant."""
+        length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
+        if length == 0 or other.params["length"] != length:
+            return None
+        nconsts, ncarry = jax_compat.scan_counts(eqn)
+        consts, carry, xs = pairs[:nconsts], pairs[nconsts : nconsts + ncarry], pairs[nconsts + ncarry :]
+        steps = range(length)[::-1] if eqn.params["reverse"] else range(length)
+        ys: dict[int, list[Pair]] = {}
+        for i in steps:
+            sliced = [self._step(pair, i) for pair in xs]
+            results = self._jaxprs((bodies[0], bodies[1]), _apart([*consts, *carry, *sliced]), line)
+            carry, ys[i] = results[:ncarry], results[ncarry:]
+        stacked = [self._stack([ys[i][k] for i in range(length)]) for k in range(len(ys[0]))]
+        return [*(x[:2] for x in carry), *stacked]
+
+    def _step(self, pair: Pair, i: int) -> Pair:
+        one, other, relation = pair
+        values = []
+        for side, value in zip(self._sides, (one, other), strict=True):
+            with side.scope():
+                values.append(Value(bits.push(value.host[i], value.array, leading=-1)))
+        if isinstance(relation, Rows):
+            relation = Rows(relation.dim - 1, relation.outer, relation.inner) if relation.dim else "other"
+        values[1].twin, values[1].relation = values[0], relation
+        return values[0], _inheriting(values[1], [other]), relation
+
+    def _stack(self, steps: Sequence[Pair]) -> tuple[Value, Value]:
+        values = []
+        for side, column in zip(self._sides, _apart(steps), strict=True):
+            with side.scope():
+                host = np.stack([value.host for value in column])
+                values.append(Value(bits.push(host, column[0].array, leading=1)))
+        (relation, *others) = {step[2] for step in steps}
+        if {relation, *others} == {"same", "packed"}:
+            relation, others = "packed", []
+        if isinstance(relation, Rows):
+            relation = Rows(relation.dim + 1, relation.outer, relation.inner)
+        values[1].twin, values[1].relation = values[0], "other" if others else relation
+        return values[0], _inheriting(values[1], [x for _, x, _ in steps])
+
+    # Equations that run alone ------------------------------------------------------------------------------------
+
+    def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
+        ones = self._sides[0].run(eqn, [x.array for x, _, _ in pairs])
+        others = self._sides[1].run(other, [x.array for _, x, _ in pairs])
+        self._report.ran(eqn, line)
+        operands = [x for _, x, _ in pairs]
+        values = [
+            (Value(one), _inheriting(Value(two, is_by_device=operations.is_by_device(other, i)), operands))
+            for i, (one, two) in enumerate(zip(ones, others, strict=True))
+        ]
+        is_packed = [operations.is_packed(eqn, one.array.dtype) or self._is_unread(one, two) for one, two in values]
+        settled = [
+            (one, two) if packed else self._settled(eqn, pairs, i, (one, two), line)
+            for i, ((one, two), packed) in enumerate(zip(values, is_packed, strict=True))
+        ]
+        is_same = not all(is_packed) and all(
+            after is before for (_, after), (_, before) in zip(settled, values, strict=True)
+        )
+        for (one, two), packed in zip(values, is_packed, strict=True):
+            if packed and is_same:
+                two.twin, two.relation = one, "packed"
+        return settled
+
+    def _is_unread(self, one: Value, other: Value) -> bool:
+        """Whether these lie by the device in two shapes, and are not the same elements in another order."""
+        return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
+
+    def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
+        """Output `i` of both sides, the variant's from equal bits; a difference is reported."""
+        one, other = found
+        batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
+        if self._correspond(one, other, batched[0] if batched else None):
+            other.is_mixed |= bool(batched) and other.relation == "same"
+            return one, other
+        relations = self._variation.relations(one.array.shape, other.array.shape)
+        is_of_size = any(relation == "other" for _, _, relation in pairs)
+        if not relations:
+            if batched:
+                self._report.skips(eqn, line, _UNPLACED)
+            other.is_mixed |= bool(batched)
+            return one, other
+        least = self._reordered(one, other)
+        if least is not None:
+            if is_of_size:
+                self._report.skips(eqn, line, _OTHERS)
+            else:
+                self._report.differs(eqn, line, self._variation.name, least, i)
+            return one, _inheriting(Value(other.array), [other])
+        if is_of_size or (isinstance(relations[0], Rows) and not batched):
+            return one, self._of_size(eqn, one, other, relations[0], line)
+        kept = next((r for r in relations if not batched or self._keeps_rows(eqn, pairs, i, one, r)), None)
+        if kept is None:
+            self._report.skips(eqn, line, _MIXES)
+            other.is_mixed = True
+            return one, self._replaced(one, other, relations[0])
+        difference = self._variation.difference(other.array, one.host, kept)
+        assert difference is not None
+        self._report.differs(eqn, line, self._variation.name, difference, i)
+        return one, self._replaced(one, other, kept)
+
+    def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
+        """What the variant goes on with where operands, or the equation itself, are others by the size of the batch.
+
+        An iota, a mask and what indexes by them have to be the variant's own: row 2 of its batch is another row. Of
+        noise that is added to the rows the reference's has to be taken, or nothing behind it could be compared.
+        """
+        if not other.is_of_batch and self._variation.rows is not None:
+            return other
+        if not jnp.issubdtype(one.array.dtype, jnp.inexact):
+            return other
+        self._report.skips(eqn, line, _OF_SIZE if self._variation.rows is not None else _OTHERS)
+        other.is_mixed = True
+        return self._replaced(one, other, relation)
+
+    def _replaced(self, one: Value, other: Value, relation: Relation) -> Value:
+        array = self._put(self._variation.expected(one.host, relation), other)
+        return _inheriting(Value(array, one, relation), [other])
+
+    def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
+        """Whether a row of output `i` depends on the same row of the inputs alone.
+
+        Tried out on the reference, with the same compiled equation: where about half of the rows are replaced by
+        others, and by their negatives, the rest has to keep its bits. The halves are those of each bit of the rows'
+        numbers, so that of any two rows each is once replaced where the other is kept.
+        """
+        nrows = self._variation.nrows
+        for bit, kept_bit, sign in itertools.product(range((nrows - 1).bit_length()), (0, 1), (1, -1)):
+            rows = np.arange(nrows)
+            kept = rows >> bit & 1 == kept_bit
+            rows[~kept] = np.resize(rows[kept][::-1], nrows - kept.sum())
+            operands = []
+            for one, _, how in pairs:
+                if isinstance(how, Rows):
+                    host = how.take(one.host, nrows, rows)
+                    if sign < 0 and jnp.issubdtype(host.dtype, jnp.inexact):
+                        how.apart(host, nrows)[~kept] *= -1
+                    operands.append(self._put(host, one, side=0))
+                else:
+                    operands.append(one.array)
+            again = bits.pull(self._sides[0].run(eqn, operands)[i])
+            have, want = again, out.host
+            if isinstance(relation, Rows):
+                have, want = (relation.apart(x, nrows)[kept] for x in (have, want))
+            if bits.difference(np.ascontiguousarray(have), np.ascontiguousarray(want)) is not None:
+                return False
+        return True
+
+
+def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
+    return [one for one, _, _ in pairs], [other for _, other, _ in pairs]
+
+
+def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
+    """A value that was made of these."""
+    value.is_of_batch |= any(x.is_of_batch for x in operands)
+    value.is_mixed |= any(x.is_mixed for x in operands)
+    return value
+
+
+def _environment(jaxpr: Any, values: Sequence[Value]) -> dict[Any, Value]:
+    opened, consts = jax_tracing.open_jaxpr(jaxpr)
+    found = {v: Value(x) for v, x in zip(opened.constvars, consts, strict=True)}
+    return found | dict(zip(opened.invars, values, strict=True))
+
+
+def _read(environment: dict[Any, Value], atom: Any) -> Value:
+    return Value(atom.val) if jax_tracing.is_literal(atom) else environment[atom]
+
+
+def _live_equations(jaxpr: Any, line: str) -> list[Any]:
+    for eqn in reversed(jaxpr.eqns):
+        if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            raise NotImplementedError(
+                f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
+                f" {jax_compat.traced_line(eqn) or line}; write fn without jax.new_ref"
+            )
+    return jax_tracing.needed(jaxpr.eqns, jaxpr.outvars)
+
+
+def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
+    """The equations of both traces in an order in which both can run, paired where they are alike."""
+    names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
+    if names == other_names:
+        yield from zip(equations, others, strict=True)
+        return
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, names, other_names, autojunk=False).get_opcodes():
+        if kind == "equal":
+            yield from zip(equations[i:j], others[k:m], strict=True)
+        else:
+            yield from ((eqn, None) for eqn in equations[i:j])
+            yield from ((None, eqn) for eqn in others[k:m])
+
+
+def _likeness(eqn: Any, is_batch: bool) -> Any:
+    ours = operations.our_equation(eqn)
+    spec = None if ours is None else ours.params["spec"]
+    name = eqn.primitive.name if spec is None else f"jaxmp {getattr(spec, 'epilog', spec.function)}"
+    results = tuple(
+        (_likeness_of_shape(eqn, i, is_batch), str(v.aval.dtype))
+        for i, v in enumerate(eqn.outvars)
+        if not operations.is_packed(eqn, v.aval.dtype)
+    )
+    return name, len(eqn.invars), results, jax_compat.traced_line(eqn)
+
+
+def _likeness_of_shape(eqn: Any, i: int, is_batch: bool) -> Any:
+    shape = eqn.outvars[i].aval.shape
+    return len(shape) if is_batch or operations.is_by_device(eqn, i) else shape

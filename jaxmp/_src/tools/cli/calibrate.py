@@ -1,0 +1,140 @@
+"""The rates of this machine, measured for `jaxmp info --calibrate`."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.platform.hardware.clock import interleaved
+from jaxmp._src.platform.hardware.processor import processor
+
+_TYPES = ("float32", "float64", "bfloat16", "float16")
+# Rows, columns and k of the product whose rate is taken, and of one whose time is that of launching it.
+_LARGE, _SMALL = 1024, 16
+_STREAM = 2**28  # bytes that a pass over memory reads, and writes: more than caches hold
+_SENT, _TURNS = 2**22, 9  # bytes that each process of a job sends to each other one at a time, and how often
+_FLOAT8 = "float8_e4m3fn"
+
+
+def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+    """The fields of a `Hardware` for the devices of this process, measured in some ten seconds."""
+    devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
+    rates: dict[str, float] = {}
+    xla_rates: dict[str, float] = {}
+    with jax.enable_x64(True):
+        for dtype in _TYPES:
+            rates[dtype], xla_rates[dtype] = _rates(dtype)
+            on_step(dtype)
+        if is_shared:  # hostmp decodes either
+            rates |= dict.fromkeys(("float8", "float4"), _rates(_FLOAT8)[0])
+            on_step("float8")
+        mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
+        launch = _launch(mesh)
+        on_step("launch")
+        bandwidth = _memory_bandwidth()
+        link = _link_bandwidth(mesh) if len(devices) > 1 else bandwidth
+        on_step("memory and links")
+    network = _network() if jax.process_count() > 1 else {}
+    return {
+        "name": f"this ({processor().name if is_shared else devices[0].device_kind})",
+        "rates": rates,
+        "xla_rates": xla_rates,
+        "memory_bandwidth": bandwidth,
+        "new_memory_bandwidth": _new_memory_bandwidth(),
+        "link_bandwidth": link,
+        "launch": launch,
+        "is_shared": is_shared,
+        **network,
+        "source": f"measured on {time.strftime('%Y-%m-%d')} with {len(devices)} devices",
+    }
+
+
+def _rates(dtype: str) -> tuple[float, float]:
+    """Operations per second of jaxmp's product and of XLA's on one device, which on a CPU has all cores."""
+    a, b = (jax.random.uniform(jax.random.key(i), (_LARGE, _LARGE), jnp.float32).astype(dtype) for i in range(2))
+    product: Callable[..., Any] = matmul
+    if dtype == _FLOAT8:
+        product = functools.partial(matmul, transpose_b=True, preferred_element_type=jnp.bfloat16)
+    ours, xla = _seconds(*(functools.partial(jax.jit(each), a, b) for each in (product, jnp.matmul)))
+    return 2 * _LARGE**3 / ours, 2 * _LARGE**3 / xla
+
+
+def _launch(mesh: jax.sharding.Mesh) -> float:
+    """Seconds of a call with next to nothing to do, on all devices."""
+    ones = np.ones((_SMALL * mesh.size,) * 2, np.float32)
+    a, b = (jax.device_put(ones, NamedSharding(mesh, spec)) for spec in (P("x", None), P(None, "x")))
+    call = jax.jit(functools.partial(matmul, out_sharding=NamedSharding(mesh, P(None, "x"))))
+    return _seconds(functools.partial(call, a, b))[0]
+
+
+def _memory_bandwidth() -> float:
+    """Bytes per second of a pass over memory, read and written together; in place, for new pages take longer."""
+    call, x = jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros(_STREAM // 4, jnp.float32)
+
+    def again() -> Any:
+        nonlocal x
+        x = call(x)
+        return x
+
+    return 2 * _STREAM / _seconds(again)[0]
+
+
+def _new_memory_bandwidth() -> float:
+    return _STREAM / _seconds(jax.jit(functools.partial(jnp.zeros, _STREAM // 4, jnp.float32)))[0]
+
+
+def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
+    """Bytes per second that devices receive in an all-gather: each, or where they share a processor, all together."""
+    nbytes = min(_STREAM // mesh.size, 2**25)
+    x = jax.device_put(np.zeros(nbytes // 4, np.float32), NamedSharding(mesh, P("x")))
+    call = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(None))))
+    received = nbytes * (mesh.size - 1) // mesh.size
+    return received * (mesh.size if jax.default_backend() == "cpu" else 1) / _seconds(functools.partial(call, x))[0]
+
+
+def _network() -> dict[str, Any]:
+    """Of a job: bytes per second that a process receives from others in XLA's all-gather, the part of the processor
+    that this takes, and seconds of a step."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+
+    def gather(x: jax.Array) -> jax.Array:
+        gathered: jax.Array = lax.all_gather(x, "x", tiled=True)
+        return gathered[: x.size]
+
+    def seconds(nbytes: int, times: int) -> tuple[float, float]:
+        """Of the clock, and of all cores."""
+        x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
+        local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
+        call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+        turns = []
+        for _ in range(_TURNS + 1):  # the first one compiles; every process takes as many
+            started, worked = time.perf_counter(), time.process_time()
+            call(x).block_until_ready()
+            turns.append((time.perf_counter() - started, (time.process_time() - worked) / processor().cores))
+        took, work = (statistics.median(each) / times for each in zip(*turns[1:], strict=True))
+        return took, work
+
+    (latency, _), received = seconds(4 * mesh.size, 64), _SENT * (jax.process_count() - 1)
+    large, work = seconds(_SENT * jax.process_count(), 1)
+    return {
+        "node": jax.local_device_count(),
+        "network_bandwidth": received / max(large - latency, 1e-9),
+        "network_latency": latency,
+        "network_load": work / large,
+    }
+
+
+def _seconds(*calls: Callable[[], Any]) -> list[float]:
+    """Seconds of each call: medians, for what is predicted will not run at its fastest either."""
+    return list(interleaved({str(i): call for i, call in enumerate(calls)}, seconds=0.6, rounds=(5, 31)).values())

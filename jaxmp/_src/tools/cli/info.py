@@ -1,0 +1,157 @@
+"""What this machine and this installation have, and which implementation serves a product; --json for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp import distributed
+from jaxmp._src.core.lowering import backend
+from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.platform.hardware import calibration
+from jaxmp._src.platform.hardware.processor import processor
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import config, cuda_libraries, native
+from jaxmp._src.tools.cli import calibrate
+from jaxmp._src.tools.cli.output import make_cpu_devices, print_json, print_table, progress, rich
+
+_PACKAGES = (
+    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum", "rich"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublasmp-cu12", "nvidia-cublasmp-cu13"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
+)
+_TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
+# CPU devices whose links are measured.
+_CALIBRATED = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calibrate", action="store_true", help='measure this machine\'s rates for hardware="this"')
+    parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Always 0: what is missing is part of the answer."""
+    if options.calibrate:
+        _, nprocesses = config.launcher() or ("", 1)
+        if nprocesses > 1:  # a job, whose network is measured too
+            distributed.initialize()
+        else:
+            make_cpu_devices(_CALIBRATED)
+        is_first = jax.process_index() == 0
+        with progress("calibrate", 6, is_quiet=options.json or not is_first) as step:
+            measured = calibrate.measure(step)
+        if not is_first:
+            return 0
+        calibration.save(measured)
+    if options.json:
+        print_json(facts())
+        return 0
+    rich("table")  # raises before the work where rich is missing
+    for title, section in facts().items():
+        rows = [(name, _text(value)) for name, value in section.items()]
+        print_table(title, ("", ""), rows)
+    return 0
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """Everything that `info` prints, by section; plain values for JSON."""
+    choices = {name: _choice(name) for name in _TYPES}
+    available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
+    return {
+        "versions": _versions(),
+        "processor": dataclasses.asdict(processor()),
+        "host implementation": _host(),
+        "devices": _devices(),
+        "libraries": _libraries(),
+        "implementation of a product": {name: f"{who or 'none'}: {why}" for name, (who, why) in choices.items()},
+        "available implementations": {name: "yes" if who else f"no: {why}" for name, (who, why) in available.items()},
+        "calibration": _calibration(),
+        "environment": config.environment(),
+    }
+
+
+def _versions() -> dict[str, Any]:
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {"executable": sys.executable}
+
+
+def _host() -> dict[str, Any]:
+    try:
+        info = native.blas_info()
+    except (ImportError, ValueError) as error:
+        return {"unavailable": str(error)}
+    facts = {
+        "BLAS": info.pop("library"),
+        "configuration": info.pop("config"),
+        "instruction set": info.pop("instruction set"),
+    }
+    return facts | {f"kernel for {name}": kernel for name, kernel in info.items()}
+
+
+def _devices() -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    return {
+        "platform": jax.default_backend(),
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "processes": jax.process_count(),
+    }
+
+
+def _libraries() -> dict[str, Any]:
+    """cuBLASMp and what it needs: where they would be opened, and why not where they cannot."""
+    try:
+        paths = dataclasses.asdict(cuda_libraries.find())
+    except RuntimeError as error:
+        return {"cublasmp": f"cannot be used: {error}"}
+    found = {name: path if "/" in path else f"{path}, left to the loader" for name, path in paths.items()}
+    if native.cuda_devices():
+        why = native.why_no_cublasmp()
+        return found | native.cublasmp_info() | {"opened": "yes" if not why else f"no: {why}"}
+    return found | {"opened": "no: JAX has no CUDA device", "wheel": cuda_libraries.installed()}
+
+
+def _calibration() -> dict[str, Any]:
+    """The rates that `hardware="this"` has, in operations and bytes per second."""
+    found = calibration.load()
+    if found is None:
+        return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
+    rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
+    networks = ("network_bandwidth", "network_latency", "network_load")
+    names = ("memory_bandwidth", "new_memory_bandwidth", "link_bandwidth", *networks, "launch")
+    beside = {name: f"{found[name]:.3g}" for name in names if name in found}
+    return rates | beside | {"source": found["source"], "file": str(calibration.path())}
+
+
+def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
+    """Who computes a product that several devices of one process share, and why; "" where nobody does."""
+    operand = jnp.dtype(dtype)
+    out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
+    group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))
+    spec = MatmulSpec(jnp.dtype(out), group, implementation=implementation)
+    try:
+        found = backend.choose_implementation(spec, jax_compat.default_platform(), "", (operand, operand))
+    except (ImportError, NotImplementedError, RuntimeError) as error:
+        return "", str(error)
+    return found.implementation, found.why
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={each}" for name, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

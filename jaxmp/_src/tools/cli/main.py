@@ -1,0 +1,60 @@
+"""`python -m jaxmp` and the script `jaxmp`: reads the command line and runs one command.
+
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+from jaxmp._src.tools.cli import advise, bench, explain, info, selftest
+from jaxmp._src.tools.cli.output import CommandError
+
+# Exit statuses: what was checked holds, it does not, and it could not be checked.
+GOOD, BROKEN, UNABLE, INTERRUPTED = 0, 1, 2, 130
+
+_COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
+    "info": (info, "versions, processor, BLAS, devices, libraries, and which implementation serves a product here"),
+    "selftest": (selftest, "check placement, rounding and every promise about bits on this machine"),
+    "bench": (bench, "time a product beside XLA's, here and now"),
+    "advise": (advise, "rank the shardings of a product by predicted time"),
+    "explain": (explain, "print what the products of a function of a file do"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0 for success, 1 where a check fails, 2 where the command cannot run."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(_COMMANDS[options.command][0].run(options))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        sys.stderr.close()
+        return GOOD
+    except CommandError as error:
+        message = str(error)
+    except Exception as error:
+        if options.traceback:
+            raise
+        first = next(iter(str(error).splitlines()), "")
+        message = f"{type(error).__name__}: {first} (--traceback shows where)"
+    print(f"jaxmp {options.command}: {message}", file=sys.stderr)
+    return UNABLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxmp",
+        description="Distributed matrix multiplication for JAX, from the command line.",
+        epilog="Exit status: 0 for success, 1 where a check fails, 2 where the command cannot run.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{module.__doc__}")
+        command.add_argument("--traceback", action="store_true", help="show where an unexpected error comes from")
+        module.add_arguments(command)
+    return parser

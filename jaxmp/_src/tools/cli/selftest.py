@@ -1,0 +1,130 @@
+"""Check placement and rounding of products, and every promise of the levels, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+from jaxmp import testing
+from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.spec.matmul_spec import accumulator
+from jaxmp._src.tools.cli import output
+from jaxmp.testing import Check, Layout
+
+# Roundings of a product, as multiples of u |A| |B|: tests/bounds.py says why.
+_ROUNDINGS = 4.0
+_TYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
+# How many devices share a product, unless the command line says it: as many of these as there are.
+_DEVICES = (1, 2, 4, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="fewer shapes: a minute or two")
+    parser.add_argument("--devices", type=int, help="how many devices share a product (8, or as many as there are)")
+    parser.add_argument(
+        "--implementation",
+        choices=(*testing.IMPLEMENTATIONS, testing.ON_GPUS),
+        help="who computes; by default the rule, and on CPUs both for the promises about bits",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 where a check fails."""
+    if not options.json:
+        output.rich("progress")  # raises before the work where rich is missing
+    output.make_cpu_devices(options.devices or _DEVICES[-1])
+    if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
+        platform = jax.default_backend()
+        raise output.CommandError(f"--implementation cublasmp needs a CUDA device, JAX's backend is {platform}")
+    count = options.devices or max(count for count in _DEVICES if count <= jax.device_count())
+    output.require_devices(count)
+    results = []
+    started = time.perf_counter()
+    with jax.enable_x64(True):
+        found = list(checks(count, options.implementation, options.quick))
+        with output.progress("selftest", len(found), is_quiet=options.json) as step:
+            for check in found:
+                results.append(_result(check))
+                step(f"{check.promise} {check.subject}")
+    seconds, has_failed = time.perf_counter() - started, any(result["error"] for result in results)
+    if options.json:
+        output.print_json({"passed": not has_failed, "seconds": seconds, "checks": results})
+    else:
+        _print(results, seconds)
+    return int(has_failed)
+
+
+def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
+    """Every pattern and type once for placement and for rounding, and the promises about bits."""
+    for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
+        for name, run in (("placement", check_placement), ("rounding", check_rounding)):
+            yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
+    if jax.default_backend() == "cpu" or implementation == testing.ON_GPUS:
+        yield from testing.checks(is_quick, (implementation,) if implementation else testing.IMPLEMENTATIONS)
+
+
+def check_placement(layout: Layout, dtype: str, implementation: str | None) -> int:
+    """A product of small integers, whose sums are exact: every element has to be in its place."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-2, 3, shape).astype(jnp.dtype(dtype)) for shape in ((16, 40), (40, 24)))
+    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
+    if got.shape != want.shape or not np.array_equal(got, want):  # a BLAS's sum of zeros may be -0, so no bits
+        raise AssertionError(f"{np.count_nonzero(got != want)} of {want.size} elements are wrong, or in a wrong place")
+    return 1
+
+
+def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
+    """A product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of that in float64."""
+    a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
+    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
+    u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))
+    allowed = _ROUNDINGS * (u_sum * (np.abs(_wide(a)) @ np.abs(_wide(b))) + u * np.abs(want))
+    if not np.all(np.abs(got - want) <= allowed):
+        worst = np.nanmax(np.abs(got - want) / allowed)
+        raise AssertionError(f"an error is {worst:.3g} times as large as the bound of rounding allows")
+    return 1
+
+
+def _wide(x: ArrayLike) -> np.ndarray:
+    return np.asarray(x).astype(np.complex128)
+
+
+def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str | None) -> jax.Array:
+    mesh = layout.make_mesh()
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, layout.a), (b, layout.b))]
+    options = {"in_shardings": (layout.a, layout.b), "out_sharding": layout.d, "mesh": mesh}
+    product: jax.Array = jax.jit(functools.partial(matmul, implementation=implementation, **options))(*placed)
+    return product
+
+
+def _result(check: Check) -> dict[str, str]:
+    text = ""
+    try:
+        check.run()
+    except Exception as error:  # a check that cannot run is a result as well
+        text = f"{type(error).__name__}: {error}"
+    return {"check": check.promise, "of": check.subject, "error": text}
+
+
+def _print(results: Sequence[dict[str, str]], seconds: float) -> None:
+    kinds = dict.fromkeys(result["check"] for result in results)
+    rows = []
+    for kind in kinds:
+        errors = [result["error"] for result in results if result["check"] == kind]
+        rows.append((kind, len(errors), sum(map(bool, errors))))
+    output.print_table("", ("check", "run", "failed"), rows, numbers=2)
+    for result in results:
+        if result["error"]:
+            print(f"FAILED {result['check']} of {result['of']}: {result['error']}")
+    if not any(result["error"] for result in results):
+        print(f"jaxmp works on this machine ({seconds:.0f} s).")

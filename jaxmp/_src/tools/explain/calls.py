@@ -1,0 +1,94 @@
+"""Why a call of jaxmp moves data: how its operands and its result lie."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from jaxmp._src.tools.explain.lies import Lies
+from jaxmp._src.tools.explain.origins import Origins, is_call
+from jaxmp._src.tools.explain.partitioned import Place
+from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.search import Cause
+
+_PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
+_PATTERNS += "multiplies"
+
+_SAME_READS = "needed where every device uses the result; if the result is sharded, the call reads as much"
+
+
+def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
+    """The calls that read what other devices hold, and why they do."""
+    sites = list(_sites(origins))
+    for row in rows:
+        if row.extents and row.bytes_moved and row.implementation in implementations:
+            site = next((site for site in sites if _is_of(origins, site, row)), None)
+            sites.remove(site) if site is not None else None
+            yield row, _cause(row, origins, site)
+
+
+def beside_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
+    """Why a collective runs that jaxmp has put beside a call, as the row of the collective or of the call says."""
+    name = kind.replace("-", "_")
+    of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
+    if row := next((row for row in of_line if row.operation == name), None):
+        return found._replace(text=f"{found.text}: {row.why}", remedy=_PATTERNS)
+    row = next((row for row in of_line if row.pattern == name), None)
+    site = next((site for site in _sites(origins) if row is not None and _is_of(origins, site, row)), None)
+    why = _cause(row, origins, site) if row is not None else found
+    return why._replace(line=found.line)
+
+
+def axes_of(row: Row) -> tuple[str, ...]:
+    return (*re.findall(r"'([^']+)'", row.groups),)
+
+
+def _sites(origins: Origins) -> Iterator[Place]:
+    """The calls in the program ahead of XLA's partitioner: their first operands are a and b."""
+    for computation in origins.program.whole.computations.values() if origins.program.whole else ():
+        for each in computation.instructions.values():
+            is_partitioned = "jaxmp_partitioned" in each.attribute("custom_call_target")
+            if is_call(each) and (is_partitioned or each.opcode == "call") and len(each.operands) > 1:
+                yield computation, each
+
+
+def _is_of(origins: Origins, site: Place, row: Row) -> bool:
+    assert origins.program.whole is not None
+    m, k, n = row.extents
+    dims = (origins.whole_operand(*site, i) for i in (0, 1))
+    sizes = sorted(math.prod(each.extents) for each in dims)
+    return origins.program.whole.innermost(site[1]) == row.line and sizes == sorted((m * k, k * n))
+
+
+def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
+    lies = Lies(origins, axes_of(row))
+    over = lies.over
+    dims = [each for i in (0, 1) if site for each in lies.all(origins.whole_operand(*site, i))]
+    is_gradient = site is not None and "transpose(" in site[1].op_name
+    sums = f"{'the gradient of ' * is_gradient}this product sums {lies.which(dims)}"
+    have = f": {lies.lies(dims)}" * bool(dims)
+    # Where devices read the operands of others instead, as on CPUs of one process, partial sums do not move.
+    reads = row.implementation == "host" or row.determinism != "run_to_run"
+    adds = "each device reads what it needs of the others' operands" if reads else "the call adds the partial sums"
+    less = "each device reads less of the operands" if reads else "a reduce-scatter moves half"
+    remedy = f"{'needed, or ' * is_gradient}let out_sharding shard the result over {over}: {less}"
+    text, remedy = {
+        "all_reduce": (
+            f"{sums}, and its result is whole over {over}: {adds}, and every device gets all sums",
+            _SAME_READS if row.implementation == "host" else remedy,
+        ),
+        "reduce_scatter": (
+            f"{sums}, and its result is sharded over {over}: {adds}, and every device gets its part of the sums",
+            f"{lies.leave_whole(dims)}; where the sum is needed, so is this",
+        ),
+        "all_gather": (
+            f"both operands are sharded over {over} along dimensions of the result{have}; the call gathers one",
+            "the result can keep one of the two: leave the other whole, or shard it over another axis",
+        ),
+        "grid": (
+            f"the operands are sharded over {over} along different dimensions{have}; the call gathers them",
+            "shard what the product sums in both operands; needed for weights that are sharded to save memory (FSDP)",
+        ),
+    }.get(row.pattern, (row.why, ""))
+    return Cause("jaxmp", text, remedy, row.line)

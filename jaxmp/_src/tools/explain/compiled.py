@@ -1,0 +1,396 @@
+"""What `explain(fn, compiled=True)` returns: every collective and product of a compiled program, with its cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import tempfile
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmp._src.core.sharding import partitioner
+from jaxmp._src.platform.hardware.hardware import Hardware
+from jaxmp._src.platform.jax_internals import jax_compiled
+from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.tools.explain import hlo
+from jaxmp._src.tools.explain.calls import axes_of, beside_call, moving_calls
+from jaxmp._src.tools.explain.causes import cause
+from jaxmp._src.tools.explain.hlo import COLLECTIVES, Computation, Instruction, Module
+from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
+from jaxmp._src.tools.explain.origins import Origins
+from jaxmp._src.tools.explain.partitioned import Program
+from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.table import Explanation, short_type
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A collective or a product of a compiled program, or what a call of jaxmp moves, on one device.
+
+    Attributes:
+      kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+        "collective-permute", "collective-broadcast"; "dot" for a product; "jaxmp all-reduce" and the like for a call.
+      line: the line that wants it, "train.py:41", or with its caller "train.py:41 -> norm:12"; else empty.
+      axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
+      nbytes: bytes that a device receives each time; 0 for a product.
+      count: how often the program runs it; None in a loop without a known number of iterations.
+      shape: the result's type as XLA writes it.
+      cause, remedy: why it runs, and what to do where something can be done, in words.
+      cause_kind: the cause in one word: "contraction", "shared axis", "product", "constraint", "elementwise",
+        "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
+        "gradient", "out_shardings", "written", "jaxmp", "whole",
+        "recomputed" or "unplaced".
+      flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
+      round: a name that a collective shares with others which do not need it, nor it them, so that one could do both.
+      behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
+      is_hidden: whether XLA has put other work between its start and its end.
+    """
+
+    kind: str
+    line: str
+    axes: tuple[str, ...]
+    nbytes: int
+    count: int | None
+    shape: str
+    cause: str
+    remedy: str
+    cause_kind: str
+    flops: int = 0
+    traffic: int = 0
+    round: str = ""
+    behind: tuple[str, ...] = ()
+    is_hidden: bool = False
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the program cannot do without it, such as a gradient's sum over the batch."""
+        return self.remedy.startswith("needed")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledExplanation:
+    """A compiled program: `str` gives the table, and notebooks show it.
+
+    Attributes:
+      rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program,
+        and for each call of jaxmp that reads what other devices hold.
+      calls: the `Explanation` of its jaxmp calls.
+      memory: a `Memory`, or None where the platform does not tell.
+      hardware: the machine whose memory it has to fit, or None.
+    """
+
+    rows: tuple[Operation, ...]
+    calls: Explanation
+    memory: Memory | None = None
+    hardware: Hardware | None = None
+
+    @property
+    def collectives(self) -> tuple[Operation, ...]:
+        """The rows that communicate."""
+        return tuple(row for row in self.rows if row.kind != "dot")
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a device receives, in all collectives and in calls of jaxmp that read what other devices hold.
+
+        A loop without a known number of iterations counts once.
+        """
+        return sum(map(_total, self.collectives))
+
+    @property
+    def bytes_hidden(self) -> int:
+        """Bytes that a device receives while it computes: in a call of jaxmp, or where XLA overlaps a collective."""
+        return sum(_total(row) for row in self.collectives if row.is_hidden)
+
+    def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
+        """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
+        sums: dict[Any, int] = {}
+        for row in self.collectives:
+            sums[key(row)] = sums.get(key(row), 0) + _total(row)
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __repr__(self) -> str:
+        return f"CompiledExplanation({self._totals()})"
+
+    def __str__(self) -> str:
+        lines, remedies = list[str](), set[str]()
+        for line, row in zip(aligned(_narrow(self._table())), [None, *_merged(self.rows)], strict=True):
+            lines.append(line)
+            for text in _words(row, remedies) if row is not None else ():
+                lines += textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ")
+        lines = lines if self.rows else ["no collective and no product of XLA's in this program"]
+        notes = [part for note in self._notes() for part in textwrap.wrap(note, 80, subsequent_indent="  ")]
+        return "\n".join([*lines, *notes, *([str(self.calls)] if self.calls.rows else [])])
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        head, *cells = self._table()
+        words = [["cause", "remedy"], *([row.cause, row.remedy] for row in _merged(self.rows))]
+        table = [[*line, *more] for line, more in zip([head, *cells], words, strict=True)]
+        calls = self.calls._repr_html_() if self.calls.rows else ""
+        return as_html([table], self._notes()) + calls
+
+    def _table(self) -> list[list[str]]:
+        head = ["line", "operation", "over", "result", "received", "times"]
+        return [head, *map(_cells, _merged(self.rows))]
+
+    def _totals(self) -> str:
+        count, every = len(self.collectives), self.bytes_moved
+        share = f", {100 * self.bytes_hidden / every:.0f} % of it hidden behind products" if every else ""
+        return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
+
+    def _notes(self) -> list[str]:
+        notes = [f"total: {self._totals()}"]
+        if in_place := sum(row.count * row.bytes_moved for row in self.calls.rows if row.implementation == "host"):
+            notes.append(f"{size_of(in_place)} of it are operands of other devices that calls read in place, uncopied")
+        for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
+            sums = list(self.bytes_by(key).items())
+            if len(sums) > 1:
+                listed = ", ".join(f"{name} {size_of(nbytes)}" for name, nbytes in sums[:6])
+                notes.append(f"by {what}: {listed}{', ...' * (len(sums) > 6)}")
+        if self.memory is not None:
+            notes += memory_notes(self.memory, self.hardware)
+        return notes
+
+
+def compile_program(lowered: Any) -> tuple[Any, Program]:
+    """A `jax.stages.Lowered`, compiled, and what XLA tells of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = _compile(lowered, folder)
+        whole, parts = (_dumped(folder, when) for when in ("before", "after"))
+    return compiled, Program(Module(compiled.as_text()), _mesh(lowered, compiled), whole, parts)
+
+
+def settled_program(lowered: Any) -> Module | None:
+    """A `jax.stages.Lowered` with the shardings that XLA settles, where its first call stops XLA
+    (`partitioner.explaining`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _compile(lowered, folder)
+        except jax.errors.JaxRuntimeError as error:
+            if partitioner.STOPPED not in str(error):
+                raise
+        return _dumped(folder, "before")
+
+
+def _compile(lowered: Any, folder: str) -> Any:
+    return jax_compiled.compile_anew(lowered, {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"})
+
+
+def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
+    """The rows of a compiled program; `calls` has those of jaxmp's calls."""
+    left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
+    origins = Origins(program)
+    rows = list(_rows(origins, left, calls.rows))
+    # Calls that move data beside their products, and not by a collective of XLA, do so through shared memory.
+    apart = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
+    for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *apart):
+        extents = ",".join(map(str, row.local_shapes[2]))
+        shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
+        what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, axes_of(row), row.bytes_moved, row.count, shape)
+        rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in apart))
+    return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware)
+
+
+def _dumped(folder: str, when: str) -> Module | None:
+    """The module ahead of XLA's partitioner, or behind it; None where no partitioner ran."""
+    found = sorted(Path(folder).glob(f"*{when}_spmd-partitioning*.txt"))
+    return Module(max(found, key=lambda file: file.stat().st_size).read_text()) if found else None
+
+
+def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
+    """The program's mesh, of the shardings of its arguments and results, or of its own text."""
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+            return dict(sharding.mesh.shape)
+    return jax_compiled.lowered_mesh(lowered)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> Iterator[Operation]:
+    """`left` has, by line, why `fuse` has left a product to XLA."""
+    program, module = origins.program, origins.program.compiled
+    size = math.prod(program.mesh.values())
+    for computation, count in module.executed():
+        independent = _Independent(module, computation)
+        for each in computation.instructions.values():
+            if each.kind in COLLECTIVES:
+                behind, is_hidden = independent.products(each), independent.is_hidden(each)
+                axes = program.axes(each)
+                for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
+                    why = cause(origins, computation, each, i)
+                    why = beside_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
+                    what = (each.kind, why.line, axes, nbytes, count, shape)
+                    words = (why.text, why.remedy, why.kind)
+                    yield Operation(*what, *words, 0, 0, independent.round(each), behind, is_hidden)
+            elif each.is_product:
+                what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
+                traffic = each.held + sum(operand.nbytes for operand in computation.operands(each))
+                of_fuse = left.get(module.innermost(each), "")
+                yield Operation(*what, of_fuse, "", "product", _flops(computation, each), traffic)
+
+
+def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
+    """(type, bytes that a device receives) of each array that a collective moves; XLA combines several in one.
+
+    As a ring or direct sends move them; an all-reduce is a reduce-scatter and an all-gather.
+    """
+    groups = hlo.groups(each, ndevices)
+    p = max(map(len, groups), default=1)
+    share = (p - 1) / p
+    factor = {"all-gather": p - 1, "all-reduce": 2 * share, "collective-permute": bool(groups)}.get(each.kind, share)
+    factor = float(p > 1) if each.kind == "collective-broadcast" else factor
+    operands = computation.operands(each)
+    if "all-to-all" in each.kind:  # the parts of one array
+        return [(shape_of(each.results), int(sum(operand.nbytes for operand in operands) * factor))]
+    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(each.results, operands, strict=False)]
+
+
+def _flops(computation: Computation, dot: Instruction) -> int:
+    """2 m n k of a device's product; a complex one counts 4 real ones."""
+    (kind, shape), *_ = computation.operands(dot)[0].shapes
+    k = math.prod(shape[i] for i in dot.summed)
+    return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
+
+
+class _Independent:
+    """Which products of a computation do not depend on a collective, nor the collective on them."""
+
+    def __init__(self, module: Module, computation: Computation) -> None:
+        self._computation, self._order = computation, list(computation.instructions.values())
+        self._place = {each.name: i for i, each in enumerate(self._order)}
+        products = [i for i, each in enumerate(self._order) if _multiplies(module, each)]
+        self._bits = {i: 1 << bit for bit, i in enumerate(products)}
+        self._lines = [module.line(self._order[i]) for i in products]
+
+    @functools.cached_property
+    def _related(self) -> list[int]:
+        """For each instruction a bit for each product that it needs, or that needs it."""
+        needs, serves = ([self._bits.get(i, 0) for i in range(len(self._order))] for _ in range(2))
+        operands = [[self._place[name] for name in each.operands] for each in self._order]
+        for i, found in enumerate(operands):
+            for operand in found:
+                needs[i] |= needs[operand]
+        for i, found in reversed([*enumerate(operands)]):
+            for operand in found:
+                serves[operand] |= serves[i]
+        return [a | b for a, b in zip(needs, serves, strict=True)]
+
+    @functools.cached_property
+    def _chains(self) -> list[int]:
+        """The length of the longest chain of collectives, each needing the one before, from each instruction on."""
+        found = [0] * len(self._order)
+        for i, each in reversed([*enumerate(self._order)]):
+            found[i] += each.kind in COLLECTIVES
+            for name in each.operands:
+                found[self._place[name]] = max(found[self._place[name]], found[i])
+        return found
+
+    def round(self, collective: Instruction) -> str:
+        return f"{self._computation.name} {self._chains[self._place[collective.name]]}"
+
+    def products(self, collective: Instruction) -> tuple[str, ...]:
+        related = self._related[self._place[collective.name]]
+        lines = [line for bit, line in enumerate(self._lines) if not related >> bit & 1]
+        return tuple(dict.fromkeys(filter(None, lines)))
+
+    def is_hidden(self, collective: Instruction) -> bool:
+        """Whether work stands between the start and the end of a collective."""
+        at = self._place[collective.name]
+        if not collective.opcode.endswith("-start"):
+            return False
+        end = next((self._place[u.name] for u in self._computation.users[collective.name] if "-done" in u.opcode), at)
+        work = ("fusion", "dot", "custom-call", "convolution", "while")
+        return any(each.opcode in work for each in self._order[at + 1 : end])
+
+
+def _multiplies(module: Module, each: Instruction) -> bool:
+    """Whether an instruction is a product, or holds one."""
+    if each.opcode == "fusion":
+        return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
+    return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
+
+
+# Words ---------------------------------------------------------------------------------------------------------
+
+
+def _merged(rows: Sequence[Operation]) -> list[Operation]:
+    """A row for all of one line, kind and kind of cause, with what they receive and run together; those needed last.
+
+    A cause or a remedy has a line for each that differs in more than the numbers of layers.
+    """
+    alike: dict[Any, list[Operation]] = {}
+    for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
+        key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden)
+        alike.setdefault(key, []).append(row)
+    merged = []
+    for found in alike.values():
+        largest, *_ = found = sorted(found, key=_total, reverse=True)
+        count = None if None in (counts := [row.count for row in found]) else sum(counts)  # type: ignore[arg-type]
+        shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
+        cause, remedy = (_joined([getattr(row, name) for row in found]) for name in ("cause", "remedy"))
+        nbytes = sum(map(_total, found))
+        merged.append(dataclasses.replace(largest, count=count, shape=shape, cause=cause, remedy=remedy, nbytes=nbytes))
+    return merged
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """At most three different texts, each on a line."""
+    alike: dict[str, set[str]] = {}
+    for text in texts:
+        alike.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
+    found = [layers if len(each) > 1 else next(iter(each)) for layers, each in alike.items()]
+    return "\n".join(found[:3] + [f"and {len(found) - 3} more like these"] * (len(found) > 3))
+
+
+def _narrow(table: list[list[str]]) -> list[list[str]]:
+    """The table in 80 columns, as far as the ends of the files' names and of the types allow."""
+    for column, least in ((0, 12), (3, 12)):
+        width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
+        most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))
+        for row in table:
+            row[column] = row[column] if len(row[column]) <= most else "..." + row[column][3 - most :]
+    return table
+
+
+def _cells(row: Operation) -> list[str]:
+    times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
+    kind = "product" if row.kind == "dot" else row.kind
+    return [row.line or "?", kind, " ".join(row.axes), row.shape, size_of(row.nbytes) if row.nbytes else "", times]
+
+
+def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
+    """The lines below a row; `remedies` has those that a row above has told."""
+    for text in row.cause.splitlines():
+        yield f"{text}{'; hidden behind other work' * row.is_hidden}"
+    for text in row.remedy.splitlines():
+        if text not in remedies:
+            remedies.add(text)
+            yield text if row.is_needed else f"remedy: {text}"
+    if row.behind and not row.is_hidden:
+        lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)
+        yield f"could run behind the product{'s' * (len(row.behind) > 1)} of {lines}"
+
+
+def _total(row: Operation) -> int:
+    return row.nbytes * (1 if row.count is None else row.count)
+
+
+def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
+    """Raise AssertionError with the table of the collectives that are not allowed."""
+    rows = tuple(row for row in explanation.rows if row.kind in COLLECTIVES and not _is_allowed(row, allowed))
+    if rows:
+        found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
+        raise AssertionError(f"assert_no_collectives: the compiled program has collectives\n{found}")
+
+
+def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
+    return row.kind in allowed or any(set(row.axes) == {axis} and (row.kind, axis) in allowed for axis in row.axes)

@@ -1,0 +1,175 @@
+"""`explain`: what each matmul of a program will do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Literal, cast, overload
+
+import jax
+
+from jaxmp._src.core.sharding import partitioner
+from jaxmp._src.core.validation.operand_checks import check_flag
+from jaxmp._src.core.validation.public import public
+from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
+from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.runtime import native
+from jaxmp._src.tools.explain.arrays import is_array, returns_arrays, split_arrays
+from jaxmp._src.tools.explain.compiled import (
+    CompiledExplanation,
+    check_allowed,
+    compile_program,
+    compiled_explanation,
+    settled_program,
+)
+from jaxmp._src.tools.explain.hlo import COLLECTIVES
+from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, rows_of
+from jaxmp._src.tools.explain.settled import with_settled
+from jaxmp._src.tools.explain.table import Explanation
+
+
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: Literal[False] = ...
+) -> Callable[..., Explanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: Literal[True]
+) -> Callable[..., CompiledExplanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: bool
+) -> Callable[..., Any]: ...
+@public
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
+) -> Callable[..., Any]:
+    """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
+
+    `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
+    they are, and runs nothing.
+    Where XLA's partitioner decides the patterns of calls (auto axes, no shardings given), XLA settles the shardings of
+    the lowered program, and compiles nothing.
+
+    Args:
+      fn: a function of arrays, jitted or not, or a gradient function.
+      quiet: whether to return without printing.
+      hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
+        `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
+      compiled: whether to compile `fn` and show every collective of the program, XLA's own included, with its cause,
+        and the memory that the program needs (docs/notebooks/why.md); works on any program of JAX.
+
+    Returns:
+      A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
+      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions. With `compiled`
+      it returns a `CompiledExplanation`, with `.rows`, `.memory`, and `.calls`, the `Explanation`.
+
+    Raises: TypeError where `fn` is no function; ValueError for unknown hardware; and what `fn` raises.
+
+    >>> import jax, jaxmp
+    >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
+    >>> w = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> explanation = jaxmp.explain(jaxmp.matmul, quiet=True)(x, w)
+    >>> explanation
+    Explanation(1 call, 1.02e-06 Gflop on all devices together)
+    >>> explanation.rows[0].pattern, explanation.rows[0].accumulator
+    ('local', 'float32')
+    """
+    machine = None if hardware is None else hardware_of("explain", hardware)
+    return _Explained(_function("explain", fn), quiet, machine, check_flag("compiled", compiled))
+
+
+@public
+def assert_no_collectives(
+    fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = ()
+) -> Callable[..., CompiledExplanation]:
+    """Compile `fn` and fail where the program has a collective that is not allowed.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      allowed: kinds of collectives, "all-reduce", or kinds with the one mesh axis over which they may run,
+        ("all-reduce", "data").
+
+    Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
+      `CompiledExplanation`.
+    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function or `allowed` is
+      no list; ValueError where `allowed` names no kind of collective.
+
+    >>> import jax, jaxmp
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
+    CompiledExplanation(0 collectives, 0 B received by each device)
+    """
+    if isinstance(allowed, str) or not isinstance(allowed, Collection):
+        remedy = f"pass [{allowed!r}]" if allowed else "leave it out to allow none"
+        raise TypeError(f"assert_no_collectives: allowed must be a list of kinds, got {allowed!r}; {remedy}")
+    for each in allowed:
+        kind = each[0] if isinstance(each, tuple) and len(each) == 2 else each
+        if kind not in COLLECTIVES:
+            raise ValueError(
+                f"assert_no_collectives: allowed has {each!r}; it takes {', '.join(COLLECTIVES)}, or a pair of one of "
+                "them and a mesh axis"
+            )
+    explained = _Explained(_function("assert_no_collectives", fn), True, None, True)
+
+    @functools.wraps(fn, updated=())
+    def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
+        explanation = explained(*args, **kwargs)
+        assert isinstance(explanation, CompiledExplanation)
+        check_allowed(explanation, allowed)
+        return explanation
+
+    return checked
+
+
+def _function(name: str, fn: Any) -> Callable[..., Any]:
+    if not callable(fn):
+        raise TypeError(
+            f"{name}: takes a function, got {type(fn).__name__}; write {name}(fn)(*args) for the calls of fn(*args)"
+        )
+    return cast(Callable[..., Any], fn)
+
+
+class _Explained:
+    """`explain(fn)`, whose text says how it is called."""
+
+    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None, compiled: bool) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._quiet, self._hardware, self._compiled = fn, quiet, hardware, compiled
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__name__", type(self._fn).__name__)
+        return f"<jaxmp.explain of {name}: call it with the arguments of {name}, as jaxmp.explain({name})(...)>"
+
+    @jax_compat.hides_frames
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
+        traced = self._trace(args, kwargs)
+        rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
+        is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)
+        compiled = program = whole = None
+        if is_open or self._compiled:
+            with partitioner.explaining(stops=not self._compiled) as explained, jax.disable_jit(False):
+                lowered = traced.lower()
+                if self._compiled:
+                    compiled, program = compile_program(lowered)
+                    whole = program.whole
+                elif "calls" in explained:  # on one device there is nothing to settle
+                    whole = settled_program(lowered)
+        if is_open:
+            rows = with_settled(rows, whole, has_batches="batches" in explained)
+        calls = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
+        explanation = calls if program is None else compiled_explanation(compiled, program, calls)
+        if not self._quiet:
+            print(explanation)
+        return explanation
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function, traced; a compiled one with its own shardings, donation and names of arguments if it can."""
+        if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
+            traced = self._fn.trace(*args, **kwargs)
+            if hasattr(traced, "jaxpr"):  # a jit of nnx has stages of its own
+                return traced
+        if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
+            return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
+        args, kwargs, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+        return jax.jit(fn_of_arrays).trace(*args, **kwargs)

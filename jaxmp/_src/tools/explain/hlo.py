@@ -1,0 +1,425 @@
+"""XLA's programs, read from their text: instructions, the lines that they come from, and how often each runs.
+
+The grammar is that of xla/hlo/parser (HloParser); `compiled.as_text()` of JAX prints it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp._src.platform.jax_internals import source_lines
+
+# Instructions that pass their operand on in another order, place or type.
+MOVES = {"bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element"}
+MOVES |= {"optimization-barrier", "reshape", "transpose", "tuple", "slice", "dynamic-slice", "opt-barrier", "pad"}
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
+    "collective-broadcast",
+)
+
+# An axis, or a part of it, in a sharding or in replica groups.
+_AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
+_PLAIN = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ([^( ]+) ([\w\-]+)\(([^()]*)\)(?:, )?(.*)")
+_HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_BRACKET = re.compile(r'\\.|["(){}\[\]]')
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+@dataclasses.dataclass(eq=False)  # frozen ones are made in three times the time, and programs have 10,000s
+class Instruction:
+    """One instruction: `operands` are names of others of its computation, `attributes` the text behind them.
+
+    `parts` has for each operand which part of a tuple it is, or "" for a whole value; for a parameter its number.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    parts: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
+        return _op_name(self.attributes)
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it has the name of one of the program's arguments."""
+        return bool(self.op_name) and "/" not in self.op_name
+
+    @property
+    def primitive(self) -> str:
+        """The primitive of JAX's equation, or the empty string: arguments have names without a slash."""
+        name = self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
+        return "jit" if self.opcode == "copy" and name.startswith("jit(") else name  # an inner jit asks for a sharding
+
+    @property
+    def kind(self) -> str:
+        """The opcode; of the parts of an asynchronous operation that of the whole."""
+        return self.opcode.removesuffix("-start")
+
+    @property
+    def sharding(self) -> str:
+        return self.attribute("sharding")
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(type, extents) of the result, or of each part of a tuple."""
+        return _shapes(self.type)
+
+    @property
+    def results(self) -> list[tuple[str, tuple[int, ...]]]:
+        """`shapes` without the operands that an asynchronous operation's start repeats, and without a workspace."""
+        count = len(self.operands)
+        if self.opcode.endswith("-start") and len(self.shapes) >= 2 * count:
+            return self.shapes[count : 2 * count]
+        return self.shapes[:1] if self.is_product else self.shapes
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return _bytes_of(self.shapes)
+
+    @functools.cached_property
+    def held(self) -> int:
+        """The bytes of `results`."""
+        return _bytes_of(self.results)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is XLA's own product, or cuBLAS's that XLA has made of one."""
+        target = self.attribute("custom_call_target") if self.opcode == "custom-call" else ""
+        return self.opcode == "dot" or target.startswith('"__cublas')
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The dimensions of the first operand that a product sums."""
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', self.attributes)
+        return _ints(found[1]) if found else self.numbers("lhs_contracting_dims")
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute, without the braces around it, or the empty string."""
+        return _attribute(self.attributes, name)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        return _ints(self.attribute(name))
+
+
+@functools.lru_cache(8192)  # here and below: layers repeat the texts of their instructions
+def _op_name(attributes: str) -> str:
+    found = _OP_NAME.search(attributes)
+    return found[1].replace("\\'", "'") if found else ""
+
+
+@functools.lru_cache(8192)
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    found = re.findall(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]", text)
+    return [(kind, tuple(int(n.lstrip("<=")) for n in extents.split(",") if n)) for kind, extents in found]
+
+
+@functools.lru_cache(8192)
+def _attribute(attributes: str, name: str) -> str:
+    at = attributes.find(f"{name}=")
+    while at > 0 and attributes[at - 1] not in " ,":  # the end of a longer name
+        at = attributes.find(f"{name}=", at + 1)
+    if at < 0:
+        return ""
+    text = attributes[at + len(name) + 1 :]
+    if text[:1] == "{":
+        return text[1 : _closing(text, 0)]
+    return re.match(r"[^ ,]*", text)[0]  # type: ignore[index]
+
+
+@functools.lru_cache(8192)
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
+class Computation:
+    """The instructions in the order of the text; a scheduled module runs them so."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self._lines = name, lines
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        return {each.name: each for each in map(_instruction, self._lines) if each is not None}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next(each for each in self.instructions.values() if each.is_root)
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for each in self.instructions.values():
+            for name in dict.fromkeys(each.operands):
+                users[name].append(each)
+        return users
+
+    @functools.cached_property
+    def multiplies(self) -> bool:
+        """Whether an instruction is a product."""
+        return any(" dot(" in line or "__cublas" in line for line in self._lines)
+
+    def operands(self, of: Instruction) -> list[Instruction]:
+        return [self.instructions[name] for name in of.operands]
+
+
+class Frame(NamedTuple):
+    """A line of a function."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Module:
+    """A program of XLA from its text; what no one asks for is not read."""
+
+    def __init__(self, text: str) -> None:
+        self.entry, self._text = "", text
+        header, *bodies = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", text)
+        self.computations: dict[str, Computation] = {}
+        for body in bodies:
+            head, *lines = body.splitlines()
+            name = head.removeprefix("ENTRY ").partition(" ")[0].lstrip("%")
+            self.computations[name] = Computation(name, lines)
+            self.entry = name if head.startswith("ENTRY ") else self.entry
+        self._stacks, self._callers = _frames(header)
+        # For each argument whether XLA chooses its sharding.
+        chosen = re.search(r"allow_spmd_sharding_propagation_to_parameters=\{([^}]*)\}", header)
+        self.chooses_arguments = [flag == "true" for flag in chosen[1].split(",")] if chosen else []
+        # Whether XLA chooses the shardings of results.
+        self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
+
+    def line(self, of: Instruction) -> str:
+        """The user's line of an instruction, as `innermost`, behind the line that calls it where several do, and where
+        its function does nothing but ask for a sharding.
+
+        "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
+        """
+        inner, stack = self.innermost(of), self._stack(of)
+        pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
+        above = (b for a, b, _ in pairs if self._asks(a) and not self._asks(b))
+        several = (b for _, b, lines in pairs if len(lines) > 1 and b in lines)
+        caller = next(itertools.chain(above, several), None)
+        if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
+            return inner
+        file, line, function = stack[0]
+        name = function.split("<locals>.")[-1].strip("<>")
+        return f"{outer} -> " + (f"{name}:{line}" if file == caller.file else inner)
+
+    def innermost(self, of: Instruction) -> str:
+        """ "train.py:41": the innermost line that no library of layers has, or the empty string."""
+        return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
+
+    def _asks(self, frame: Frame) -> bool:
+        """Whether a function does nothing but ask for a sharding, as every trainer has one."""
+        return _function(frame) not in self._working
+
+    @functools.cached_property
+    def _working(self) -> set[tuple[Any, ...]]:
+        """The functions that do more."""
+        named = set(re.findall(r'op_name="[^"]*/(\w+)"[^}]*stack_frame_id=(\d+)', self._text))
+        frames = {int(frame) for name, frame in named if name not in ("sharding_constraint", "reshard")}
+        return {_function(frame) for each in frames for frame in self._stacks.get(each, ())}
+
+    def _stack(self, of: Instruction) -> Sequence[Frame]:
+        if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
+            return (Frame(old[1], int(old[2]), ""),)
+        found = re.search(r"stack_frame_id=(\d+)", of.attributes)
+        return self._stacks.get(int(found[1]), ()) if found else ()
+
+    def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
+        """The computations that the program runs, from the entry, and how often; None where a loop does not tell.
+
+        Of fused ones those with a product.
+        """
+        computation = self.computations[name or self.entry]
+        yield computation, count
+        for each in computation.instructions.values():
+            for called, times in called_by(each):
+                if each.opcode == "fusion" and not self.computations[called].multiplies:
+                    continue  # nothing but operations on elements
+                yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
+
+
+def _function(frame: Frame) -> tuple[Any, ...]:
+    """A function by its file and name, or of several without a name by the line."""
+    return frame[:2] if "<lambda>" in frame.function else frame[::2]
+
+
+def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
+    """The computations that an instruction runs, and how often each; none that it applies to elements."""
+    if instruction.opcode == "while":
+        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+        return [(instruction.attribute("body").lstrip("%"), int(trips[1]) if trips else None)]
+    names = {
+        "conditional": ("branch_computations", "true_computation", "false_computation"),
+        "call": ("to_apply",),
+        "fusion": ("calls",),
+        "async-start": ("calls",),
+    }.get(instruction.opcode, ())
+    return [(name, 1) for key in names for name in re.findall(r"[\w.\-]+", instruction.attribute(key))]
+
+
+def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
+    """The devices that communicate with each other, by their numbers within the program."""
+    if pairs := instruction.attribute("source_target_pairs"):
+        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
+    found = re.search(
+        r"replica_groups=(?P<all>\{[\d,{} ]*\}|mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? "
+        r"\{(?P<axes>[^}]*)\}|\[(?P<tile>[\d,]+)\]<=\S+)",
+        instruction.attributes,
+    )
+    if found is None:
+        return ()
+    if found["mesh"]:
+        # A part of an axis is 'x':(2)4: of size 4, with 2 times as many devices ahead of it.
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
+        ids = _iota(found["ids"]) if found["ids"] else np.arange(math.prod(sizes.values()))
+        within = {n: (int(a or 1), int(b or sizes[n])) for n, a, b in re.findall(_AXIS, found["axes"])}
+        split = [(a, b, sizes[n] // (a * b)) for n in sizes for a, b in [within.get(n, (1, sizes[n]))]]
+        ids = ids.reshape([extent for each in split for extent in each])
+        inner = [3 * i + 1 for i, name in enumerate(sizes) if name in within]
+        outer = [i for i in range(ids.ndim) if i not in inner]
+        table = ids.transpose(outer + inner).reshape(-1, math.prod(ids.shape[i] for i in inner))
+    elif found["tile"]:
+        table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(_ints(found["tile"]))
+    else:
+        listed = re.findall(r"\{([\d,]+)\}", found["all"])
+        return tuple(map(_ints, listed)) or (tuple(range(ndevices)),)
+    return tuple(map(tuple, table.tolist()))
+
+
+def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """For each dimension the mesh axes that shard it, from the sharding of an instruction; None where it has none.
+
+    A tuple has no such list; ask for the sharding of one of its parts.
+    """
+    if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
+        return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
+    found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)
+    if found is None:
+        return () if "replicated" in text else None
+    tile = _ints(found[1])
+    ids = _iota(found[3]) if found[2] else np.array(_ints(found[3]))
+    place = np.empty(ids.size, int)
+    place[ids] = np.arange(ids.size)
+    places = np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile)
+    axes = [tuple(name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()) for dim in places]
+    rank = len(tile) - ("last_tile_dim_replicate" in text)
+    return tuple(axes[:rank])
+
+
+def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The mesh axes along which the devices of a group, or of a pair, differ; None for devices that the mesh lacks."""
+    size = math.prod(mesh.values())
+    if not found or not mesh or any(device >= size for group in found for device in group):
+        return None
+    places = [np.array(np.unravel_index(np.array(group), tuple(mesh.values()))) for group in found]
+    return tuple(name for i, name in enumerate(mesh) if any(np.ptp(place[i]) for place in places))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Device numbers from "[2,4]T(1,0)": counted up in this shape, then transposed."""
+    shape, _, order = text.partition("T")
+    dims = _ints(shape)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
+
+
+def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.ceil(math.prod(extents) * _bits(kind) / 8) for kind, extents in shapes)
+
+
+def _bits(kind: str) -> int:
+    digits = re.match(r"[a-z]+(\d+)", kind)
+    return _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 0
+
+
+def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Frame]]]:
+    """The user's frames from the innermost, by the numbers of them all; the lines that lead directly to a line."""
+
+    def table(title: str, entry: str) -> list[Any]:
+        found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", header, re.M | re.S)
+        return re.findall(rf"^(\d+) {entry}", found[1], re.M) if found else []
+
+    files, functions = (dict(table(title, '"(.*)"$')) for title in ("FileNames", "FunctionNames"))
+    located = table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
+    locations = {at: Frame(files[file], int(line), functions[function]) for at, file, function, line in located}
+    stacks: dict[int, Sequence[Frame]] = {}
+    # The text counts parents from 1 and tells them first; 0 or none stands for the outermost.
+    frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    for at, location, parent in frames:
+        stacks[int(at)] = (locations[location], *stacks.get(int(parent or 1) - 1, ()))
+    stacks = {at: _of_user(stack) for at, stack in stacks.items()}
+    callers, outer = collections.defaultdict[Frame, set[Frame]](set), collections.defaultdict[Frame, set[Frame]](set)
+    for innermost in stacks.keys() - {int(parent or 1) - 1 for *_, parent in frames}:
+        for i, frame in enumerate(stack := stacks[innermost]):
+            callers[frame].update(stack[i + 1 : i + 2])
+            outer[frame].update(stack[i + 2 :])
+    # What jax.checkpoint runs again lacks some frames between.
+    return stacks, {frame: found - outer[frame] for frame, found in callers.items()}
+
+
+def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """One frame a function: JAX writes those around a loop several times for what is in its body.
+
+    A call of an exported function has the frames of its export inside its own. Of a function in both, the call's stays.
+    """
+    frames: dict[Any, Frame] = {}
+    ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
+    for start, end in reversed([*itertools.pairwise(sorted({0, *ends, len(stack)}))]):
+        inner = {each[::2]: each for each in reversed(stack[start:end]) if not source_lines.is_of_library(each.file)}
+        frames |= {key: each for key, each in inner.items() if key not in frames}
+    return (*reversed(frames.values()),) or stack[:1]
+
+
+def _instruction(line: str) -> Instruction | None:
+    if found := _PLAIN.match(line):  # most lines, in a third of the time
+        root, name, kind, opcode, inner, attributes = found.groups()
+    elif head := _HEAD.match(line):
+        root, name = head.groups()
+        at = head.end()
+        end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+        start = line.index("(", end)
+        stop = _closing(line, start)
+        kind, opcode, inner = line[at:end], line[end:start].strip(), line[start + 1 : stop]
+        attributes = line[stop + 1 :].lstrip(", ")
+    else:
+        return None
+    operands = [("", inner)] if opcode == "parameter" else []
+    operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(inner)
+    names, parts = tuple([name for name, _ in operands if name]), tuple([part for _, part in operands])
+    return Instruction(name, opcode, kind, names, parts, attributes, bool(root))
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the bracket that opens at `at` closes; texts in quotes count for nothing."""
+    depth, quoted = 0, False
+    for found in _BRACKET.finditer(text, at):
+        token = found[0]
+        if token == '"':
+            quoted = not quoted
+        elif not quoted and token in "({[":
+            depth += 1
+        elif not quoted and token in ")}]":
+            depth -= 1
+            if depth == 0:
+                return found.start()
+    raise ValueError(f"brackets do not close: {text[at : at + 200]}")

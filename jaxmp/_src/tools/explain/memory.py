@@ -1,0 +1,137 @@
+"""The memory of a compiled program on one device, and the arrays that take most of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._src.platform.hardware.hardware import Hardware
+from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array of one device that lives when most memory is in use: its bytes, type, and the line that makes it."""
+
+    nbytes: int
+    shape: str
+    line: str
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, as XLA has assigned them (`compiled.memory_analysis()`).
+
+    Attributes:
+      peak: arguments, results and temporaries together, less what results share with donated arguments (aliased).
+      largest: the largest buffers that live where the schedule needs most, at most ten.
+      donatable: bytes of results that donated arguments of the same type could hold and do not.
+      saved_for_gradient: bytes that live there and come from a forward pass; `jax.checkpoint` computes them again.
+    """
+
+    peak: int
+    arguments: int
+    results: int
+    temporaries: int
+    aliased: int
+    largest: tuple[Buffer, ...]
+    donatable: int
+    saved_for_gradient: int
+
+
+def memory_of(compiled: Any, module: Module) -> Memory | None:
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    live = _largest(module, module.computations[module.entry])
+    buffers = [Buffer(each.held, shape_of(each.results), module.line(each), each.op_name) for each in live]
+    has_gradient = any("transpose(" in each.op_name for each in module.computations[module.entry].instructions.values())
+    saved = sum(
+        each.held
+        for each in live
+        if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
+    )
+    given, made, temporary, aliased = (
+        getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "output", "temp", "alias")
+    )
+    peak, largest = given + made + temporary - aliased, sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]
+    donatable = max(0, _matching(module) - aliased)
+    return Memory(peak, given, made, temporary, aliased, tuple(largest), donatable, saved)
+
+
+def _largest(module: Module, computation: Computation) -> list[Instruction]:
+    """The instructions whose results live where the schedule holds most bytes."""
+    order = list(computation.instructions.values())
+    last = {each.name: i for i, each in enumerate(order)}
+    alias: dict[str, str] = {}
+    for i, each in enumerate(order):
+        for name in each.operands:
+            last[alias.get(name, name)] = i
+        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while") or each.opcode.endswith("-done"):
+            alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
+    for name in {computation.root.name, *computation.root.operands}:
+        last[alias.get(name, name)] = len(order)
+    last |= {each.name: len(order) for each in order if each.opcode == "parameter"}
+    ends: dict[int, list[Instruction]] = {}
+    live: dict[str, Instruction] = {each.name: each for each in order if each.opcode == "parameter"}
+    now = most = sum(each.held for each in live.values())
+    found = list(live.values())
+    for i, each in enumerate(order):
+        if each.opcode not in ("parameter", "constant") and each.name not in alias:
+            live[each.name] = each
+            now += each.held
+            ends.setdefault(last[each.name], []).append(each)
+        if now > most:
+            most, found = now, list(live.values())
+        for ended in ends.pop(i, ()):
+            now -= ended.held
+            del live[ended.name]
+    return found
+
+
+def _matching(module: Module) -> int:
+    """Bytes of results that have an argument of the same type each."""
+    entry = module.computations[module.entry]
+    free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
+    results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]
+    total = 0
+    for result in results:
+        if result.type in free:
+            free.remove(result.type)
+            total += result.nbytes
+    return total
+
+
+def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
+    fits = ""
+    if hardware is not None and math.isfinite(hardware.memory):
+        room = hardware.memory - memory.peak
+        fits = f"; fits {hardware.name} with {size_of(room)} to spare" if room >= 0 else ""
+        fits = fits or f"; does not fit {hardware.name} by {size_of(-room)}"
+    notes = [
+        f"memory: {size_of(memory.peak)} at the peak of a device ({size_of(memory.arguments)} arguments, "
+        f"{size_of(memory.results)} results, {size_of(memory.temporaries)} temporaries){fits}"
+    ]
+    if memory.largest:
+        listed = (f"{size_of(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
+        notes.append(f"largest then: {', '.join(listed)}")
+    least = memory.peak / 100  # below that nothing is worth a line
+    if memory.donatable >= least > 0:
+        notes.append(f"donate_argnums could save {size_of(memory.donatable)}: results have the types of arguments")
+    if memory.saved_for_gradient >= least > 0:
+        notes.append(f"jax.checkpoint could save up to {size_of(memory.saved_for_gradient)} kept for the gradient")
+    return notes
+
+
+def shape_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """The type without its layout; of a tuple its first part and how many there are."""
+    (kind, extents), *others = shapes or [("token", ())]
+    return f"{kind}[{','.join(map(str, extents))}]{f' x{len(others) + 1}' * bool(others)}"
+
+
+def size_of(nbytes: float) -> str:
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u or u == 1)
+    return f"{nbytes / unit:.3g} {name}"

@@ -1,0 +1,342 @@
+"""Where the sharding of a dimension begins: the arguments, constraints and results that ask for it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.tools.explain import hlo
+from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
+from jaxmp._src.tools.explain.partitioned import Program
+
+# Operations that ask for a sharding, and what a user writes for them.
+ASKING = {
+    "sharding_constraint": "jax.lax.with_sharding_constraint",
+    "reshard": "jax.sharding.reshard",
+    "shard_map": "{}_specs of shard_map",
+    "call_exported": "{}_shardings of the exported function",
+    "jit": "{}_shardings of an inner jax.jit",
+}
+# A program's own changes of shape, which have names of their own.
+OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
+SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
+# Scopes of JAX's own.
+_OF_JAX = re.compile(
+    "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
+)
+# Operations with dimensions that do not lie as those of their operands in the same order.
+_MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
+
+
+class Dim(NamedTuple):
+    """A dimension of an instruction's result, of whole arrays; `part` says which part of a tuple."""
+
+    computation: Computation
+    instruction: Instruction
+    part: str
+    dim: int
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        found = self.instruction.shapes[int(self.part or 0) :]
+        return found[0][1] if found else ()
+
+
+class Origins:
+    """The origins of shardings in a program ahead of the partitioner."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._known: dict[tuple[Dim, str], tuple[str, ...]] = {}
+
+    def axes(self, at: Dim) -> tuple[str, ...]:
+        """The mesh axes that shard a dimension."""
+        dims = self.program.dims(*at[:3])
+        return dims[at.dim] if at.dim < len(dims) else ()
+
+    def of(self, at: Dim, axis: str) -> tuple[str, ...]:
+        """At most two origins of this axis: where the values come from, or else what asks for them so."""
+        return self.ahead(at, axis) or self.behind(at, axis)
+
+    def ahead(self, start: Dim, axis: str) -> tuple[str, ...]:
+        """The arguments, or constraints, that give the dimension to what it is computed from."""
+        stack, below = [start], dict[Dim, list[Dim]]()
+        while stack:
+            at = stack[-1]
+            if (at, axis) in self._known or axis not in self.axes(at):
+                self._known.setdefault((at, axis), ())
+                stack.pop()
+            elif at not in below:
+                below[at] = list(self.operands(at))
+                stack += [each for each in below[at] if each not in below]
+            else:
+                found = dict.fromkeys(name for each in below[at] for name in self._known.get((each, axis), ()))
+                self._known[at, axis] = (*found,)[:2] or self._own(at, axis)
+        return self._known[start, axis]
+
+    def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
+        """An argument, what asks for a sharding itself, or what the body of a loop gives to its carry."""
+        each = at.instruction
+        if each.opcode == "parameter" and at.computation.name in self.program.callers:
+            self._known[at, axis] = ()  # the body leads back to here
+            is_loop = self.program.callers[at.computation.name][1].opcode == "while"
+            return self.ahead(at._replace(instruction=at.computation.root), axis) if is_loop else ()
+        if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
+            is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
+            return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
+        # A shard_map asks for its manual axes alone.
+        users = at.computation.users[each.name] if each.primitive == "shard_map" else []
+        manual = "".join(user.sharding.partition("manual")[2] for user in users)
+        is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
+        if each.primitive in ASKING and (is_own or not users):
+            line = self._module.line(each)
+            return (asker(at.computation, each) + f" in {line}" * bool(line),)
+        return ()
+
+    def behind(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
+        """What the value meets first on its way to the results: an operand that has it so, a constraint or a result.
+
+        With the line `where` it meets an operand.
+        """
+        if (met := self.met(start, axis)) is None:
+            return ()
+        line = self.line(*met[:2]) if where else ""
+        names = self.ahead(met, axis) or ("out_shardings",)
+        return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
+
+    def met(self, start: Dim, axis: str) -> Dim | None:
+        """That dimension of what it meets, or of the results."""
+        waiting, seen = [start], {start}
+        while waiting and len(seen) < 500:
+            at = waiting.pop(0)
+            for user in (*self.users(at), *self._partners(at)):
+                if user in seen or axis not in self.axes(user):
+                    continue
+                seen.add(user)
+                if self.ahead(user, axis):
+                    return user
+                waiting.append(user)
+            if at.computation.name == self._module.entry and at.instruction.is_root and not self._chooses_results:
+                return at
+        return None
+
+    @property
+    def _module(self) -> hlo.Module:
+        assert self.program.whole is not None
+        return self.program.whole
+
+    @property
+    def _chooses_results(self) -> bool:
+        return self.program.compiled.chooses_results
+
+    # Which dimensions lie in the same place ----------------------------------------------------------------------
+
+    def operands(self, at: Dim) -> Iterator[Dim]:
+        """The dimensions of operands that this one is computed from, element by element."""
+        place, each, part, index = at
+        if each.opcode == "parameter":
+            if place.name in self.program.callers:
+                outer, caller = self.program.callers[place.name]
+                # A branch has its own operand behind the one that chooses.
+                branches = [name for name, _ in hlo.called_by(caller)] if caller.opcode == "conditional" else []
+                number = 1 + branches.index(place.name) if branches else int(each.parts[0])
+                yield Dim(outer, outer.operands(caller)[number], part or caller.parts[number], index)
+            return
+        if each.opcode in ("conditional", "call"):
+            for name, _ in hlo.called_by(each):
+                inner = self._module.computations[name]
+                yield Dim(inner, inner.root, part, index)
+            return
+        for number, operand in enumerate(place.operands(each)):
+            inner_part = each.parts[number]
+            if each.opcode == "get-tuple-element":
+                inner_part = each.attribute("index")
+            elif each.opcode == "tuple":
+                if part != str(number):
+                    continue
+            elif each.opcode in ("while", "opt-barrier", "optimization-barrier"):
+                inner_part = part
+            below = Dim(place, operand, inner_part, index)
+            if (found := _same_place(at, below, number)) is not None:
+                yield below._replace(dim=found)
+
+    def users(self, at: Dim) -> Iterator[Dim]:
+        """The dimensions of results that are computed from this one."""
+        place, each, part, index = at
+        for user in place.users[each.name]:
+            if user.opcode == "tuple":
+                found = [Dim(place, user, str(i), index) for i, name in enumerate(user.operands) if name == each.name]
+            elif user.opcode in ("while", "opt-barrier", "optimization-barrier"):
+                found = [Dim(place, user, part, index)]
+            else:
+                found = [Dim(place, user, "", i) for i in range(len(user.shapes[0][1]) if user.shapes else 0)]
+            yield from (above for above in found if at in self.operands(above))
+        if each.is_root and place.name in self.program.callers:
+            outer, caller = self.program.callers[place.name]
+            yield Dim(outer, caller, part, index)
+
+    def _partners(self, at: Dim) -> Iterator[Dim]:
+        """The dimensions that products sum together with this one."""
+        for user in at.computation.users[at.instruction.name]:
+            for side in range(2 * (user.opcode == "dot")):
+                mine, other = (summed(at.computation, user, i) for i in (side, 1 - side))
+                yield from (each for one, each in zip(mine, other, strict=True) if one == at)
+
+    # Names -------------------------------------------------------------------------------------------------------
+
+    def name(self, at: Dim) -> tuple[str, int]:
+        """("x", or "the result of mul (train.py:41)"; the dimension there): a value, behind what hands it on."""
+        top = at
+        while True:
+            each, primitive = at.instruction, at.instruction.primitive
+            top = top if each.op_name == top.instruction.op_name else at  # one operation of JAX's is several of XLA's
+            is_inner = each.opcode == "parameter" and at.computation.name in self.program.callers
+            if is_inner and self._changes(at):
+                return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
+            # JAX turns the gradient of a product's second operand.
+            if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
+                primitive, below = at.computation.operands(each)[0].primitive, []
+                break
+            hands_on = each.opcode in MOVES and (primitive not in OWN or "(_roll" in each.op_name)
+            below = list(self.operands(at)) if is_inner or hands_on or primitive in ASKING else []
+            if is_call(each) and each.opcode == "custom-call" and "ShardToFull" in each.attributes:
+                primitive, below = "jaxmp.matmul", []
+            if len(below) != 1:
+                break
+            (at,) = below
+        if each.is_argument and each.opcode == "parameter":
+            return each.op_name, at.dim
+        line = self.line(at.computation, each)
+        where = ", ".join(["backward"] * is_backward(each) + [line] * bool(line))
+        return f"the result of {function(top.computation, top.instruction, primitive)}" + f" ({where})" * bool(
+            where
+        ), top.dim
+
+    def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
+        """The first dimension of an operand, ahead of what takes a device's part of it."""
+        at = value(place, user, number)
+        while at.instruction.opcode == "custom-call" and at.instruction.primitive == "shard_map":
+            at = value(place, at.instruction, 0)
+        return at
+
+    def line(self, place: Computation, each: Instruction) -> str:
+        """The user's line; of a slice that a scan takes the loop's, as JAX traces such slices once for many scans."""
+        if SLICE_OF_SCAN.search(each.op_name) and place.name in self.program.callers:
+            each = self.program.callers[place.name][1]
+        return self._module.line(each)
+
+    def _changes(self, at: Dim) -> bool:
+        """Whether a loop gives another value of its own to this parameter."""
+        end = at._replace(instruction=at.computation.root)
+        while end.instruction.opcode in MOVES and (below := next(self.operands(end), None)) is not None:
+            end = below
+        return self.program.callers[at.computation.name][1].opcode == "while" and end != at
+
+
+def is_backward(each: Instruction) -> bool:
+    """Whether an instruction is of a gradient, and not of a forward pass that jax.checkpoint runs again."""
+    return "transpose(" in each.op_name and "rematted_computation" not in each.op_name
+
+
+def is_call(each: Instruction) -> bool:
+    """Whether an instruction is of a call of jaxmp, or brings its operands to it."""
+    return "jit(jaxmp_call)" in each.op_name
+
+
+def asker(place: Computation, each: Instruction) -> str:
+    """What a user writes for an instruction that asks for a sharding."""
+    # What leaves a function comes from operations of its own, or out of a shard_map's manual part.
+    is_out = any(operand.op_name.startswith(f"{each.op_name}/") for operand in place.operands(each))
+    is_out |= any("ShardToFull" in near.attributes for near in (each, *place.users[each.name]))
+    return "a call of jaxmp" if is_call(each) else ASKING[each.primitive].format("out" if is_out else "in")
+
+
+def function(place: Computation, each: Instruction, primitive: str) -> str:
+    """What computes a value: a function of jax.numpy or jax.nn that a primitive ends, or that, or a layer, it is in.
+
+    A layer is a module of Flax linen's or a scope that the user has named.
+    """
+    # Inside a shard_map JAX names no scope.
+    primitive = primitive or (each.opcode not in MOVES and each.op_name) or each.opcode
+    outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")
+    inner = scope.rpartition("(")[2].rstrip(")").lstrip("_")
+    if "jit(" in scope:
+        if not outer or not (hasattr(jnp, inner) or hasattr(jax.nn, inner)):
+            return primitive
+        is_inside = any(user.op_name.rpartition("/")[0] == f"{outer}/{scope}" for user in place.users[each.name])
+        return f"{primitive} in {inner}" if is_inside else inner
+    is_named = re.fullmatch(r"[A-Za-z]\w*", inner) and not _OF_JAX.fullmatch(inner)
+    return f"{primitive} in {inner}" if is_named else primitive
+
+
+def value(computation: Computation, user: Instruction, number: int) -> Dim:
+    """The first dimension of an operand."""
+    return Dim(computation, computation.instructions[user.operands[number]], user.parts[number], 0)
+
+
+def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
+    """The dimensions of an operand that a product or a convolution sums."""
+    dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
+    if dot.opcode == "convolution":
+        labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
+        dims = (*map(labels.index, "fi"[side] + "".join(sorted(filter(str.isdigit, labels)))),)
+    return [value(computation, dot, side)._replace(dim=i) for i in dims]
+
+
+def _same_place(at: Dim, below: Dim, number: int) -> int | None:
+    """The dimension of an operand that lies as dimension `at` of the result, or None."""
+    each, index = at.instruction, at.dim
+    rank, extents = len(at.extents), below.extents
+    if each.opcode not in _MAPPED:
+        return index if len(extents) == rank > index else None
+    if each.opcode == "broadcast":
+        dimensions = each.numbers("dimensions")
+        return dimensions.index(index) if index in dimensions else None
+    if each.opcode == "transpose":
+        return each.numbers("dimensions")[index]
+    if each.opcode == "reshape":
+        before, own = math.prod(at.extents[:index]), at.extents[index]
+        for i, extent in enumerate(extents):
+            start = math.prod(extents[:i])
+            if extent > 1 and own > 1 and start < before * own and before < start * extent:
+                return i
+        return None
+    if each.opcode == "dot":
+        side = ("lhs", "rhs")[number]
+        batch, summed = (each.numbers(f"{side}_{kind}_dims") for kind in ("batch", "contracting"))
+        free = [i for i in range(len(extents)) if i not in batch + summed]
+        if index < len(batch):
+            return batch[index]
+        ahead = len(batch) + (rank - len(batch) - len(free)) * number
+        return free[index - ahead] if 0 <= index - ahead < len(free) else None
+    if each.opcode == "reduce":
+        kept = [i for i in range(len(extents)) if i not in each.numbers("dimensions")]
+        return kept[index] if extents and index < len(kept) else None
+    if each.opcode == "convolution":
+        lhs, rhs, result = re.findall("[a-z0-9]+", each.attribute("dim_labels"))
+        is_feature = result[index] == "f"
+        return (rhs.index("o") if is_feature else lhs.index(result[index])) if number == is_feature else None
+    return _of_lookup(each, index, number, rank, len(extents)) if number < 2 else None
+
+
+def _of_lookup(each: Instruction, index: int, number: int, rank: int, operand_rank: int) -> int | None:
+    """As `_same_place`, for the table and the indices of a gather or a scatter."""
+    is_gather = each.opcode == "gather"
+    tables = each.numbers("operand_batching_dims" if is_gather else "input_batching_dims")
+    indices = each.numbers("start_indices_batching_dims" if is_gather else "scatter_indices_batching_dims")
+    if not is_gather:
+        return index if number == 0 else dict(zip(tables, indices, strict=True)).get(index)
+    offset = each.numbers("offset_dims")
+    if index in offset:
+        dropped = (*each.numbers("collapsed_slice_dims"), *tables)
+        return [i for i in range(operand_rank) if i not in dropped][offset.index(index)] if number == 0 else None
+    of_indices = [i for i in range(rank) if i not in offset].index(index)
+    of_indices += of_indices >= each.numbers("index_vector_dim")[0]
+    if number == 0:
+        return dict(zip(indices, tables, strict=True)).get(of_indices)
+    return of_indices if of_indices < operand_rank else None

@@ -1,0 +1,332 @@
+"""The rows of `explain`: what each product of a program will do, read off its jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.contraction.contraction import Dim
+from jaxmp._src.core.lowering import backend, forms, process_barrier, xla_matmul
+from jaxmp._src.core.lowering.forms import resolve, resolve_chosen
+from jaxmp._src.core.primitive import bias_grad
+from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
+from jaxmp._src.core.primitive.grouped import GROUPED
+from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p
+from jaxmp._src.core.sharding import ragged, shardings
+from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
+from jaxmp._src.core.spec.extents import extents, operations
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.refusal import naming
+from jaxmp._src.core.validation.comm_options import comm_options_text
+from jaxmp._src.fuse import rewrite
+from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
+from jaxmp._src.platform.hardware.call_time import Transfer
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime.types import ArrayType, is_symbolic
+from jaxmp._src.tools.explain import cost, shards
+from jaxmp._src.tools.explain.grouped_row import grouped_row
+from jaxmp._src.tools.explain.row import Row
+
+# The primitive of `jax.lax.with_sharding_constraint`.
+_CONSTRAINT = "sharding_constraint"
+# What runs beside the calls, by primitive, and why.
+_COMMUNICATES = {
+    "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
+    "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
+    _CONSTRAINT: "brings an operand or a result to the sharding that the call, or its caller, wants",
+    "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
+    "psum": "sums the cotangents of an operand that is the same on several ranks",
+    "all_to_all": "brings all of k to each rank",
+    "reduce_scatter": "sums the cotangents of an operand that was gathered ahead of its call",
+    "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
+    "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
+}
+# And where the scope says it better.
+_SCOPES = {
+    bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
+    ragged.SCOPE: "completes sums of products of groups, over k or over ranks that have other groups, or gathers their "
+    "cotangents",
+    "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
+    "jaxmp_shared_operand": "one operand of two products: gathered once, its cotangents summed once",
+    "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
+    "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
+    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
+}
+# The pattern of a call under auto axes, until the partitioner has been asked.
+UNSETTLED = "?"
+UNSETTLED_BATCH = "? of a batch"
+
+
+def rows_of(
+    jaxpr: jax_compat.Jaxpr,
+    line: str = "",
+    count: int = 1,
+    scopes: tuple[str, ...] = (),
+    *,
+    is_ours: bool = False,
+    dims: tuple[Dim, ...] = (),
+) -> Iterator[Row]:
+    """Rows of `jaxpr` and all it contains, which runs `count` times.
+
+    `line` is of the user's program, from where the jaxpr is called. One that `is_ours` may be in JAX's cache since it
+    was called from another line, so its own equations do not know. `dims` are those of the enclosing shard_map that
+    several axes share.
+    """
+    gathered: dict[int, frozenset[str]] = {}
+    constraints: dict[int, Any] = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
+    for eqn in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
+        here = line if is_ours else jax_compat.traced_line(eqn) or line
+        _follow_gathers(eqn, gathered)
+        varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
+        if eqn.primitive in MATMULS:
+            spec, (a, b) = eqn.params["spec"], avals[:2]
+            size = a.shape[0] if spec.is_batch else 1
+            a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
+            row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
+            if not spec.is_batch:
+                row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
+            is_open = spec.is_unsettled and not is_symbolic(*avals)
+            unsettled = UNSETTLED_BATCH if spec.is_batch else UNSETTLED
+            yield dataclasses.replace(row, pattern=unsettled) if is_open else row
+        elif eqn.primitive is activated_matmul_p:
+            differ = varying[0], varying[-1]
+            yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
+        elif eqn.primitive in GROUPED:
+            row = grouped_row(eqn.params["spec"], [*avals, eqn.outvars[0].aval], here, count)
+            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not is_symbolic(*avals)
+            yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
+        elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
+            collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
+            yield from () if collective is None else (collective,)
+        elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
+            yield _row_of_xla(eqn, here, count)
+        elif eqn.primitive.name in PRODUCTS and any(rewrite.SCOPE in name for name in names):
+            yield _row_of_jax(eqn, here, count, rewrite.reason_in(names))
+        else:
+            inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
+            is_ours_too = is_ours or names[-1].startswith("jaxmp")
+            known = shards.sharded_dims(eqn) or dims
+            with jax_lowering.body_of(eqn.primitive):
+                for sub in jax_compat.subjaxprs(eqn.params):
+                    yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known))
+
+
+def _collective_name(eqn: Any) -> str:
+    """The name of lax's collective that an equation is, or stands for in a job of processes; else the primitive's."""
+    if eqn.primitive is reshard_p:
+        return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
+    return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
+
+
+def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
+    """Note by `id` over which axes the results of an equation were gathered: there they are equal, whatever their types
+    say."""
+    if _collective_name(eqn).startswith("all_gather"):
+        axes = eqn.params["axis_name"]
+        new = frozenset((axes,) if isinstance(axes, str) else axes)
+    elif len(eqn.invars) == 1 and not any(jax_compat.subjaxprs(eqn.params)):
+        new = frozenset()
+    else:
+        return
+    for result in eqn.outvars:
+        gathered[id(result)] = gathered.get(id(eqn.invars[0]), frozenset()) | new
+
+
+def _outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[int, int]:
+    """By how much the whole arrays have more (rows of op(a), columns of op(b)) than those of one group: the axes over
+    which one of them alone differs between groups. Over those of both they are a batch."""
+    a, b = (set(axes) - set(spec.group.axes) for axes in varying)
+    sizes = dict(spec.group.mesh)
+    rows, cols = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in (a - b, b - a))
+    return rows, cols
+
+
+def matmul_row(
+    spec: MatmulSpec,
+    a: ArrayType,
+    b: ArrayType,
+    line: str = "",
+    count: int = 1,
+    *,
+    why: str = "",
+    varying: tuple[Collection[str], Collection[str]] = ((), ()),
+    dims: tuple[Dim, ...] = (),
+) -> Row:
+    """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
+    dimensions around it that several axes share."""
+    spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
+    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
+    is_one_product = False  # of all of a batch
+    with naming(spec.function + f" at {line}" * bool(line)):
+        if spec.is_batch:
+            work = operations(spec, a.shape, b.shape)
+            choice, is_one_product = backend.choose_for_batch(spec, platform, apart, operands, work)
+            call = resolve_chosen(spec, a, b, choice)
+        else:
+            call = resolve(spec, a, b, platform, apart)
+    if is_one_product and call.implementation != "xla":
+        algorithm, workspace = "tiles of all groups, one for each index", 0
+        algorithm += " and lax collectives" * (spec.group.nranks > 1)
+    else:
+        algorithm, workspace = call.facts()
+    reasons = [call.why]
+    if spec.traced:
+        reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
+    reasons += [why] if why else []
+    found, group = extents(spec, a.shape, b.shape), spec.group
+    m, n, k = found.m, found.n, found.k
+    out = np.dtype(spec.out_dtype)
+    is_complex = np.issubdtype(out, np.complexfloating)
+    operand = low_precision.operand_type(a.dtype, b.dtype)
+    compute = precisions.find(spec.precision, operand, platform)
+    # Gathered, an all-reduced product is computed by every rank.
+    is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
+    copies = group.ngroups * (group.nranks if is_repeated else 1)
+    rows, cols = _outside(spec, varying)
+    whole_m, whole_n = rows * m, cols * n
+    return Row(
+        operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
+        count=count,
+        pattern=group.pattern.value,
+        groups=f"{group.ngroups} x {group.nranks} {group.axes}" if group.nranks > 1 else "1 rank",
+        global_shapes=(
+            (k, whole_m) if spec.transpose_a else (whole_m, k),
+            (whole_n, k) if spec.transpose_b else (k, whole_n),
+            (whole_m, whole_n),
+        ),
+        local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
+        accumulator=precisions.summed_in(compute, operand).name,
+        **spec.level.option,
+        epilog=spec.epilog.name,
+        implementation=call.implementation,
+        why="; ".join(reasons),
+        algorithm=algorithm,
+        flops=2 * m * n * k * (4 if is_complex else 1) * copies,
+        bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
+        workspace=workspace,
+        compute=compute,
+        comm=comm_options_text(spec),
+        layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
+        if spec.distributions
+        else "",
+        line=line,
+        extents=(whole_m, k, whole_n),
+        local_extents=(*a.shape[:: -1 if spec.transpose_a else 1], b.shape[0 if spec.transpose_b else 1]),
+        ndevices=group.ngroups * group.nranks,
+        mesh=group.mesh,
+        placement=shards.placement(spec, varying, dims),
+        transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
+        chunks=1 if is_one_product else forms.chunks_of(call),
+    )
+
+
+def _scales(spec: MatmulSpec) -> str:
+    scales = f", scales {spec.scales.a} x {spec.scales.b}" if spec.scales.are_of_factors else ""
+    return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
+
+
+def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
+    """A product of global arrays that XLA partitions."""
+    a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
+    (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
+    k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
+    rows = math.prod(n for i, n in enumerate(a.shape) if i not in contracted and i not in batch)
+    cols = math.prod(n for i, n in enumerate(b.shape) if i not in (*of_k, *of_batch, *groups))
+    batches = math.prod(a.shape[i] for i in batch)
+    return Row(
+        operation="matmul",
+        count=count,
+        pattern="XLA's",
+        groups="",
+        global_shapes=whole,
+        local_shapes=tuple(shards.local_shape(x) for x in (a, b, d)),
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {d.dtype.name}",
+        accumulator=d.dtype.name,
+        **levels.ANY_ORDER.option,
+        epilog="NONE",
+        implementation="xla",
+        why="XLA partitions a product where no call can run on the shards (docs/matmul.md)",
+        algorithm="lax.dot_general, and collectives as XLA chooses them",
+        flops=2 * rows * k * cols * batches * (4 if jax.numpy.iscomplexobj(d) else 1),
+        line=line,
+        extents=(rows, k, cols),
+        ndevices=max(shards.mesh_size(x) for x in (a, b, d)),
+    )
+
+
+def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
+    """A product that `fuse` has left as it was."""
+    operation = eqn.primitive.name.removesuffix("_wrapper")
+    return dataclasses.replace(
+        _row_of_xla(eqn, line, count),
+        operation=operation,
+        pattern="-",
+        why=f"not fused: {reason}",
+        algorithm="jax.nn.scaled_matmul" if operation == "scaled_matmul" else f"lax.{operation}",
+    )
+
+
+def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...], constraint: Any = None) -> Row | None:
+    """A collective beside the calls, or None where a reshard only takes a part of what each rank has.
+
+    On automatic axes a reshard is a constraint that follows another one, `constraint`.
+    """
+    x, name = eqn.invars[0].aval, _collective_name(eqn)
+    if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
+        return None  # XLA's partitioner decides what moves
+    local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
+    operation, algorithm = "all_gather", f"lax.{name}"
+    if name in ("reshard", _CONSTRAINT):
+        algorithm = "jax.sharding.reshard"
+        found = shards.resharding(eqn, constraint)
+        if found is None:
+            return None
+        have, want = found
+        with naming("explain"):
+            before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
+        local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
+        moved = moves.received(x.shape, before, after, want.mesh.shape)
+        changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
+        axes = tuple(dict.fromkeys(changed))
+        operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation
+    elif name.startswith("psum") or name == "pmax":
+        operation, moved = "all_reduce", math.prod(local)
+    elif name == "all_to_all":
+        p = math.prod(x.sharding.mesh.shape[axis] for axis in axes)
+        operation, moved = name, math.prod(local) * (p - 1) // p
+    elif name == "reduce_scatter":
+        operation, moved = name, math.prod(local) - math.prod(result)
+    else:
+        moved = math.prod(result) - math.prod(local)
+    if moved <= 0:
+        return None
+    path, is_of_gather = "/".join(scopes), name == "reduce_scatter"
+    scoped = [why for scope, why in _SCOPES.items() if scope in path and (scope == ragged.SCOPE or not is_of_gather)]
+    return Row(
+        operation=operation,
+        count=count,
+        pattern="-",
+        groups=str(axes),
+        global_shapes=(tuple(eqn.outvars[0].aval.shape),),
+        local_shapes=(local,),
+        dtypes=x.dtype.name,
+        accumulator=x.dtype.name if operation in ("all_reduce", "reduce_scatter") else "",
+        implementation="xla",
+        why=scoped[0] if scoped else _COMMUNICATES[name],
+        algorithm=algorithm,
+        bytes_moved=moved * x.dtype.itemsize,
+        line=line,
+        ndevices=shards.mesh_size(eqn.outvars[0].aval),
+        transfers=(Transfer.over(eqn.outvars[0].aval.sharding.mesh.shape, axes, moved * x.dtype.itemsize),),
+    )

@@ -1,0 +1,78 @@
+"""The calls whose pattern XLA's partitioner chooses, by the shardings in the program that it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.sharding import partitioner
+from jaxmp._src.platform.jax_internals import jax_partitioner
+from jaxmp._src.platform.jax_internals.jax_partitioner import Global
+from jaxmp._src.tools.explain.grouped_row import grouped_row
+from jaxmp._src.tools.explain.hlo import Instruction, Module
+from jaxmp._src.tools.explain.partitioned import split
+from jaxmp._src.tools.explain.row import Row
+from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row
+
+_WHY = "chosen by XLA's partitioner (auto axes, no in_shardings)"
+
+
+def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
+    """The rows of a program, with those that the partitioner settles in their places as far as shapes tell; `whole`
+    is the program before it, None on one device."""
+    settled = list(_settled(whole)) if whole is not None else []
+    left, found = list(settled), []
+    for row in rows:
+        if row.pattern != UNSETTLED or not settled:
+            found.append(row)
+        elif (match := next((one for one in left if _is_part_of(one, row)), None)) is not None:
+            left.remove(match)
+            names = ["count", "line", *["global_shapes", "extents", "flops"] * (row.operation == "ragged_dot")]
+            found.append(dataclasses.replace(match, **{name: getattr(row, name) for name in names}))
+    return [_on_one_device(row, has_batches) for row in found + left]
+
+
+def _settled(whole: Module) -> Iterator[Row]:
+    products = functools.cache(partitioner.settled)
+    for computation, count in whole.executed():
+        for each in computation.instructions.values():
+            if partitioner.TARGET not in each.attribute("custom_call_target"):
+                continue
+            text = f"{{{each.attribute('backend_config')}}}"
+            parts = zip(computation.operands(each), each.parts, strict=True)
+            operands = tuple(_arrays(operand)[int(part or 0)] for operand, part in parts)
+            for one in products(text, operands, _arrays(each)):
+                line, times = whole.innermost(each), count or 1
+                if isinstance(one.spec, GroupedSpec):
+                    yield grouped_row(one.spec, one.types, line, times)
+                else:
+                    a, b, *_ = one.types
+                    yield matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
+
+
+def _arrays(each: Instruction) -> tuple[Global, ...]:
+    """The result of an instruction, or the parts of a tuple."""
+    text = each.sharding or "replicated"
+    shardings = split(text) if text.startswith("{") else [text]
+    pairs = zip(each.shapes, shardings, strict=True)
+    return tuple(jax_partitioner.in_text(*shape, f"{{{sharding}}}") for shape, sharding in pairs)
+
+
+def _is_part_of(settled: Row, row: Row) -> bool:
+    """Whether a settled call may be this one, or its transpose."""
+    if row.operation == "ragged_dot":
+        return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
+    plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
+    same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
+    same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
+    return same and settled.extents in (row.extents, row.extents[::-1])
+
+
+def _on_one_device(row: Row, has_batches: bool) -> Row:
+    """A row that the partitioner had nothing to say of: a product on one device, or a batch that XLA partitions."""
+    if row.pattern == UNSETTLED_BATCH and has_batches:
+        why = "a batch, which XLA partitions (auto axes, no in_shardings); the shapes per device are its own"
+        row = dataclasses.replace(row, implementation="xla", why=why, algorithm="lax.dot_general", workspace=0)
+    return dataclasses.replace(row, pattern="local") if row.pattern in (UNSETTLED, UNSETTLED_BATCH) else row

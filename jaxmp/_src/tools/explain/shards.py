@@ -1,0 +1,62 @@
+"""Where the shards of a row of `explain` lie: mesh axes, transfers of collectives, shapes per device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxmp._src.core.contraction.contraction import Dim
+from jaxmp._src.core.primitive.collectives import reshard_p
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+
+
+def placement(
+    spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]], known: Iterable[Dim] = ()
+) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and those along which groups
+    have other rows of a, or other columns of b. Axes of one dimension are in the order that one of the `known`
+    dimensions has them in; elsewhere those of the group come last."""
+    product, names = spec.contraction, [name for name, _ in spec.group.mesh]
+    of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
+    rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
+    ahead = {"m": rows, "n": cols, "k": ()}
+    ordered = {frozenset(dim): dim for dim in known}
+
+    def dim(which: str, index: str) -> Dim:
+        axes = (*ahead[index], *product.sharded(which, index))
+        return ordered.get(frozenset(axes), axes)
+
+    return tuple((dim(which, rows), dim(which, cols)) for which, rows, cols in ("amk", "bkn", "dmn"))
+
+
+def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
+    """The dimensions of operands and results of a shard_map that several mesh axes share; none of other equations."""
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"]) if eqn.primitive.name == "shard_map" else ()
+    return tuple(entry for spec in specs for entry in spec if isinstance(entry, tuple) and len(entry) > 1)
+
+
+def mesh_size(aval: jax.core.ShapedArray) -> int:
+    """The number of devices of an array's mesh."""
+    mesh = aval.sharding.mesh
+    return 1 if mesh.empty else math.prod(mesh.shape.values())
+
+
+def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
+    """Shape per device; inside shard_map that is the type's own."""
+    mesh = aval.sharding.mesh
+    is_local = mesh.empty or mesh.manual_axes
+    return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
+
+
+def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
+    """The shardings ahead of a reshard and behind it; None for a constraint that follows no other, `constraint`."""
+    if eqn.primitive is reshard_p:
+        have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
+        return have, want
+    if eqn.primitive.name == "reshard":
+        return eqn.invars[0].aval.sharding, eqn.outvars[0].aval.sharding
+    return None if constraint is None else (constraint.params["sharding"], eqn.params["sharding"])

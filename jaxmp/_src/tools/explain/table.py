@@ -1,0 +1,247 @@
+"""What `explain` returns: the rows of a program, and how they are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxmp._src.platform.hardware.call_time import CallTime
+from jaxmp._src.platform.hardware.hardware import Hardware
+from jaxmp._src.platform.runtime.text import aligned, as_html
+from jaxmp._src.tools.explain.estimate import estimate
+from jaxmp._src.tools.explain.row import Row
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """The rows of a program in the order in which it runs them; `str` gives the table, and notebooks show it.
+
+    The table has, per row, the line of the program; the operation with its epilog, or with c; the pattern with the axes
+    that share it; m x k x n of the whole product, and where that is other of the shards of a device; the types of a, b
+    and d, and in brackets that of their sums where it is other than d's; the level of determinism, if there is one; who
+    computes it, if not always the same; 10^9 floating-point operations of all devices together, and 10^6 bytes that
+    each device reads from others, each time. A column that says nothing in any row is left out. `rows` has everything.
+    Below it stands for each pattern what a mesh axis splits: "mk,kn->mn  x: n (m n n)" is an axis x whose ranks divide
+    the columns n, and which shards op(a) along m, op(b) along n and d along n.
+
+    Attributes:
+      rows: a row for each call, and for each collective beside the calls.
+      logged: what cuBLASMp said of the calls that ran since the last explanation, where JAXMP_LOG has "cublasmp": which
+        algorithm it used, overlapped or not.
+      calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
+      left: how many products of a function that `jaxmp.fuse` has rewritten stay JAX's; each has a row with the reason.
+      flops: floating-point operations of all of them, on all devices together.
+      hardware: the machine that `explain` was asked about, or None; then there are no times.
+      times: the predicted time of one run of each row, a `CallTime` with `.compute`, `.memory`, `.link`, `.exposed`,
+        `.total` and `.bound`; None where nothing can be said.
+      seconds, exposed_seconds: of all rows, in turn; and what of their communication no product hides.
+      utilisation: the share of that time in which the machine computes at its rate.
+      bytes_moved, bytes_in_calls: bytes that one rank reads from its peers in all, and those that calls read, which
+        overlap them with their products.
+    """
+
+    rows: tuple[Row, ...]
+    logged: tuple[str, ...] = ()
+    hardware: Hardware | None = None
+
+    @functools.cached_property
+    def times(self) -> tuple[CallTime | None, ...]:
+        hardware = self.hardware
+        return tuple(None if hardware is None else estimate(row, hardware) for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return self._sum_of_times(lambda time: time.total)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._sum_of_times(lambda time: time.exposed)
+
+    @property
+    def utilisation(self) -> float:
+        return self._sum_of_times(lambda time: time.compute) / self.seconds if self.seconds else 0.0
+
+    @property
+    def calls(self) -> int:
+        return sum(row.count for row in self.rows if _is_call(row))
+
+    @property
+    def collectives(self) -> int:
+        return sum(row.count for row in self.rows if not _is_product(row))
+
+    @property
+    def bytes_in_calls(self) -> int:
+        return sum(row.count * row.bytes_moved for row in self.rows if _is_call(row))
+
+    @property
+    def left(self) -> int:
+        return sum(row.count for row in self.rows if _is_product(row) and not _is_call(row))
+
+    @property
+    def flops(self) -> int:
+        return sum(row.count * row.flops for row in self.rows)
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(row.count * row.bytes_moved for row in self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return _NOTHING
+        return "\n".join([*aligned(self._table()), f"total: {self._totals()}", "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._totals()})"
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        if not self.rows:
+            return f"<p>{_NOTHING}</p>"
+        return as_html([self._table()], [f"total: {self._totals()}", *self._notes()])
+
+    def _sum_of_times(self, part: Callable[[CallTime], float]) -> float:
+        return sum(row.count * part(time) for row, time in zip(self.rows, self.times, strict=True) if time)
+
+    def _table(self) -> list[list[str]]:
+        """The header and the cells, with those of the predicted times where there are some."""
+        table = _table(self.rows)
+        if self.hardware is None:
+            return table
+        cells = [(_number(time.total * 1e6), time.bound) if time else ("", "") for time in self.times]
+        return [[*line, *more] for line, more in zip(table, [("us", "bound by"), *cells], strict=True)]
+
+    def _totals(self) -> str:
+        counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
+        moved = _in_units(self.bytes_moved, 1e6)
+        moved = f", {moved} MB moved by each device" if moved else ""
+        if moved and self.collectives:
+            moved += f", {_in_units(self.bytes_in_calls, 1e6) or 0} of it inside of calls"
+        counts += [f"{self.calls} of {self.calls + self.left} products fused"] if self.left else []
+        return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
+
+    def _notes(self) -> list[str]:
+        """Who computes, why and how, once for all rows that are alike; and what cuBLASMp logged."""
+        workspaces: dict[str, int] = {}
+        for row in self.rows:
+            reason = f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}"
+            workspaces[reason] = max(row.workspace, workspaces.get(reason, 0))
+        reasons = (
+            reason + (f"; workspace of {_number(size / 1e6)} MB on each device" if size else "")
+            for reason, size in workspaces.items()
+        )
+        splits = dict.fromkeys(f"{_pattern(row)}: {row.contraction}" for row in self.rows if ":" in row.contraction)
+        return [*self._prediction(), *splits, *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+
+    def _prediction(self) -> list[str]:
+        """One line about the times: how long, how much of it is communication, on what, and for how much of it."""
+        if self.hardware is None:
+            return []
+        unknown = sum(time is None for time in self.times)
+        why = "XLA partitions it, its extents are symbols, or the machine has no rate for its type"
+        but = f"; {_count(unknown, 'row')} not counted, for {why}" if unknown else ""
+        return [
+            f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, of which "
+            f"{_number(self.exposed_seconds * 1e6)} us are communication that no product hides; "
+            f"{100 * self.utilisation:.0f} % of its rate{but}"
+        ]
+
+
+_NOTHING = "no jaxmp call in this program"
+
+
+def _is_call(row: Row) -> bool:
+    return row.operation.startswith("matmul") or row.operation == "ragged_dot"
+
+
+def _is_product(row: Row) -> bool:
+    return _is_call(row) or bool(row.extents)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _in_units(number: Any, unit: float) -> str:
+    """`number` divided by `unit`, empty for 0; of symbolic extents the expression."""
+    if not isinstance(number, int):
+        return f"({number})/{unit:.0e}"
+    return _number(number / unit) if number else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _remarks(row: Row) -> str:
+    """What a call has beyond most: a compute type other than the full one, communication options, a layout."""
+    compute = "" if row.compute in ("", "32F", "64F") else row.compute
+    named = (("compute type", compute), ("communication", row.comm), ("block-cyclic", row.layout))
+    return "".join(f"; {name} {value}" for name, value in named if value)
+
+
+# Cells ---------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: tuple[Row, ...]) -> list[list[str]]:
+    """The header and the cells, less the columns that say nothing."""
+    columns = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS.items()]
+    kept = [[header, *cells] for header, cells in columns if any(cells) and not (header == "by" and _is_alike(rows))]
+    return [list(cells) for cells in zip(*kept, strict=True)]
+
+
+def _is_alike(rows: tuple[Row, ...]) -> bool:
+    """Whether one implementation computes every product, which the notes below the table name."""
+    return len({row.implementation for row in rows if _is_call(row)}) == 1
+
+
+def _operation(row: Row) -> str:
+    """The operation with its epilog, or with C, and how often it runs."""
+    operation = row.operation.replace("+epilog", "+c" if row.epilog == "NONE" else f"+{row.epilog.lower()}")
+    return operation + (f" x{row.count}" if row.count > 1 else "")
+
+
+def _pattern(row: Row) -> str:
+    """The pattern, and the axes over which ranks share it."""
+    return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
+
+
+def _whole(row: Row) -> str:
+    """m x k x n of a product, or the shape of what a collective gives."""
+    return "x".join(map(str, row.extents or row.global_shapes[0]))
+
+
+def _local(row: Row) -> str:
+    """The same of a device's shards, or the shape of what a collective takes, where that is other."""
+    text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
+    return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
+
+
+def _dtypes(row: Row) -> str:
+    """The types of a, b and d, and of their sums, where they differ."""
+    types, *rest = row.dtypes.split(", ")
+    short, sums = [short_type(name) for name in re.split(" x | -> ", types)], short_type(row.accumulator)
+    text = short[0] if len(set(short)) == 1 else " -> ".join([" x ".join(dict.fromkeys(short[:2])), short[-1]])
+    return ", ".join([text if sums in ("", short[-1]) else f"{text} ({sums})", *rest])
+
+
+def short_type(dtype: str) -> str:
+    """The name of a type as JAX prints it in a jaxpr."""
+    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
+
+
+_SHORT = (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "line": lambda row: row.line,
+    "operation": _operation,
+    "pattern": _pattern,
+    "m x k x n": _whole,
+    "per device": _local,
+    "dtypes": _dtypes,
+    "determinism": lambda row: row.determinism if row.determinism != "run_to_run" else "",
+    "by": lambda row: row.implementation,
+    "Gflop": lambda row: _in_units(row.flops, 1e9),
+    "MB moved": lambda row: _in_units(row.bytes_moved, 1e6),
+}
