@@ -36,7 +36,7 @@ def __dir__() -> list[str]:
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.
-# Without XLA's flag that is half an hour, and a link may be slow.
+# Without XLA's flag that is half an hour, and on GPUs never; a link may be slow.
 _TRANSFER = 10
 # Seconds in which neighbours are met though the job cannot run.
 _GRACE = 10
@@ -117,7 +117,8 @@ def initialize(
     assert process_id is not None
     logger = logs.logger("distributed")
     host, _, port = coordinator_address.rpartition(":")
-    add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(_TRANSFER * seconds))))
+    for flag in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        add_xla_flag(flag, str(max(1, round(_TRANSFER * seconds))))
     bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
     if process_id != 0 and not jax_compat.uses_mutual_tls():
         bootstrap.route_to(_LOOPBACK)

@@ -101,12 +101,16 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
 // there.
 Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
-  cuda::Watch& watch = site.communicator->rank_context(local_rank).watch();
+  cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);
+  cuda::Watch& watch = rank_context.watch();
+  if (!plan.is_made(local_rank)) JAXMP_RETURN_IF_ERROR(rank_context.Compare(plan.problem(), *site.text));
   JAXMP_ASSIGN_OR_RETURN(const Plan::ExecutionHandle execution, plan.Take(local_rank, buffers, stream));
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
+  JAXMP_RETURN_IF_ERROR(rank_context.MeetBefore());
   JAXMP_RETURN_IF_ERROR(plan.Run(local_rank, *execution, buffers, stream));
-  return watch.End(stream);
+  JAXMP_RETURN_IF_ERROR(watch.End(stream));
+  return rank_context.MeetAfter();
 }
 
 Status ExecuteOnLocalRank(CudaSite& site, const CudaSite::Place& place, int ordinal, const Buffers& buffers,

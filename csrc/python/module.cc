@@ -264,7 +264,9 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
-  m.def("set_sharing", &cuda::SetSharing, nb::arg("may_share"));
+  m.def(
+      "set_sharing", [](bool may_share) { cuda::SetWait(may_share ? cuda::Wait::kOnHost : cuda::Wait::kOnStream); },
+      nb::arg("may_share"));
   m.def(
       "start_barrier",
       [](int process, int nprocesses, double timeout) { StartBarrier({process, nprocesses, timeout}); },

@@ -103,6 +103,21 @@ void APeerThatStaysAwayInASplitCommunicator() {
   (void)pair.RunBoth();
 }
 
+// Rank 0 has made its call before, so its host waits for nobody; rank 1 has not made its own.
+void APeerInACallThatIsNew() {
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  cuda::SetTimeout(0.3);
+  const auto other = fake_xla::InstantiateOnCuda(tests::AllGather(2, 4, 6, 10));
+  World worlds[] = {World(pair.instance.site->plan->problem()), World(other.site->plan->problem())};
+  tests::OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    const std::string error = tests::RunRank(rank == 0 ? *pair.instance.site : *other.site, worlds[r],
+                                             rank == 0 ? pair.zero : pair.one, rank, r);
+    std::fprintf(stderr, "%s\n", error.c_str());
+  });
+}
+
 // NCCL has found out by itself, while a call waits for its peers.
 void AnErrorThatNcclReports() {
   Pair pair;
@@ -157,11 +172,12 @@ constexpr Case kCases[] = {
         APeerThatStaysAwayOnTheDevice,
         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the device for its peers in the "
         "call [pattern=all_gather m=4 n=6 k=8 "),
-    CASE(APeerThatStaysAwayOnTheHost, " has waited 0.5 s on the host for its peers in the call [pattern=all_gather "),
+    CASE(APeerThatStaysAwayOnTheHost, " has waited 2 s on the host for its peers in the call [pattern=all_gather "),
     CASE(APeerThatIsLostWhileConnecting,
-         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.4 s on the host for its peers in the "
+         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 1.6 s on the host for its peers in the "
          "call ncclCommInitRank; "),
-    CASE(APeerThatStaysAwayInASplitCommunicator, " has waited 0.3 s on the host for its peers in the call [pattern="),
+    CASE(APeerThatStaysAwayInASplitCommunicator, " has waited 1.2 s on the host for its peers in the call [pattern="),
+    CASE(APeerInACallThatIsNew, "; another one to a call that it has made before; rank 1 of 2 in group 0 (device 1), "),
     CASE(AnErrorThatNcclReports,
          "jaxmp.DistributedError: NCCL reports remote process exited or there was a network error (NCCL error 6) on "
          "rank 0 of 2 in group 0 (device 0), in the call [pattern=all_gather "),

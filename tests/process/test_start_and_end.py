@@ -191,3 +191,12 @@ def test_launchers_are_known_by_what_they_set():
     assert config.launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == ("mpi", 2)
     assert config.launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == ("slurm", 3)
     assert config.launcher({"SLURM_NTASKS": "3"}) is None  # inside an allocation, but not started by srun
+
+
+def test_xla_gives_up_collectives_without_their_ranks():
+    """Ten times our deadline, on CPUs and on GPUs, where XLA would wait for the ranks of NCCL's for ever."""
+    start = f"import os, jaxmp; jaxmp.distributed.initialize('127.0.0.1:{free_port()}', 1, 0, timeout=7)"
+    program = f"{start}; print(os.environ['XLA_FLAGS'])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    for flag in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        assert f"--{flag}=70" in ended.stdout, ended.stderr

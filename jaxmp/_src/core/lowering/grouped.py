@@ -38,9 +38,10 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
         why = why or ("XLA multiplies integers other than int8" if is_integer else "")
         if why and spec.implementation == "host":
             raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
-        is_host = not why and spec.implementation != "xla"
+        is_host = not why and spec.may_be_host
         if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
-            raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
+            asked = "a function" if callable(spec.implementation) else "XLA"
+            raise spec.level.refusal(f"is not available, for {why or f'{asked} is asked for'}")
 
         apart = process_barrier.why_lowered_apart(ctx, spec.mesh, spec.experts)
         is_together = is_host and not apart
@@ -56,7 +57,11 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
                 return local(x, w, bounds, spec)
             alone = dataclasses.replace(spec, experts=(), mesh=())
             if site and site.shares_memory and batch_of((x, w, bounds)) == 1:
-                fields = {"shapes of shards": (x.shape, w.shape), "dtype": x.dtype.name, "spec": spec}
+                fields = {
+                    "shapes of shards": (x.shape, w.shape),
+                    "dtype": x.dtype.name,
+                    "spec": dataclasses.replace(spec, implementation=None),
+                }
                 memory = SharedMemory(site, spec.function, fields)
                 shards = [y[0] for y in (x, w, bounds)]
                 return _exchanged(memory, shards, spec, functools.partial(local, spec=alone))[None]
@@ -131,14 +136,19 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     return d
 
 
+_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
 _CONTRACTION = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
 )
 
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """By `lax.ragged_dot_general`, whose first group begins with the first row."""
+    """By `lax.ragged_dot_general`, whose first group begins with the first row, or by the user's function."""
     x, w = low_precision.widened(x, w)
+    given = spec.implementation
+    multiply = given if callable(given) else lax.ragged_dot_general
 
     def product(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
         bounds = jnp.clip(bounds, 0, x.shape[0])
@@ -146,9 +156,9 @@ def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) ->
         x = jnp.roll(x, -first, 0)
         if spec.is_contraction:
             w = jnp.roll(w, -first, 0)
-            return lax.ragged_dot_general(x, w, sizes, _CONTRACTION, preferred_element_type=sums)
+            return multiply(x, w, sizes, _CONTRACTION, preferred_element_type=sums)
         w = w.swapaxes(1, 2) if spec.is_transposed else w
-        return jnp.roll(lax.ragged_dot(x, w, sizes, preferred_element_type=sums), first, 0)
+        return jnp.roll(multiply(x, w, sizes, _ROWS, preferred_element_type=sums), first, 0)
 
     batch = batch_of((x, w, bounds))
     if batch == 1:

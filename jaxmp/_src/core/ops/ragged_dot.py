@@ -23,7 +23,7 @@ from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import INTEGERS
 from jaxmp._src.core.spec.options import Activation, Precision
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
-from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import arguments, operand_checks, result_types
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.runtime.types import Operands, Shape
@@ -41,7 +41,7 @@ def ragged_dot(
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     scaling: Scaling | None = None,
-    **options: Unpack[ContractionOptions],
+    **options: Unpack[GroupOptions],
 ) -> jax.Array:
     """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
 
@@ -72,7 +72,8 @@ def ragged_dot(
       out_sharding: sharding of the result; required where k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
-      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses.
+      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses. Or a function with the
+        arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
       determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
         where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
         devices is XLA's. "topology": in addition gradients are those of one device, for one device, and where all axes
@@ -289,7 +290,8 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     types = result_types.of_call(arguments.types_of(x, w), preferred, False)
     if request.precision is not None:
         precisions.resolve(request.precision, types.operand, types.out)
-    implementation = operand_checks.check_implementation(request.implementation)
+    given = request.implementation
+    implementation = given if callable(given) else operand_checks.check_implementation(given)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     determinism, function = request.determinism, request.function

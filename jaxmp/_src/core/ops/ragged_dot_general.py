@@ -20,7 +20,7 @@ from jaxmp._src.core.sharding.ragged import bounds_of, checked
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.spec.options import Precision
 from jaxmp._src.core.spec.refusal import InvalidOperands, NotAvailable
-from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import dimension_numbers
 from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers, pick
 from jaxmp._src.core.validation.public import public
@@ -38,7 +38,7 @@ def ragged_dot_general(
     *,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
-    **options: Unpack[ContractionOptions],
+    **options: Unpack[GroupOptions],
 ) -> jax.Array:
     """Product of groups, with the dimension numbers and the three modes of `lax.ragged_dot_general`.
 

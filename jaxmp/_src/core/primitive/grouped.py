@@ -34,7 +34,7 @@ from jaxmp._src.core.primitive.collectives import Axes, cast_varying
 from jaxmp._src.core.spec import levels, low_precision
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
-from jaxmp._src.core.spec.options import Implementation, Parts
+from jaxmp._src.core.spec.options import GroupedImplementation, Parts
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Tangent
 
@@ -66,7 +66,7 @@ class GroupedSpec(Parts):
     is_contraction: bool = False
     is_transposed: bool = False
     determinism: Determinism = "run_to_run"
-    implementation: Implementation | None = None
+    implementation: GroupedImplementation | None = None
     whole: tuple[int, ...] = ()
     experts: tuple[str, ...] = ()
     mesh: Axes = ()
@@ -78,6 +78,11 @@ class GroupedSpec(Parts):
     def level(self) -> levels.Level:
         """The level of determinism."""
         return levels.find(self.determinism)
+
+    @property
+    def may_be_host(self) -> bool:
+        """Whether hostmp multiplies on CPU devices."""
+        return self.implementation in (None, "host")
 
     @property
     def nranks(self) -> int:

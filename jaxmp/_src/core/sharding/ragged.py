@@ -248,7 +248,7 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
     if groups != tuple(axis for axis in rows if axis in groups):
         return ()
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
-    is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
+    is_host = jax_compat.default_platform() == "cpu" and spec.may_be_host
     axes = tuple(mesh.shape.items())
     is_near = not process_barrier.why_apart(axes, groups, lambda: known) or process_barrier.may_exchange(axes, known)
     return groups if is_host and is_near else ()

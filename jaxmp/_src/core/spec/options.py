@@ -14,6 +14,8 @@ ActivationName = Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Implementation = Literal["host", "xla", "cublasmp"]
+# Of products of groups also a function with the signature of lax.ragged_dot_general.
+GroupedImplementation = Implementation | Callable[..., jax.Array]
 
 # What has a shape and a dtype, alpha and beta, and the name or names of mesh axes.
 Array = jax.Array | np.ndarray

@@ -12,7 +12,15 @@ from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.low_precision import Scaling
-from jaxmp._src.core.spec.options import CommOptions, Implementation, Mesh, Precision, Scalar, Sharding
+from jaxmp._src.core.spec.options import (
+    CommOptions,
+    GroupedImplementation,
+    Implementation,
+    Mesh,
+    Precision,
+    Scalar,
+    Sharding,
+)
 from jaxmp._src.core.spec.process_grid import BlockCyclic
 
 # What a call returns follows from its epilog: d alone, or d with further results by name.
@@ -67,7 +75,7 @@ class Request(NamedTuple):
     out_sharding: Any = None
     in_shardings: Any = None
     mesh: Mesh | None = None
-    implementation: Implementation | None = None
+    implementation: GroupedImplementation | None = None
     determinism: Determinism = "run_to_run"
     scaling: Scaling | None = None
     comm: CommOptions | None = None
@@ -137,6 +145,13 @@ class ContractionOptions(_Placed, total=False):
     determinism: Literal["run_to_run", "batch"]
 
 
+class GroupOptions(_Placed, total=False):
+    """Options of `ragged_dot` and `ragged_dot_general`, likewise."""
+
+    implementation: GroupedImplementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
 class LayerOptions(TypedDict, total=False):
     """Options of `mlp` and `gated_mlp`, for each product."""
 
@@ -154,7 +169,7 @@ class ExpertOptions(TypedDict, total=False):
     out_sharding: Sharding | None
     in_shardings: ShardingTriple | None
     mesh: Mesh | None
-    implementation: Implementation | None
+    implementation: GroupedImplementation | None
     determinism: Determinism
 
 

@@ -133,6 +133,9 @@ def _open_cublasmp() -> str:
         libraries = cuda_libraries.find()
     except RuntimeError as error:
         return str(error)
+    everywhere = cuda_devices()[0].client.devices() if cuda_devices() else []  # equal on all processes
+    if len(everywhere) > jax.process_count() and cuda_libraries.majors()[0] == "cu12":
+        return "cuBLASMp for CUDA 12 serves one GPU per process; start a process for each, or install 'jaxmp[cuda13]'"
     module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
     module.set_timeout(config().gpu_timeout if gpu_timeout is None else gpu_timeout)
     module.set_sharing(config().ranks_share_gpus)

@@ -31,7 +31,9 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     repeats = 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
     is_cpu = jax_compat.default_platform() == "cpu"
     is_left = spec.is_global and spec.level.global_order
-    is_host = is_cpu and not is_left and spec.implementation != "xla" and x.dtype.name not in INTEGERS
+    is_host = is_cpu and not is_left and spec.may_be_host and x.dtype.name not in INTEGERS
+    given = spec.implementation
+    by = getattr(given, "__name__", "a function") if callable(given) else "XLA"
     apart = process_barrier.why_apart(spec.mesh, spec.experts, jax_compat.ambient_mesh) if spec.experts else ""
     beside = w if spec.is_contraction else d  # as x, read, or written, on other ranks
     moved = x.shape[0] * m * (k * x.dtype.itemsize + n * beside.dtype.itemsize) * (nranks - 1) // nranks
@@ -52,9 +54,9 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
         accumulator=accumulator(x.dtype).name,
         **spec.level.option,
         epilog="NONE",
-        implementation="host" if is_host else "xla",
-        why=_why(spec, is_host=is_host, gathers=gathers, apart=apart, is_left=is_left),
-        algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general",
+        implementation="host" if is_host else "xla" if by == "XLA" else by,
+        why=_why(spec, by, is_host=is_host, gathers=gathers, apart=apart, is_left=is_left),
+        algorithm="tiles of all groups" if is_host else "lax.ragged_dot_general" if by == "XLA" else by,
         flops=2 * whole_m * whole_k * whole_n * d.shape[0] * (4 if jnp.iscomplexobj(d) else 1) * repeats,
         bytes_moved=moved,
         line=line,
@@ -67,13 +69,13 @@ def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: 
     )
 
 
-def _why(spec: GroupedSpec, *, is_host: bool, gathers: bool, apart: str, is_left: bool) -> str:
+def _why(spec: GroupedSpec, by: str, *, is_host: bool, gathers: bool, apart: str, is_left: bool) -> str:
     """Who multiplies, and what moves."""
     what = "sums over ranks the matrices of all groups" if spec.is_contraction else "gathers the matrices of all groups"
     beside = f"; each rank {what}" * gathers
     if not is_host:
         where = "where its partitioner chooses the shardings" if is_left else "here"
-        return f"XLA multiplies groups of rows {where}{beside}"
+        return f"{by} multiplies groups of rows {where}{beside}"
     if gathers:
         return f"CPU devices multiply groups of rows{beside}, for {apart}"
     if not spec.experts:
