@@ -15,7 +15,7 @@ Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Implementation = Literal["host", "xla", "cublasmp"]
 
-# What has a shape and a dtype, alpha and beta, and the name or names of mesh axes.
+# Anything with a shape and a dtype; alpha and beta; the name or names of mesh axes.
 Array = jax.Array | np.ndarray
 Scalar = ArrayLike
 AxisName = str | tuple[str, ...]
@@ -33,7 +33,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 class Parts:
-    """A dataclass whose text shows only what is not as by default, for each equation of a jaxpr holds a spec."""
+    """A dataclass with a short repr, only fields that differ from their defaults: each equation of a jaxpr has one."""
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
