@@ -1,4 +1,4 @@
-"""What stays the same in a variant: which elements of its arrays correspond to which of the reference's."""
+"""The parts that stay the same in a variant: how elements of its arrays correspond to the reference's elements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxmp._src.tools.audit import bits
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch lie in an array: dimension `dim` is (outer, rows, inner) in row-major order.
+    """The position of a batch's rows in an array: dimension `dim` is (outer, rows, inner) in row-major order.
 
-    Of a batch of 4 rows an array of shape (8, 5) is Rows(0, 1, 2) if each row has two neighbouring lines, and
+    For a batch of 4 rows, an array of shape (8, 5) is Rows(0, 1, 2) if each row has two neighbouring lines, and
     Rows(0, 2, 1) if the batch stands there twice.
     """
 
@@ -40,7 +40,7 @@ class Rows:
 # by its nature (it depends on the size of the batch, or on the place of a row).
 Relation = Rows | Literal["same", "packed", "other"]
 
-# Arrays lie in two orders if, sorted, they are so many times closer than as they lie.
+# Arrays count as reordered if sorting brings them closer by this factor.
 _CLOSER = 8
 
 
@@ -52,7 +52,7 @@ class Variation:
       name: as reports have it: "2 devices (x=2)", "3 rows".
       nrows: how many rows the reference's batch has.
       rows: of each row of the variant's batch its number in the reference's; None where the batch is the same.
-      across: whether the variant's arrays lie on devices of several processes.
+      across: whether the variant's arrays are on devices of several processes.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Variation:
         return [Rows(dim, each // inner, inner) for inner in range(each, 0, -1) if each % inner == 0]
 
     def expected(self, reference: np.ndarray, relation: Relation) -> np.ndarray:
-        """What the variant should have."""
+        """Returns the array that the variant should have."""
         if isinstance(relation, Rows):
             assert self.rows is not None
             return relation.take(reference, self.nrows, np.array(self.rows))
@@ -90,7 +90,7 @@ class Variation:
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 
     def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
-        """How arrays differ that have one shape and lie in two orders; None where they lie as each other.
+        """Returns how two arrays of one shape in different orders differ; None if their orders are the same.
 
         It is the difference of the sorted arrays: no order brings all elements closer than that.
         """
