@@ -15,9 +15,9 @@ _INK = "#808080"  # legible on white and on black
 
 
 def text_of(events: Sequence[Event], seconds: float) -> list[str]:
-    """A row for each device, in which a letter is a call, "." another operation, and a blank nothing.
+    """Returns a row for each device: a letter is a call, "." another operation, and a blank nothing.
 
-    Of what shares a column the longest is shown, a call ahead of other operations.
+    If several share a column, the longest is shown, and a call before other operations.
     """
     marks = _marks(events)
     lines = []
