@@ -1,4 +1,4 @@
-"""Time a product beside XLA's under the same shardings, here and now."""
+"""Compare the time of a product with XLA's under the same shardings, here and now."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> list[str]:
-    """The patterns to time; of all, those that the extents and the number of devices allow."""
+    """Returns the patterns to time; for all, every pattern that the extents and the number of devices allow."""
     if options.mesh < 1 or min(options.m, options.k, options.n) < 1:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":

@@ -1,4 +1,4 @@
-"""What the commands share: errors in one line, tables and progress bars, and the devices that they run on."""
+"""Common parts of the commands: errors in one line, tables and progress bars, and the devices that they run on."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def _widths(cells: Sequence[Sequence[str]], available: int | None) -> list[int]:
-    """The widths of a table's columns: of their texts, or where these do not fit those of their longest words, with
-    what is left for the narrowest texts first."""
+    """Returns the widths of a table's columns: as wide as their texts, or if these do not fit, as their longest words;
+    the narrowest texts then get the rest first."""
     length = rich("cells").cell_len
     whole = [max(map(length, column)) for column in zip(*cells, strict=True)]
     if available is None or _drawn(whole) <= available:
@@ -71,7 +71,7 @@ def _widths(cells: Sequence[Sequence[str]], available: int | None) -> list[int]:
 
 
 def _drawn(widths: Sequence[int]) -> int:
-    """The width of a table: rich draws a space behind each cell, one between cells and one at each edge."""
+    """Returns the width of a table: rich draws a space after each cell, one between cells and one at each edge."""
     return sum(widths) + 2 * len(widths) + 1
 
 
@@ -92,9 +92,9 @@ def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Calla
 
 
 def require_devices(count: int) -> list[jax.Device]:
-    """The first `count` devices; on CPUs, and ahead of JAX's backend, they are made.
+    """Returns the first `count` devices; on CPUs it makes them, if JAX's backend has not started.
 
-    Raises CommandError where there are fewer.
+    Raises CommandError if there are fewer.
     """
     make_cpu_devices(count)
     devices = jax.devices()
