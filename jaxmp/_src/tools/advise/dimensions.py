@@ -25,7 +25,7 @@ from jaxmp._src.tools.audit.operations import INLINED
 
 # The classes of a value's dimensions; None for one that is new.
 Dims = Sequence[int | None]
-# Those of a traced value, and a bit for each argument of the program that it depends on.
+# Classes of a traced value's dimensions, and a bit for each argument of the program that it depends on.
 Value = tuple[list[int], int]
 
 
@@ -42,7 +42,7 @@ class Dimensions:
 
     @property
     def looped(self) -> set[int]:
-        """Classes of dimensions over which a loop runs."""
+        """Returns the classes of dimensions that a loop iterates over."""
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
@@ -81,7 +81,7 @@ class Dimensions:
         return [value(v) for v in jaxpr.outvars]
 
     def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Dims | None]:
-        """Of each result of an equation the classes of its dimensions, None where they are not known."""
+        """Returns the classes of dimensions for each result of an equation, None if they are not known."""
         name, params, shapes = eqn.primitive.name, eqn.params, [_shape(v) for v in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, values, every)

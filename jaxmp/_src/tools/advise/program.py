@@ -29,7 +29,7 @@ Table = list[list[str]]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ranking(Generic[Choice]):
-    """What `advise` returns: choices on one machine, the best one first, and what there is to say of them."""
+    """What `advise` returns: choices on one machine, the best one first, and remarks about them."""
 
     subject: str
     choices: tuple[Choice, ...]
@@ -46,7 +46,7 @@ class Ranking(Generic[Choice]):
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What is printed below the tables."""
+        """Returns the lines that are printed below the tables."""
         return [self.legend, *self.remarks, f"{self.hardware.name}: {self.hardware.source or 'as given'}"]
 
     def __str__(self) -> str:
@@ -136,8 +136,8 @@ class ProgramAdvice(Ranking[Plan]):
     """Plans for a function on one machine. `str` gives the tables, and notebooks show them.
 
     Attributes:
-      choices: the plans: those that fit in memory first, then by time, then by bytes. One on two axes comes before one
-        on a single axis if it takes a tenth less.
+      choices: the plans, sorted: those which fit in memory first, then by time, then by bytes. A plan on two axes
+        comes before a plan on one axis only if it takes a tenth less.
       best: the first.
       remarks: what was left out.
       hardware: the machine.
@@ -181,8 +181,8 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
         if not plans:
             raise next(iter(errors.values()))
         if not any(plan.products for plan in plans):
-            raise ValueError(f"advise: {name} has no product whose time is predicted")
-        # A second axis has to save a tenth, for predictions are no more exact.
+            raise ValueError(f"advise: {name} has no product with a predicted time")
+        # A second axis has to save a tenth, because predictions are no more exact.
         plans.sort(key=lambda x: (not x.fits, x.seconds * (1.1 if len(x.mesh) > 1 else 1), x.bytes_moved))
         remarks = [f"left out is {plan}, which raises {str(x).strip().splitlines()[0]}" for plan, x in errors.items()]
         rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}

@@ -14,7 +14,7 @@ from jaxmp._src.tools.advise.dimensions import Dimensions
 # The axes of a mesh and their sizes.
 Mesh = tuple[tuple[str, int], ...]
 
-# What each splits over its devices.
+# The dimensions that each recipe splits over its devices.
 RECIPES = {
     "data": ("batch",),
     "fully sharded": ("batch", "parameters"),
@@ -90,13 +90,13 @@ class _Classes:
         self._extents = dict(sorted(extents, key=lambda pair: -pair[1]))
 
     def _rows(self, leaf: Leaf) -> list[int]:
-        """The dimensions over which no loop runs."""
+        """Returns the dimensions that no loop iterates over."""
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Megatron's: the largest first, each but those that share a matrix with one before.
+        """Returns Megatron's hidden dimensions: the largest first, except where an earlier one has the same matrix.
 
-        Of two layers in turn one has its columns sharded and the next its rows.
+        Of two consecutive layers one has its columns sharded and the next its rows.
         """
         found = set[int]()
         for dim, extent in self._extents.items():
@@ -140,9 +140,9 @@ class _Classes:
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
     """The classes of the batch: dimensions that come first in arguments which are no parameters.
 
-    Of several extents it is that of the dimension which most arguments have, or else of the largest argument. Where the
-    program has to tell what is a parameter, a dimension of the batch comes first in every argument that has it, and of
-    several extents it is that of integers, such as tokens, or else of the first argument.
+    If it has several extents, it is the one that most arguments have, or else the largest argument's. If the program
+    does not tell which arguments are parameters, a batch dimension comes first in every argument that has it; of
+    several extents, the integers' (such as tokens) counts, or else the first argument's.
     """
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:
