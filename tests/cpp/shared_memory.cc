@@ -164,8 +164,7 @@ TEST(AnotherProcessReadsWhatThisOneWrites) {
   CHECK_EQ(LocalArenaUse().used, size_t{0});
 }
 
-// Four devices, of which this process has those at positions 0 and 2, and the peer the others; the order of their ranks
-// is another one.
+// Four devices: this process has positions 0 and 2, and the peer the others; their ranks have another order.
 struct Job {
   explicit Job(bool sums, const std::string& fields = "k=4") {
     CallSignature signature;
@@ -234,7 +233,7 @@ std::vector<std::vector<float>> Operands(bool sums) {
   return operands;
 }
 
-// What the device at a position has to get: the sum of its pieces, or the pieces of all ranks in their order.
+// Returns the result of the device at a position: the sum of its pieces, or the pieces of all ranks in their order.
 std::vector<float> Expected(const std::vector<int64_t>& ranks, bool sums, size_t position) {
   std::vector<float> expected(sums ? 15 : 60);
   for (size_t other = 0; other < 4; ++other) {
@@ -266,7 +265,7 @@ TEST(ResultsAreInTheOrderOfTheRanks) {
   }
 }
 
-// All ranks of this process: the halves wait for nobody.
+// All ranks of this process: the halves wait for nothing.
 TEST(TheHalvesGiveTheSame) {
   for (const bool sums : {false, true}) {
     Job job(sums);
