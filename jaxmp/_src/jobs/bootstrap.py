@@ -94,7 +94,7 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """What a process knows about the others once all of them have met.
+    """A process's knowledge of the others once all of them have met.
 
     `peers` answers and opens this process's connections. `address_of(process)` is where a process listens. `refusal`
     says why the job cannot run, or ""; `told` is rank 0's message. Both are the same on every process.
@@ -226,7 +226,7 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _own_address(host: str) -> str:
-    """Returns this machine's address for the other processes: the one from which it reaches the coordinator.
+    """Returns this machine's address for the other processes: its address on the route to the coordinator.
 
     If the coordinator's name stands for 127.0.1.1, as on the machine itself, the route to other networks decides.
     """
@@ -238,7 +238,7 @@ def _own_address(host: str) -> str:
 
 
 def route_to(host: str) -> str:
-    """Returns the address of this machine from which `host` is reached; RuntimeError if no network leads there."""
+    """Returns this machine's address on the route to `host`; RuntimeError if no network leads there."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:

@@ -1,6 +1,6 @@
 """This process's connections to the other processes of its job: opened when first needed, each end proved to the other.
 
-Each process listens at one address, from which it also reaches the coordinator. Rank 0 makes a secret, and JAX's
+Each process listens at one address, its own on the route to the coordinator. Rank 0 makes a secret, and JAX's
 coordination service hands it out. The process that connects and the process that listens prove to each other that they
 have it, by HMAC-SHA256 (RFC 2104) over random numbers of both; the secret itself never travels here:
 
@@ -37,7 +37,7 @@ _NUMBER = 32
 _HMAC = hashlib.sha256().digest_size
 # Seconds that a handshake may take; a peer needs milliseconds.
 _HANDSHAKE = 5.0
-# Handshakes under way at once; one more ends the oldest. A peer whose handshake is ended connects again.
+# Handshakes under way at once; one more ends the oldest. A peer that loses its handshake connects again.
 _MOST_HANDSHAKES = 64
 _RETRY = 0.1
 

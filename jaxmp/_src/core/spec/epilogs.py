@@ -13,7 +13,7 @@ class Epilog(enum.IntEnum):
     ALLREDUCE is a bit: alone, or with another as in `Epilog.ALLREDUCE | Epilog.BIAS`. It says that the ranks' products
     are summed on every rank. The all-reduce pattern does so with and without the bit; other patterns refuse it.
 
-    Names and numbers are those of `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
+    Names and numbers are as in `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
     """
 
     NONE = 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """What one dimension of an array covers: each element stands for `size` elements of the product's m, n or k."""
+    """One dimension of an array, in extents of the product: each element stands for `size` elements of m, n or k."""
 
     dim: str
     size: int = 1

@@ -1,4 +1,4 @@
-"""What each level of determinism demands of a call. docs/determinism.md has the promises; other modules ask here.
+"""The demands of each level of determinism on a call. docs/determinism.md has the promises; other modules ask here.
 
 `fixed_order` ("batch", "topology"): every element of D is one sum over k in one order, and its epilog is the library's
 own arithmetic. So

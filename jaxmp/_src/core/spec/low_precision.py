@@ -1,7 +1,7 @@
 """Types of 8 bits and fewer: which can be multiplied, how they are scaled, decoded and encoded, apart from any call.
 
 Each scale belongs to a block of numbers and multiplies them; `Scaling` has the table of modes. In the logical layout,
-that of `jax.nn.scaled_matmul`, an operand's blocks run along its last dimension. Names, meaning and memory layout:
+as in `jax.nn.scaled_matmul`, an operand's blocks run along its last dimension. Names, meaning and memory layout:
 cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's cublasMpMatmulMatrixScale_t.
 """
 
@@ -55,9 +55,9 @@ class Scaling:
     The mode follows from a scale's shape and dtype. An operand is stored as (rows, k):
 
         ()                    float32          one scale
-        (rows,)               float32          one a row (a and b alike)
-        (rows, k/32)          float8_e8m0fnu   MXFP8 (a and b alike)
-        (rows, k/16)          float8_e4m3fn    NVFP4 (a and b alike)
+        (rows,)               float32          one a row (both a and b)
+        (rows, k/32)          float8_e8m0fnu   MXFP8 (both a and b)
+        (rows, k/16)          float8_e4m3fn    NVFP4 (both a and b)
         (rows, k/128)         float32          1 x 128 blocks
         (rows/128, k/128)     float32          128 x 128 blocks; the other operand has 1 x 128 blocks
 
@@ -67,8 +67,8 @@ class Scaling:
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
       c: scalar float32, for tensor-wide scales only.
-      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one: the result is multiplied by it.
-      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`): it is multiplied by it.
+      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one; multiplies the result.
+      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`); multiplies it.
       result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
       aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
       aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.
@@ -109,7 +109,7 @@ def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
 
 @functools.cache
 def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
-    """Returns the type in which operands are multiplied: the wide type of a mixed pair, else the type of a."""
+    """Returns the type of the multiplication: the wide type of a mixed pair, else the type of a."""
     return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
 
 
@@ -188,7 +188,7 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 
 
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
-    """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    """Raises unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():
@@ -223,7 +223,7 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
 def dequantize(
     x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
 ) -> jax.Array:
-    """Returns x times its scales in `dtype`; the product is taken in float32 at least, for the range of the scales."""
+    """Returns x times its scales in `dtype`; multiplies in float32 at least, because scales have a wide range."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
     if is_k_first:

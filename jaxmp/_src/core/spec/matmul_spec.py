@@ -116,7 +116,7 @@ class ScaleModes(Parts):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SummationOrder(Parts):
-    """What gradients need in order to sum in the order of the global array (`levels`); otherwise default.
+    """The data that gradients need to sum in the order of the global array (`levels`); otherwise default.
 
     `is_transposed`: other patterns compute this product transposed (the gradient of an a that is stored transposed).
     `rows`: the dimensions that fold into D's rows, slowest first, each as (the extent that a rank holds before a
@@ -188,7 +188,7 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def level(self) -> Level:
-        """What the bits of the result may depend on."""
+        """The level: it says what the bits of the result may depend on."""
         return levels.find(self.determinism)
 
     @functools.cached_property
@@ -316,7 +316,7 @@ _BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # the default
 
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
-    """Returns the type in which products of `dtype` are summed; int8 sums that scales convert to a wide type `out` are
+    """Returns the accumulator type of products of `dtype`; int8 sums that scales convert to a wide type `out` are
     float32."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:

@@ -47,7 +47,7 @@ class CommOptions(Parts):
     No option changes the mathematics. A gradient's calls have other patterns; they keep the options that apply to them.
 
     Args:
-      dtype: the type in which partial sums travel, with reduce-scatter and all-reduce only: no smaller than the
+      dtype: the type of partial sums on the way, with reduce-scatter and all-reduce only: no smaller than the
         result's, no larger than the accumulator's. None: the library's choice.
       algorithm: how communication overlaps with computation: "split_p2p", "split_multicast", "atomic_p2p",
         "atomic_multicast", "no_overlap" or "fused". None or "default": the library's choice.

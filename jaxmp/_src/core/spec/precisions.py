@@ -1,7 +1,7 @@
 """One table: what a `precision` asks of a GPU for each type of operands.
 
 A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
-operands may be rounded before the product and in which type products may be summed, but not the type of the result. A
+operands may be rounded before the product and what type the sums may have, but not the type of the result. A
 CPU does not round operands and sums in their full type, which is at least as exact (the row of None). XLA does the same
 on GPUs, except for the algorithms that sum in 16 bits (16F and BF16_BF16_BF16).
 
@@ -150,7 +150,7 @@ def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
 
 
 def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
-    """The type to which JAX converts operands that the preset does not take; None where it takes them."""
+    """Returns JAX's type for operands that the preset does not take; None if it takes them."""
     if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
         return None
     return np.dtype(asked.supported_lhs_types[0])
@@ -163,7 +163,7 @@ def find(asked: str, operand: np.dtype, platform: str = "") -> str:
 
 
 def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
-    """The type in which a compute type sums products of `operand`."""
+    """Returns the type of a compute type's sums of products of `operand`."""
     return np.dtype(SUMMED_IN.get(compute) or accumulator(np.dtype(operand)))
 
 

@@ -15,7 +15,7 @@ from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.options import CommOptions, Implementation, Mesh, Precision, Scalar, Sharding
 from jaxmp._src.core.spec.process_grid import BlockCyclic
 
-# What a call returns depends on its epilog: d alone, or d with further results by name.
+# The results of a call depend on its epilog: d alone, or d with further results by name.
 PlainEpilog = Literal[
     Epilog.NONE,
     Epilog.DEFAULT,

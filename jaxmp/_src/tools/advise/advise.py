@@ -67,7 +67,7 @@ class Advice(Ranking[Choice]):
     efficient.
 
     Attributes:
-      choices: all choices, sorted: those which fit in memory first, then by time, then by memory.
+      choices: all choices. Choices that fit in memory come first, then they are sorted by time, then by memory.
       best: the first.
       lower_bound: bytes that some device receives under any algorithm, if each begins with its part of one copy.
       hardware: the machine.

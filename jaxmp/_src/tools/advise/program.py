@@ -29,7 +29,7 @@ Table = list[list[str]]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ranking(Generic[Choice]):
-    """What `advise` returns: choices on one machine, the best one first, and remarks about them."""
+    """The result of `advise`: choices on one machine, the best one first, and remarks about them."""
 
     subject: str
     choices: tuple[Choice, ...]
@@ -136,8 +136,8 @@ class ProgramAdvice(Ranking[Plan]):
     """Plans for a function on one machine. `str` gives the tables, and notebooks show them.
 
     Attributes:
-      choices: the plans, sorted: those which fit in memory first, then by time, then by bytes. A plan on two axes
-        comes before a plan on one axis only if it takes a tenth less.
+      choices: the plans. Plans that fit in memory come first, then they are sorted by time, then by bytes. A plan on
+        two axes comes before a plan on one axis only if it takes a tenth less.
       best: the first.
       remarks: what was left out.
       hardware: the machine.

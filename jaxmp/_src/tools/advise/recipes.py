@@ -96,7 +96,7 @@ class _Classes:
     def _hidden(self, size: int) -> set[int]:
         """Returns Megatron's hidden dimensions: the largest first, except where an earlier one has the same matrix.
 
-        Of two consecutive layers one has its columns sharded and the next its rows.
+        In two consecutive layers the first has its columns sharded and the second its rows.
         """
         found = set[int]()
         for dim, extent in self._extents.items():

@@ -17,7 +17,7 @@ from jaxmp._src.platform.runtime.bitwise import bits_of, distance, places
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How two arrays of one type differ.
+    """The differences between two arrays of one type.
 
     Attributes:
       differing, elements: how many elements have other bits, and how many there are.
@@ -38,12 +38,12 @@ class Difference:
 
 
 def is_shared(x: Any) -> bool:
-    """Whether another process holds a part of the array."""
+    """True if another process holds a part of the array."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def is_key(x: Any) -> bool:
-    """Whether these are random keys, which have no bits of their own on the host."""
+    """True if these are random keys, which have no bits of their own on the host."""
     return bool(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
@@ -88,7 +88,7 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
-    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not.
+    """Compares an array with what it should be, on every device that holds a part or a copy of it; None if not.
 
     `across`: on the devices of all processes; each asks about the same array and gets the same answer.
     """

@@ -112,7 +112,7 @@ def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
 
 
 def _is_fused(eqn: Any) -> bool:
-    """Whether `fuse` gives a product of JAX's a level of determinism."""
+    """True if `fuse` gives a product of JAX's a level of determinism."""
     if eqn.primitive.name != "dot_general":
         return False
     (contract, batch), avals = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
@@ -159,7 +159,7 @@ def is_by_device(eqn: Any, i: int) -> bool:
 
 
 def is_our_call(eqn: Any) -> bool:
-    """Whether this is the `jit` of one of jaxmp's own functions, which is one operation here."""
+    """True if this is the `jit` of one of jaxmp's own functions, which is one operation here."""
     return str(eqn.params.get("name", "")).startswith("jaxmp")
 
 

@@ -61,7 +61,7 @@ class Variation:
     across: bool = False
 
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
-        """How arrays of these shapes may relate, the likeliest first; none where no dimension holds the batch."""
+        """Returns how arrays of these shapes may relate, likeliest first; nothing if no dimension holds the batch."""
         if reference == variant:
             return ["same"]
         if self.rows is None or len(reference) != len(variant):
@@ -81,11 +81,11 @@ class Variation:
         return reference
 
     def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
-        """How an array of the variant differs from what it should have."""
+        """Compares an array of the variant with its expected value."""
         return bits.difference(array, self.expected(reference, relation), across=self.across)
 
     def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
-        """Whether an array has the bits of the reference's elements in another order, each once or equally often."""
+        """True if an array has the bits of the reference's elements in another order, each once or equally often."""
         is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 

@@ -100,7 +100,7 @@ class Walk:
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
-        """Whether they correspond; if so, they are twins from here on."""
+        """Returns True if they correspond; then, they are twins from here on."""
         if other.twin is one:
             return True
         relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
@@ -282,7 +282,7 @@ class Walk:
         return _inheriting(Value(array, one, relation), [other])
 
     def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
-        """Whether a row of output `i` depends on the same row of the inputs alone.
+        """True if a row of output `i` depends only on the same row of the inputs.
 
         Tried out on the reference, with the same compiled equation: where about half of the rows are replaced by
         others, and by their negatives, the rest has to keep its bits. Each bit of the rows' numbers gives two halves,

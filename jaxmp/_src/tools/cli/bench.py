@@ -146,7 +146,7 @@ def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: 
 
 
 def _disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
-    """How far the two results are apart, where rounding does not explain it; a fast wrong product is worth nothing.
+    """Explains a difference of the two results that is more than rounding; a fast wrong product is worth nothing.
 
     Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|.
     """
