@@ -1,6 +1,6 @@
 """Experts split over devices: uneven groups against even ones, jaxmp's layers against slots of a capacity, and memory.
 Times are by the clock and by the processor (all threads); other processes disturb the second less.
-Times are of the clock and of the processor (all threads), of which other processes disturb the second less.
+Times are by the clock and by the processor (all threads); other processes disturb the second less.
 """
 
 import functools

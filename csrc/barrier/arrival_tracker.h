@@ -107,7 +107,7 @@ class ArrivalTracker {
     std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
     std::map<uint64_t, size_t> takers;                       // by count: devices that have taken the tokens
   };
-  // What a peer has said about one run at one call.
+  // A peer's messages about one run at one call.
   struct PeerRun {
     Run run = 0;
     std::optional<Run> own;      // the run of this process that it belongs to

@@ -78,7 +78,7 @@ std::string BarrierFailure();
 // The same of the first call that failed after its process had gone on, or "".
 std::string LateFailure();
 
-// Returns the last call to which this process came, or "".
+// Returns the last call of this process, or "".
 std::string LastCall();
 
 struct PeerState {
