@@ -54,7 +54,7 @@ def draw(rng: random.Random) -> dict:
 
 
 def run(fault: dict, folder: Path) -> str:
-    """What was wrong with the job, with its logs, or ""."""
+    """Returns what was wrong with the job, with its logs, or ""."""
     env = {"CHAOS_FAULT": json.dumps(fault), "JAXMP_SHARED_MEMORY": fault["memory"]}
     job = Job(folder, "chaos", fault["nprocesses"], env={"all": env})
     victim = fault["victim"]
@@ -111,7 +111,7 @@ def main(initialize, process: int) -> None:
     initialize()
     for step in range(STEPS):
         is_now = is_victim and step == fault["step"]
-        # Compiled first, so that the time since the last COME is the time in which a fault is seen.
+        # Compiled first, so that the time since the last COME is the delay until a fault is seen.
         run, operands = program(fault["model"], fault["is_backward"], fault["kind"] if is_now else "")
         compiled = run.lower(*operands).compile()
         if is_now:

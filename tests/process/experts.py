@@ -1,6 +1,6 @@
 """Products of groups of rows, with rows and matrices in several processes. Run by `ranks.py experts`.
 
-What would be silently wrong without it: a row that comes back to another's place, and a sum that misses a rank's rows.
+It finds silent errors: a row that comes back to another's place, and a sum that misses a rank's rows.
 """
 
 import functools

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 
 RUNS = 6
-AHEAD = 0.4  # seconds by which one process comes before the other
+AHEAD = 0.4  # seconds between the arrivals of the two processes
 TINY, LARGE = 1e-40, 1e30  # their product is an ordinary number, or 0
 
 

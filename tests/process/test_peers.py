@@ -66,7 +66,7 @@ def is_joined(one, other):
 
 
 def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
-    """As at the end of a process of CPython 3.12. A late wait gets an answer, and does not wait for peers itself."""
+    """CPython 3.12 starts none at the end. A late wait gets an answer, and does not wait for peers itself."""
 
     def refuse(thread):
         raise RuntimeError("no thread")
@@ -82,7 +82,7 @@ def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
         late.start(list, None, None, None)
 
 
-def test_peers_that_connect_to_each_other_at_once_keep_one_connection():
+def test_simultaneous_connections_of_peers_become_one():
     for _ in range(20):
         with job(3) as processes:
             for process in processes:
@@ -193,7 +193,7 @@ def listener(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "silence", "slow bytes"])
-def test_a_stranger_is_turned_away_within_the_time_of_a_handshake(listener, attack, caplog):
+def test_a_stranger_is_refused_within_a_handshakes_time(listener, attack, caplog):
     attacks = ATTACKS | {"silence": lambda connection: None, "slow bytes": slow}
     with socket.create_connection(("127.0.0.1", listener.peers.port), timeout=5) as stranger:
         began = time.monotonic()

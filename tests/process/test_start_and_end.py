@@ -145,7 +145,7 @@ def test_a_machine_without_a_network_is_named(monkeypatch, process):
         jaxmp.distributed.initialize(f"127.0.0.1:{free_port()}", 2, process)
 
 
-def test_a_machine_that_calls_itself_loopback_is_reached_from_elsewhere(monkeypatch):
+def test_a_machine_with_a_loopback_name_is_reached(monkeypatch):
     """Debian's installer writes /etc/hosts so: the machine's own name stands for 127.0.1.1."""
     monkeypatch.setattr(bootstrap, "route_to", lambda host: "127.0.1.1" if host == "node1" else "192.168.7.1")
     assert bootstrap.bind_address("node1", free_port()) is None
