@@ -203,7 +203,7 @@ def _meshes(devices: int) -> Iterator[Mesh]:
 def _choices(
     extents: dict[str, int], dtype: np.dtype, out_dtype: np.dtype, mesh: Mesh, hardware: Hardware
 ) -> Iterator[Choice]:
-    """The calls that compute a product on this mesh, each axis in a role of its own; none is efficient yet."""
+    """Returns the calls for a product on this mesh, one role per axis; none is marked efficient yet."""
     itemsizes = (dtype.itemsize, dtype.itemsize, out_dtype.itemsize, accumulator(dtype).itemsize)
     gathers_k = not low_precision.is_scaled(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)

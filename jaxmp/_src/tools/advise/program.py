@@ -42,7 +42,7 @@ class Ranking(Generic[Choice]):
         return self.choices[0]
 
     def tables(self) -> list[Table]:
-        """The header and the cells of each."""
+        """Returns the header and the cells of each table."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:
@@ -146,7 +146,7 @@ class ProgramAdvice(Ranking[Plan]):
     legend = "us are predicted; MB are of one device, as compiled; `.best.explanation` tells why each collective runs"
 
     def tables(self) -> list[Table]:
-        """The plans, and the arguments in the best one."""
+        """Returns the table of plans, and the table of arguments in the best plan."""
         leaves = jax.tree_util.tree_leaves_with_path(
             (self.best.arguments, self.best.keywords), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
@@ -228,7 +228,7 @@ def _mesh(axes: Mesh) -> jax.sharding.Mesh:
 def _steps(
     explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Iterator[PlanStep]:
-    """The steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
+    """Returns the steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
     ndevices = math.prod(mesh.values())
     rounds: dict[Any, list[Operation]] = {}
     for row in explanation.rows:

@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
 def recipes(
     dimensions: Dimensions, types: Sequence[Any], nparameters: int, devices: int, mesh: Mesh
 ) -> Iterator[Recipe]:
-    """The recipes for a program on this mesh, or without one on meshes of one axis and of two.
+    """Returns the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
 
     Args:
       types: of the program's arguments.
@@ -67,7 +67,7 @@ def recipes(
 
 
 def _factors(devices: int) -> list[int]:
-    """At most two sizes of a second axis, the nearest to a square."""
+    """Returns at most two sizes of a second axis, the nearest to a square."""
     found = [n for n in range(2, devices) if devices % n == 0]
     return sorted(sorted(found, key=lambda n: abs(math.log(n * n / devices)))[:2])
 
@@ -126,7 +126,7 @@ class _Classes:
         )
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
-        """The dimensions of an argument that may be sharded, the best one first."""
+        """Returns the dimensions of an argument that may be sharded, the best one first."""
         if kind in ("batch", "sequence"):
             wanted = self._batch if kind == "batch" else self._sequence
             return [i for i, dim in enumerate(leaf.dims) if dim in wanted and leaf.is_batch]
