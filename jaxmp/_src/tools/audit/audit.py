@@ -85,7 +85,7 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`fn` as a function of the list of its arrays, and these."""
+    """Returns `fn` as a function of a list of its arrays, and that list."""
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
@@ -144,7 +144,7 @@ def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
 def _batches(
     trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> Iterator[tuple[Variation, Side]]:
-    """The batch as it is, and in other sizes."""
+    """Returns the batch unchanged, and in other sizes."""
     is_batched, nrows, argnums = _batched_arrays(args, argnums)
     batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
     mesh = jax_compat.ambient_mesh()

@@ -32,7 +32,7 @@ class Difference:
     absolute: float
 
     def merge(self, other: Difference) -> Difference:
-        """The worse of two."""
+        """Returns the worse of two differences."""
         worse = max(self, other, key=lambda one: one.differing / max(one.elements, 1))
         return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
 
@@ -58,7 +58,7 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """`host` on the devices of the array `like`, sharded as that is.
+    """Puts `host` on the devices of the array `like`, with its sharding.
 
     `leading`: the number of dimensions that it has before the dimensions of `like`; negative if it has fewer.
     """
@@ -73,7 +73,7 @@ def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
 
 
 def place(host: np.ndarray, sharding: Any) -> Any:
-    """`host`, which every process has, on devices of this process or of several."""
+    """Puts `host`, which every process has, on devices of this process or of several."""
     if sharding.is_fully_addressable:
         return jax.device_put(host, sharding)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -159,7 +159,7 @@ def first(host: np.ndarray) -> np.ndarray:
 
 
 def _of_each(numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers, below 2**64, that each process gives."""
+    """Returns the numbers, below 2**64, of each process."""
     return [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(numbers, np.uint64))]
 
 

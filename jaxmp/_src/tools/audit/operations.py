@@ -82,7 +82,7 @@ def name_of(eqn: Any) -> str:
 
 
 def kind_of(eqn: Any) -> str:
-    """A kind of `ADVICE`, or "product"."""
+    """Returns a kind of `ADVICE`, or "product"."""
     if our_equation(eqn) is not None:
         return "product"
     name = str(eqn.primitive.name)
@@ -92,7 +92,7 @@ def kind_of(eqn: Any) -> str:
 
 
 def settled_by(eqn: Any, vary: str) -> str:
-    """The argument of `fuse` that keeps the bits of an equation, or nothing."""
+    """Returns the argument of `fuse` that keeps the bits of an equation, or ""."""
     level, ours = LEVELS[vary], our_equation(eqn)
     is_grouped = (ours or eqn).primitive.name in _GROUPED
     is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))

@@ -39,7 +39,7 @@ class Value:
 
     @functools.cached_property
     def host(self) -> np.ndarray:
-        """A copy on the host."""
+        """Returns a copy on the host."""
         return bits.pull(self.array)
 
 
@@ -69,12 +69,12 @@ class Side:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def whole(self) -> list[Any]:
-        """The results of the whole program, compiled in one piece."""
+        """Runs the whole program, compiled in one piece."""
         with self.scope():
             return jax.tree.leaves(jax.jit(self._fn, compiler_options=self._options)(self.arrays))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """The results of one equation, compiled alone."""
+        """Runs one equation, compiled alone."""
         # An operand that is a literal of the program stays a literal.
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)
@@ -107,7 +107,7 @@ def _key(eqn: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """A parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
+    """Returns a parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
     if isinstance(value, float | complex | bool):
         return repr(value)
     return tuple((type(one), _exact(one)) for one in value) if isinstance(value, tuple) else value

@@ -47,7 +47,7 @@ class Audit:
         return as_html(self._tables(), [self._total(), *self._notes()])
 
     def _tables(self) -> list[list[list[str]]]:
-        """The one table, or none."""
+        """Returns one table, or none."""
         cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
         return [[list(_COLUMNS), *cells]] if self.rows else []
 
@@ -93,7 +93,7 @@ _SHOWN = 8
 
 
 def _places(found: Sequence[Row | Uncompared]) -> str:
-    """The operations with their lines."""
+    """Returns the operations with their lines."""
     return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
 
 

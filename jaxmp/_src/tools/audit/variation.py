@@ -24,12 +24,12 @@ class Rows:
     inner: int = 1
 
     def apart(self, x: np.ndarray, nrows: int) -> np.ndarray:
-        """`x` with the rows in front."""
+        """Returns `x` with the rows in front."""
         shape = (*x.shape[: self.dim], self.outer, nrows, self.inner, *x.shape[self.dim + 1 :])
         return np.moveaxis(x.reshape(shape), self.dim + 1, 0)
 
     def take(self, x: np.ndarray, nrows: int, rows: np.ndarray) -> np.ndarray:
-        """`x`, of `nrows` rows, with `rows` of it in their place."""
+        """Returns `x`, of `nrows` rows, with these `rows` instead."""
         shape = (*x.shape[: self.dim], self.outer * len(rows) * self.inner, *x.shape[self.dim + 1 :])
         taken = np.moveaxis(self.apart(x, nrows)[rows], 0, self.dim + 1)
         return np.ascontiguousarray(taken).reshape(shape)
@@ -104,7 +104,7 @@ class Variation:
         return bits.difference(bits.ascending(array), np.repeat(bits.ascending(reference), copies), across=self.across)
 
     def decision(self, reference: np.ndarray) -> np.ndarray:
-        """A value that says where the program goes on, the same for all processes."""
+        """Returns a value that decides how the program goes on, the same on all processes."""
         return bits.first(reference) if self.across else reference
 
 

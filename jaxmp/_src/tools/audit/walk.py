@@ -162,7 +162,7 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """One step after another; None where the steps are rows, or other ones in the variant."""
+        """Walks the steps of a scan in order; None if the steps are rows, or differ in the variant."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None
@@ -231,7 +231,7 @@ class Walk:
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Output `i` of both sides, the variant's from equal bits; a difference is reported."""
+        """Returns output `i` of both sides, the variant's with equal bits; reports a difference."""
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -316,7 +316,7 @@ def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
 
 
 def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
-    """A value that was made of these."""
+    """Returns a value that was computed from these."""
     value.is_of_batch |= any(x.is_of_batch for x in operands)
     value.is_mixed |= any(x.is_mixed for x in operands)
     return value
