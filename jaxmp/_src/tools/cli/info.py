@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Everything that `info` prints, by section; plain values for JSON."""
+    """Returns everything that `info` prints, by section; plain values for JSON."""
     choices = {name: _choice(name) for name in _TYPES}
     available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
     return {

@@ -20,7 +20,7 @@ class CommandError(Exception):
 
 
 def rich(module: str) -> Any:
-    """A module of the library rich, which is an optional dependency.
+    """Imports a module of rich, an optional dependency.
 
     Raises CommandError where it is not installed.
     """
@@ -31,7 +31,7 @@ def rich(module: str) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
-    """A table; the last `numbers` columns are aligned to the right.
+    """Prints a table; the last `numbers` columns are aligned to the right.
 
     Cells fold at spaces where a terminal is narrow, never within words; in a file or a pipe none folds.
     """
@@ -105,14 +105,14 @@ def require_devices(count: int) -> list[jax.Device]:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Have JAX make this many CPU devices, if its backend has not started."""
+    """Makes JAX create this many CPU devices, if its backend has not started."""
     if not jax_compat.backend_exists():
         with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def named_hardware(name: str) -> Hardware:
-    """The machine of --hardware.
+    """Returns the machine of --hardware.
 
     Raises CommandError where there is none, or "this" has not been measured.
     """
@@ -127,7 +127,7 @@ _SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": 
 
 
 def dtype_of(text: str) -> str:
-    """A type's full name from "bf16", "f32" or the name itself.
+    """Returns a type's full name from "bf16", "f32" or the name itself.
 
     Raises CommandError where there is no such type.
     """

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a check fails."""
+    """Returns 1 if a check fails."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
-    """Every pattern and type once for placement and for rounding, and the promises about bits."""
+    """Yields every pattern and type once for placement and for rounding, and the promises about bits."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
