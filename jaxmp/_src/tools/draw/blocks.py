@@ -32,7 +32,7 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """op(A), op(B) and D of a call; none of a collective, or where the mesh is not known."""
+    """Returns op(A), op(B) and D of a call; nothing for a collective or an unknown mesh."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -64,7 +64,7 @@ def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Blo
 
 
 def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The block of the device at these coordinates of the mesh."""
+    """Returns the block of the device at these mesh coordinates."""
     place = []
     for dim in dims:
         index = 0
@@ -75,7 +75,7 @@ def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping
 
 
 def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
-    """The blocks that device 0, which holds the first of each matrix, gets from others, by the matrix' name.
+    """Returns the blocks that device 0, which holds each matrix' first block, gets from others, by matrix.
 
     An all-gather gathers the rows of A in its group, a grid the blocks of A in its row and the blocks of B in its
     column. If the result is a partial sum, no operand is received.
