@@ -44,7 +44,7 @@ class Event:
 
 
 def ranges_of(program: str) -> dict[str, str]:
-    """The ranges of jaxmp's calls by the instructions of a compiled program's text."""
+    """Returns the ranges of jaxmp's calls, by instruction, from a compiled program's text."""
     found = {}
     for line in map(str.strip, program.splitlines()):
         if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
