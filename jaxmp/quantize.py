@@ -66,15 +66,15 @@ def largest(dtype: DTypeLike) -> float:
 
 
 def amax(x: Array) -> jax.Array:
-    """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
+    """Returns the largest absolute value of `x`, a float32 scalar; NaN if `x` has one."""
     return low_precision.amax(_wide(x))
 
 
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
+    """Returns the float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
-    1 where amax is 0 or not finite, and a normal number elsewhere (TransformerEngine's rules): a smaller one, which XLA
-    takes for 0 on CPUs, becomes 2^-126.
+    It is 1 if amax is 0 or not finite, and otherwise a normal number (TransformerEngine's rules): a smaller one, which
+    XLA treats as 0 on CPUs, becomes 2^-126.
     """
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax * (2.0**margin / largest(dtype)), amax)
@@ -89,7 +89,7 @@ def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """(q, scale) with one float32 scalar: `scale_for(amax(x))` unless it is given, as delayed scaling does.
+    """Returns (q, scale) with one float32 scalar: `scale`, as in delayed scaling, or `scale_for(amax(x))`.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> q, scale = jaxmp.quantize.tensor(jnp.array([1.0, -2.0, 0.5]))
@@ -101,13 +101,13 @@ def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None
 
 
 def update_history(history: jax.Array, amax: Array) -> jax.Array:
-    """An amax history (length,), newest first, with `amax` put in front and the oldest dropped."""
+    """Returns an amax history (length,), newest first, with `amax` added in front and the oldest dropped."""
     return jnp.roll(history, 1).at[0].set(amax.astype(history.dtype))
 
 
 def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """The scale for the next step from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for Deep
-    Learning" (2022), as TransformerEngine's DelayedScaling."""
+    """Returns the next step's scale from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for
+    Deep Learning" (2022), as in TransformerEngine's DelayedScaling."""
     return scale_for(jnp.max(history), dtype, margin=margin)
 
 
@@ -141,19 +141,19 @@ def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
+    """Returns (q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
 
-    Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
+    The bits equal the quantization of `jax.nn.scaled_dot_general` with the config "mxfp8".
     """
     _check_blocks("mxfp8", x, 32, dtype=dtype)
     return low_precision.encode_blocks(_wide(x), low_precision.VEC32, dtype)
 
 
 def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
+    """Returns (q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
 
-    `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. Bit for bit what
-    `jax.nn.scaled_dot_general` quantizes to with the config "nvfp4", but for blocks of zeros, where that has NaN.
+    `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. The bits equal
+    the quantization of `jax.nn.scaled_dot_general` with the config "nvfp4", except blocks of zeros, where it has NaN.
     """
     _check_blocks("nvfp4", x, 16)
     scaled = _wide(x) / global_scale
@@ -164,28 +164,28 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
 
 
 def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
-    """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3, as `scale_for`."""
+    """Returns the scale that brings `amax` to 6 * 448, the largest e2m1 times the largest e4m3, as `scale_for`."""
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax / (largest(jnp.float4_e2m1fn) * largest(_E4M3)), amax)
 
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scaling`."""
+    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`."""
     mode = _mode("dequantize", q, scale)
     factor = None if scale is None else jnp.asarray(scale)
     return low_precision.dequantize(jnp.asarray(q), factor, mode, jnp.dtype(dtype))
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
-    """The float32 scale of every element of `q`."""
+    """Returns the float32 scale of every element of `q`."""
     mode = _mode("expand", q, scale)
     return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
 
 def swizzle(scale: Array) -> jax.Array:
-    """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
+    """Returns block scales (rows, blocks) as bytes in cuBLASLt's order (tiles of 128 x 4, padded with 0), flat.
 
-    `jaxmp.matmul` does this itself; it is for data that other libraries share. Raises ValueError where `scale` is no
+    `jaxmp.matmul` does this itself; use it for data that other libraries share. Raises ValueError if `scale` is not a
     matrix, or its elements are wider than a byte.
     """
     if scale.ndim != 2 or scale.dtype.itemsize != 1:
@@ -194,7 +194,7 @@ def swizzle(scale: Array) -> jax.Array:
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
-    """The inverse of `swizzle`: scales (rows, blocks) of `dtype`."""
+    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype`."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
         raise ValueError(
@@ -204,15 +204,15 @@ def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8
 
 
 def scale_offset(row: int, block: int, blocks: int) -> int:
-    """Where `swizzle` puts the scale of `block` (of `blocks`) in `row` (nvmath's get_block_scale_offset)."""
+    """Returns where `swizzle` puts the scale of `block` (of `blocks`) in `row` (nvmath's get_block_scale_offset)."""
     tile = row // 128 * round_up(blocks, 4) // 4 + block // 4
     return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
 
 
 def pack_fp4(q: Array) -> jax.Array:
-    """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte.
+    """Packs float4_e2m1fn (..., k) into uint8 (..., k/2), the first of two in the low half of its byte.
 
-    Raises TypeError for another type, ValueError where k is odd.
+    Raises TypeError for another type, ValueError if k is odd.
     """
     _check_type("pack_fp4", q, "float4_e2m1fn")
     _check_blocks("pack_fp4", q, 2, ndim=1)
@@ -220,24 +220,24 @@ def pack_fp4(q: Array) -> jax.Array:
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
-    """The inverse of `pack_fp4`. Raises TypeError for another type than uint8."""
+    """Inverts `pack_fp4`. Raises TypeError for any type but uint8."""
     _check_type("unpack_fp4", packed, "uint8")
     return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
 def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """A scale for this amax that divides numbers by neither 0 nor infinity."""
+    """Limits a scale for this amax, so that it divides numbers by neither 0 nor infinity."""
     limits = jnp.finfo(jnp.float32)
     return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
 
 def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / scale, whose gradient holds 1 / scale^2; where that is no number a cotangent of 8 bits is 0."""
+    """Returns x / scale. A scale below 2^-60 gets no gradient, because 1 / scale^2 would overflow."""
     return x / jnp.where(scale < 2.0**-60, lax.stop_gradient(scale), scale)
 
 
 def _wide(x: Array) -> jax.Array:
-    """`x` in float32, of finite numbers finite ones."""
+    """Returns `x` in float32; finite numbers stay finite."""
     if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
     if jnp.iscomplexobj(x):

@@ -13,7 +13,7 @@ enum class Kind : uint8_t {
   kFailure,  // the sender has given up its run of the program; text says why
   kAbandon,  // the same, and the job may go on: a rank has left the run
   kPing,
-  kPong,     // text: the call to which the sender came last
+  kPong,     // text: the sender's last call
   kGoodbye,  // the sender leaves; text says why
 };
 

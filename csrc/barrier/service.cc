@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kCrossed(500);
 // For this share of the deadline a process may be a run ahead before the ranks that wait in the earlier run give it up.
 // Another thread of that process may still come with the earlier run.
 constexpr double kPassed = 0.1;
-// Seconds for which gloo waits for the others where it opens the transport of a set of devices.
+// Seconds that gloo waits for the others when it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
 // A process that has not answered for this long is said not to answer.
@@ -126,7 +126,7 @@ bool Service::IsHeld(const Arrival& arrival, Clock::duration waited) {
   return false;
 }
 
-// Who has not come, and who else does not answer: whoever has not come may be waiting for that one.
+// Lists ranks that have not come, and others that do not answer: a rank that has not come may be waiting for one.
 std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
   std::string missing;
   const std::vector<int>& members = waiting.arrival.members().processes;

@@ -52,7 +52,7 @@ StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
 
 namespace {
 
-// By DType. Two f4e2m1 lie in a byte, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
+// By DType. A byte holds two f4e2m1, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
 constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F32,
                                        ffi::F64,

@@ -1,4 +1,4 @@
-// What every platform's handler of a product has in common: attributes and buffers of a call frame, read and checked.
+// Reads and checks attributes and buffers of a call frame; every platform's handler of a product uses this.
 #pragma once
 
 #include "csrc/base/status.h"

@@ -23,7 +23,7 @@ namespace {
 // ---- instantiate
 
 std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
-  // Groups of one rank are alike whatever the mesh is.
+  // A group of one rank needs no mesh.
   if (p.nranks() == 1) return cuda::GetCudaCommunicator({{}, {}, {}}, {});
   return cuda::GetCudaCommunicator({p.mesh_shape, p.axes_row, p.axes_col}, p.devices);
 }
@@ -85,8 +85,8 @@ StatusOr<CudaSite::Place> PlaceOf(CudaSite& site, int ordinal, const void* posit
   return place;
 }
 
-// What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
-// RELU_AUX zeroed ahead of AllGather + Matmul), and the largest values.
+// Clears results that the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also needs
+// RELU_AUX's mask zeroed before AllGather + Matmul), and the largest values.
 Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream stream) {
   const Problem& p = plan.problem();
   const AuxLayout& aux = plan.distribution().aux;
@@ -97,8 +97,8 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
   return ZeroAmax(buffers, stream);
 }
 
-// The execution context goes back as soon as everything is on the stream: the local rank's next call comes behind it
-// there.
+// Gives the execution context back as soon as everything is on the stream: the local rank's next call is queued after
+// it.
 Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
   cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);

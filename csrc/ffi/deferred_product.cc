@@ -88,7 +88,7 @@ class Blocks {
   }
 
   std::mutex mutex_;
-  std::vector<Free> free_;  // in the order in which they were given back
+  std::vector<Free> free_;  // in the order of their return
 };
 
 Blocks& blocks() {

@@ -108,7 +108,7 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
 Outcome RunGrouped(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
                    ffi::RemainingRets rets) {
   GroupRank group_rank{};
-  // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
+  // An error here occurs on every device, because all run one program: each returns the error, and none waits.
   const StatusOr<hostmp::GroupedProduct> product = ReadCall(*site, args, rets, &group_rank);
   if (!product.ok()) return {ToError(product.status())};
   const int nranks = site->communicator->nranks();

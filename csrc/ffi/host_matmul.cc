@@ -55,7 +55,7 @@ Outcome RunMatmul(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Rema
                   ffi::RemainingRets rets) {
   Plan& plan = *site->plan;
   Buffers buffers;
-  // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
+  // An error here occurs on every device, because all run one program: each returns the error, and none waits.
   const StatusOr<GroupRank> group_rank = ReadCall(plan, args, rets, &buffers);
   for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
     if (group_rank.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;

@@ -160,7 +160,7 @@ StatusOr<CollectiveArrays> Decode(const SharedCollective& call, const ffi::AnyBu
                           {}};
 }
 
-// The tables of a collective in which ranks pick rows, arguments from `index` on; x has rows.
+// Reads the tables of a collective that picks rows, arguments from `index` on; x has rows.
 StatusOr<Picks> ReadPicks(const ffi::RemainingArgs& args, size_t index, size_t nranks, const ffi::AnyBuffer& x) {
   const auto written = args.get<ffi::AnyBuffer>(index), table = args.get<ffi::AnyBuffer>(index + 1);
   const bool is_right = written.has_value() && table.has_value() && written->element_type() == ffi::S32 &&

@@ -105,7 +105,7 @@ nb::dict BlasInfo() {
   return result;
 }
 
-// What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
+// Names the kernel of a product on the host. Ranks multiply a small batch together, so n covers all of them.
 std::string KernelOf(const Problem& p) {
   return hostmp::Describe(hostmp::KernelOf(
       {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));

@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kUnit = 64 << 10;  // slots begin and end at pages, of whatever size the system has them
+constexpr size_t kUnit = 64 << 10;  // slots begin and end at page boundaries, for any page size in use
 
 // At the beginning of an arena.
 struct ArenaHead {
@@ -33,7 +33,7 @@ struct ArenaHead {
   char failure[256];  // why the last block could not be allocated
 };
 
-// At the beginning of a block, ahead of its bytes.
+// At the beginning of a block, before its bytes.
 struct BlockHead {
   uint64_t token;
   std::atomic<uint32_t> readers;  // still to come
@@ -243,7 +243,7 @@ StatusOr<const char*> PeerArena::Read(uint64_t token, size_t bytes) {
   JAXMP_ASSIGN_OR_RETURN(View * view, ViewOf(begin, RoundUp(kBlockHead + bytes)));
   const BlockHead* head = HeadOf(view->mapping);
   if (head->token != token || head->bytes != bytes) {
-    return FailedPrecondition("another one lies there");
+    return FailedPrecondition("another block is there");
   }
   ++view->readers;
   return view->mapping.get() + kBlockHead;
@@ -314,7 +314,7 @@ Status ShareArena(int process, const std::string& described) {
 }
 
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers) {
-  if (readers == 0) return InvalidArgument("jaxmp: a block that nobody reads would be free while it is written");
+  if (readers == 0) return InvalidArgument("jaxmp: a block without readers would be free while it is written");
   std::lock_guard<std::mutex> lock(registry().mutex);
   JAXMP_ASSIGN_OR_RETURN(LocalArena * own, MakeLocalArena(registry()));
   return own->Allocate(bytes, readers);

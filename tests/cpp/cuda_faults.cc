@@ -50,8 +50,8 @@ void BreakNccl() {
   tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclRemoteError);
 }
 
-// Rank 1 does not come to the second call, behind which rank 0 has put more: its stream waits, and nobody may take what
-// that holds for a result.
+// Rank 1 does not come to the second call, and rank 0 has queued more after it: its stream waits, and the contents must
+// not be taken as a result.
 void APeerThatStaysAwayOnTheDevice() {
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -77,7 +77,7 @@ void TimeBeforeACallDoesNotCount() {
   }
 }
 
-// Rank 1 fails ahead of a collective call of the host's, in which rank 0 then waits.
+// Rank 1 fails before a collective call of the host's; rank 0 then waits in it.
 void APeerThatStaysAwayOnTheHost() {
   cuda::SetTimeout(0.5);
   Pair pair;
@@ -85,7 +85,7 @@ void APeerThatStaysAwayOnTheHost() {
   (void)pair.RunBoth();
 }
 
-// Rank 1 has reported, and ends ahead of ncclCommInitRank, in which rank 0 then waits.
+// Rank 1 has reported, and ends before ncclCommInitRank; rank 0 then waits in it.
 void APeerThatIsLostWhileConnecting() {
   cuda::SetTimeout(0.4);
   Pair pair;
@@ -95,7 +95,7 @@ void APeerThatIsLostWhileConnecting() {
   (void)tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0);
 }
 
-// Rank 1 fails ahead of a collective of a communicator that the library has split off ours.
+// Rank 1 fails before a collective of a communicator that the library has split off ours.
 void APeerThatStaysAwayInASplitCommunicator() {
   cuda::SetTimeout(0.3);
   Pair pair;
@@ -192,8 +192,8 @@ int RunCase(const Case& given) {
   return check::summary(given.name);
 }
 
-// In a process of its own, whose stderr is read. This one has no other threads, so the child may go on as it is: an
-// emulator of another architecture, which the system does not know of, stays with it.
+// Runs in a child process, and its stderr is read. This process has no other threads, so the child may go on as it is:
+// an emulator of another architecture, which the system does not know of, stays with it.
 void StartCase(const Case& given) {
   std::fflush(nullptr);
   int ends[2];

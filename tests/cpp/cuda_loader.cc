@@ -68,7 +68,7 @@ TEST(ASecondNcclIsNamed) {
   CHECK_CONTAINS(error, "two NCCLs are in this process: ");
   CHECK_CONTAINS(error, "libnccl_second.so.2 was opened, but ");
   CHECK_CONTAINS(error, "right/libnccl.so.2; leave one of them");
-  CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, for whoever runs a program all the same
+  CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, if a program runs all the same
   CHECK_CONTAINS(CallError(), "two NCCLs");
 }
 

@@ -1,5 +1,5 @@
-// What a call on CUDA says when something is wrong, and that every rank says it: over fake libraries, which fail where
-// a test wants them to.
+// The messages of a call on CUDA when something is wrong, on every rank: over fake libraries, which fail when a test
+// wants them to.
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -33,7 +33,7 @@ TEST(BuffersAreChecked) {
   CHECK_EQ(error({F32(world.a[0])}), "jaxmp: argument b is missing");
 }
 
-// The library's status, its own words, the rank and the problem; and nothing is left behind.
+// The library's status, its own words, the rank and the problem; and nothing is left.
 TEST(AFailedCallSaysEverything) {
   const InstanceOf<CudaSite> instance = Make(Local(3, 3, 4));
   World world(instance.site->plan->problem());
@@ -96,7 +96,7 @@ TEST(OneRankWithoutMemoryStopsAll) {
   cuda::SetTimeout(60);
 }
 
-// The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
+// The ids travel through the exchange that the process was given, under keys that name mesh, devices, group and rank.
 TEST(IdsTravelThroughTheExchange) {
   static std::mutex mutex;
   static std::condition_variable changed;

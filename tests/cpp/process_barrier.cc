@@ -193,7 +193,7 @@ TEST(EqualCallsMeetUnderDifferentNames) {
   CHECK(!IsOneRun(9, 1, kTheirs + 8));
   peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + 11);
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4"), 10).get(), "rank 1 has come to run 5 of the program");
-  peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, of which this process has none
+  peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, which this process does not have
   CHECK_EQ(Come(Make("jit_f", 0, "k=8")).get(), "");
 }
 
@@ -284,7 +284,7 @@ TEST(TheEndFreesThoseWhoWait) {
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
 }
 
-// Whoever waits goes on as XLA's threads compute, which take subnormal numbers as zero, as does whoever comes last.
+// Ranks that wait and the last rank go on as XLA's threads compute, which take subnormal numbers as zero.
 TEST(AProgramResumesInTheStateInWhichItCame) {
   struct Resumed {
     FloatState state;
@@ -362,7 +362,7 @@ TEST(ARankThatIsARunAheadEntersNoCollective) {
   CHECK(!IsReady(ahead));
   peer.Come(*call, 1, {}, 2);
   CHECK_EQ(ahead.get(), "");
-  // and the one that is behind gives its run up
+  // and the rank that is late gives its run up
   peer.Come(*call, 1, {}, 4);
   CHECK_CONTAINS(ArriveForAMoment(call, {nullptr, 3}, 0).message(), "rank 1 has come to run 3 of the program");
   CHECK_EQ(LateFailure(), "");

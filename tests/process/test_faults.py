@@ -1,4 +1,4 @@
-"""What every live rank sees when another one is wrong, slow or dead: the rows of docs/faults.md.
+"""The view of every live rank when another one is wrong, slow or dead: the rows of docs/faults.md.
 
 A job that hangs costs a cluster; an error that names no rank costs its users a day.
 """
@@ -15,7 +15,7 @@ from job import SIGINT, TIMEOUT, Job, free_port, run
 
 
 def call_at(mark):
-    """The matmul in ranks.py whose line ends with `# mark`, as messages name it."""
+    """Returns the matmul in ranks.py on the line that ends with `# mark`, as messages name it."""
     lines = (Path(__file__).parent / "ranks.py").read_text().splitlines()
     return f"matmul at ranks.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
 
@@ -32,7 +32,7 @@ GLOO = {"all": {"JAXMP_SHARED_MEMORY": "off"}}  # XLA's collectives, also betwee
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What each live rank says of a scenario of ranks.py, `within` so many seconds of the fault.
+    """The message of each live rank in a scenario of ranks.py, `within` so many seconds of the fault.
 
     The victim is rank 0 or the last one; with `spread` every rank lives, and sees it within so many seconds of the
     first one, for ranks start and compile at their own pace.
@@ -56,19 +56,19 @@ DIFFERS = r"matmul at ranks.py:\d+: rank \d has "
 FAULTS = {
     "killed-before": Fault(f"{CALL}: rank 2 {KILLED}"),
     "killed-during": Fault(f"{CALL}: rank 2 {KILLED}"),
-    # A product is under way whose operands the failed run has given back.
+    # A product is under way after the failed run has given its operands back.
     "killed-during-chunks": Fault(f"{CALL}: rank 2 {KILLED}", env=CHUNKS),
     "killed-during-gathers": Fault(f"{ROWS}: rank 2 {KILLED}", env=CHUNKS),
     "stopped-during-gathers": Fault(f"{ROWS}: rank 1 .*does not answer", LATE, nprocesses=2, stopped=(1,), env=CHUNKS),
     "killed-after": Fault(f"{CALL}: rank 2 {KILLED}"),
     "killed-and-caught": Fault(f"{CALL}: rank 2 {KILLED}"),
-    # Rank 0 holds JAX's coordination service, whose clients would abort.
+    # Rank 0 holds JAX's coordination service, and its clients would abort.
     "killed-of-rank-0": Fault(f"{CALL}: rank 0 {KILLED}"),
     "stopped-before": Fault(f"{CALL}: rank 2 {STOPPED}", LATE, stopped=(2,)),
     "stopped-during": Fault(f"{CALL}: rank 1 .*does not answer", LATE, nprocesses=2, stopped=(1,), env=GLOO),
     "stopped-after": Fault(f"{CALL}: rank 2 {STOPPED}", LATE, stopped=(2,)),
     "stopped-of-rank-0": Fault(f"{CALL}: rank 0 {STOPPED}", LATE, stopped=(0,)),
-    # Otherwise the one that is stopped goes unnamed by those that it keeps waiting at second hand.
+    # Otherwise ranks that wait for the stopped one indirectly would not name it.
     "stopped-behind": Fault(
         rf"{CALL}: rank 2 has not come; it is alive, .*, rank 0 does not answer; rank 3 has waited",
         LATE,
@@ -86,7 +86,7 @@ FAULTS = {
     "joining": Fault("initialize: rank 0 has ended, and JAX's coordination service with it"),
     "raised": Fault(f"{CALL}: rank 2 has ended: it raised ValueError: bad luck"),
     "left": Fault(f"{CALL}: rank 2 has ended"),
-    # The others wait in a collective of the program's own, for a rank that waits for them to end.
+    # The others wait in a collective of the program's own for a rank that waits for their end.
     "left-a-sum": Fault(f"{CALL}: rank 2 has ended", env={"all": {"JAXMP_TIMEOUT": "30"}}),
     "limited": Fault(
         r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)",

@@ -148,5 +148,5 @@ def test_a_product_on_the_way_that_is_ambiguous_is_named(mesh_of, rng):
             ValueError, match=r"'y' and it is ambiguous.* \(this is the product 'jk,kl->jl' of operands"
         ):
             jaxmp.einsum("ij,jk,kl->il", a, b, c)
-    with pytest.raises(ValueError, match="einsum: in_shardings are of two operands, got 3; write one call for each"):
+    with pytest.raises(ValueError, match="einsum: in_shardings takes two operands, got 3; write one call for each"):
         jaxmp.einsum("ij,jk,kl->il", *operands, in_shardings=(P(), P()), mesh=mesh)
