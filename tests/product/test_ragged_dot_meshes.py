@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ragged import activated, assert_same, derivatives, integers, reference, shardings, with_bias
@@ -60,12 +61,12 @@ def check_on_mesh(axes, kind, of_x, of_w, of_d):
         x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
         ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
 
-        @jax.jit
         def run(x, w, ct):
             d, pull = jax.vjp(ours, x, w)
             return d, *pull(ct)
 
-        got = run(x, w, ct)
+        _, compiled = transfers.check(run, x, w, ct)
+        got = compiled(x, w, ct)
     assert_same(got, want)
     for y, spec in zip(got, (of_d, of_x, of_w), strict=True):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)

@@ -27,8 +27,7 @@ from jax.sharding import NamedSharding
 from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Dim, Layout
 from jaxmp._src.core.contraction.moves import size_of
-from jaxmp._src.core.lowering import grouped
-from jaxmp._src.core.lowering.forms import resolve
+from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
 from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p
@@ -149,7 +148,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         types: Any = ctx.avals_in
         if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
-                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
+                decide.product(spec, types[0], types[1], decide.Where(jax_lowering.platform(ctx)))
             spec = spec.replace(implementation="xla")
             _note("batches" if spec.is_batch else "")
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -175,8 +174,9 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
-        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
+        where = decide.in_rule(ctx, platform, (), ())
+        why = decide.why_xla(spec.implementation, spec.level, where, is_global=True)
+        if not spec.is_global or where.is_on_shards or why or is_symbolic(*types):
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
         units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array

@@ -22,13 +22,12 @@ from jax import lax
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
-from jaxmp._src.core.lowering import process_barrier
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
 from jaxmp._src.core.sharding import meshes
 from jaxmp._src.core.sharding.on_shards import Entry, Frame, on_shards
 from jaxmp._src.core.spec.matmul_spec import accumulator
-from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
 _CALLER = "ragged_dot"
@@ -245,13 +244,8 @@ def check_order(spec: GroupedSpec, axes: Dim) -> None:
 def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
     """The axes along which ranks multiply together, or exchange rows through shared memory: all that shard groups,
     which shard rows in the same order."""
-    if groups != tuple(axis for axis in rows if axis in groups):
-        return ()
-    known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
-    is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
-    axes = tuple(mesh.shape.items())
-    is_near = not process_barrier.why_apart(axes, groups, lambda: known) or process_barrier.may_exchange(axes, known)
-    return groups if is_host and is_near else ()
+    are_ordered = groups == tuple(axis for axis in rows if axis in groups)
+    return groups if groups and are_ordered and decide.shares_rows(spec, mesh, groups) else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,25 +14,23 @@ from jax.sharding import AxisType
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.core.lowering import backend, forms, process_barrier, xla_matmul
-from jaxmp._src.core.lowering.forms import resolve, resolve_chosen
+from jaxmp._src.core.lowering import decide, forms, xla_matmul
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
-from jaxmp._src.core.primitive.grouped import GROUPED
+from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
 from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.core.sharding import ragged, shardings
 from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
-from jaxmp._src.core.spec.extents import extents, operations
-from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.extents import extents
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.comm_options import comm_options_text
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.platform.runtime.types import ArrayType, is_symbolic
-from jaxmp._src.tools.explain import cost, shards
-from jaxmp._src.tools.explain.grouped_row import grouped_row
+from jaxmp._src.platform.runtime.types import is_symbolic
+from jaxmp._src.tools.explain import shards
 from jaxmp._src.tools.explain.row import Row
 
 # The primitive of `jax.lax.with_sharding_constraint`.
@@ -90,7 +89,6 @@ def rows_of(
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = a.shape[0] if spec.is_batch else 1
-            a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.is_batch:
                 row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
@@ -152,8 +150,8 @@ def _outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]])
 
 def matmul_row(
     spec: MatmulSpec,
-    a: ArrayType,
-    b: ArrayType,
+    a: Any,
+    b: Any,
     line: str = "",
     count: int = 1,
     *,
@@ -163,22 +161,13 @@ def matmul_row(
 ) -> Row:
     """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
     dimensions around it that several axes share."""
-    spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
-    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
-    is_one_product = False  # of all of a batch
+    spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
-        if spec.is_batch:
-            work = operations(spec, a.shape, b.shape)
-            choice, is_one_product = backend.choose_for_batch(spec, platform, apart, operands, work)
-            call = resolve_chosen(spec, a, b, choice)
-        else:
-            call = resolve(spec, a, b, platform, apart)
-    if is_one_product and call.implementation != "xla":
-        algorithm, workspace = "tiles of all groups, one for each index", 0
-        algorithm += " and lax collectives" * (spec.group.nranks > 1)
-    else:
-        algorithm, workspace = call.facts()
-    reasons = [call.why]
+        where = decide.here(spec.group.mesh, spec.group.axes)
+        decision = decide.product(spec, a, b, where)
+    algorithm, workspace = decision.facts()
+    a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
+    call, reasons = decision.call, [decision.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
     reasons += [why] if why else []
@@ -187,7 +176,7 @@ def matmul_row(
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     operand = low_precision.operand_type(a.dtype, b.dtype)
-    compute = precisions.find(spec.precision, operand, platform)
+    compute = precisions.find(spec.precision, operand, where.platform)
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
@@ -208,11 +197,11 @@ def matmul_row(
         accumulator=precisions.summed_in(compute, operand).name,
         **spec.level.option,
         epilog=spec.epilog.name,
-        implementation=call.implementation,
+        implementation=decision.implementation,
         why="; ".join(reasons),
         algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
-        bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
+        bytes_moved=sum(each.nbytes for each in decision.transfers),
         workspace=workspace,
         compute=compute,
         comm=comm_options_text(spec),
@@ -225,8 +214,44 @@ def matmul_row(
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
         placement=shards.placement(spec, varying, dims),
-        transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
-        chunks=1 if is_one_product else forms.chunks_of(call),
+        transfers=decision.links,
+        chunks=1 if call is None else forms.chunks_of(call),
+    )
+
+
+def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
+    """The row of a product of groups of rows, of operands and a result of these types.
+
+    Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+    """
+    x, w, bounds, d = avals
+    with naming(spec.function + f" at {line}" * bool(line)):
+        decision = decide.grouped(spec, avals, decide.here(spec.mesh, spec.experts))
+    groups, (_, m, k), n, ndevices = (bounds.shape[1] - 1) // spec.nranks, x.shape, d.shape[-1], shards.mesh_size(x)
+    whole, repeats = spec.whole or (groups, m, k, n), 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
+    return Row(
+        operation="ragged_dot",
+        count=count,
+        pattern="experts" if spec.experts else "split" if spec.whole else "local",
+        groups=f"{whole[0]} of rows" + (f", on {spec.nranks} ranks over {spec.experts}" if spec.experts else ""),
+        global_shapes=shards.grouped_shapes(spec, *whole),
+        local_shapes=shards.grouped_shapes(spec, groups, m, k, n),
+        dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
+        accumulator=accumulator(x.dtype).name,
+        **spec.level.option,
+        epilog="NONE",
+        implementation=decision.implementation,
+        why=decision.why,
+        algorithm=decision.facts()[0],
+        flops=2 * math.prod(whole[1:]) * d.shape[0] * (4 if jax.numpy.iscomplexobj(d) else 1) * repeats,
+        bytes_moved=sum(each.nbytes for each in decision.transfers),
+        line=line,
+        extents=shards.grouped_extents(spec, *whole[1:]),
+        local_extents=shards.grouped_extents(spec, m, k, n),
+        ndevices=ndevices,
+        mesh=spec.mesh,
+        placement=shards.grouped_placement(spec),
+        transfers=decision.links,
     )
 
 
@@ -286,7 +311,8 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         return None  # XLA's partitioner decides what moves
     local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
-    operation, algorithm = "all_gather", f"lax.{name}"
+    axes, mesh = (axes,) if isinstance(axes, str) else axes, eqn.outvars[0].aval.sharding.mesh.shape
+    operation, algorithm, p = "all_gather", f"lax.{name}", moves.size_of(mesh, tuple(axes))
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
         found = shards.resharding(eqn, constraint)
@@ -296,14 +322,15 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         with naming("explain"):
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
-        moved = moves.received(x.shape, before, after, want.mesh.shape)
-        changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
-        axes = tuple(dict.fromkeys(changed))
-        operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation
+        moved, operation = moves.received(x.shape, before, after, mesh), moves.kind_of(before, after, mesh)
+        pairs = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+        changed = [sorted({*have} ^ {*want}) for have, want in pairs]
+        if operation == "collective_permute":  # a device that receives anything receives its whole shard
+            moved, changed = math.prod(local) if pairs else 0, [sorted({*have, *want}) for have, want in pairs]
+        axes = tuple(dict.fromkeys(itertools.chain(*changed)))
     elif name.startswith("psum") or name == "pmax":
-        operation, moved = "all_reduce", math.prod(local)
+        operation, moved = "all_reduce", 2 * math.prod(local) * (p - 1) // p
     elif name == "all_to_all":
-        p = math.prod(x.sharding.mesh.shape[axis] for axis in axes)
         operation, moved = name, math.prod(local) * (p - 1) // p
     elif name == "reduce_scatter":
         operation, moved = name, math.prod(local) - math.prod(result)
@@ -311,6 +338,9 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         moved = math.prod(result) - math.prod(local)
     if moved <= 0:
         return None
+    is_sum = operation in ("all_reduce", "reduce_scatter")
+    is_widened = is_sum and jax_compat.default_platform() == "cpu" and low_precision.is_widened(x.dtype)
+    nbytes = moved * (4 if is_widened else x.dtype.itemsize)
     path, is_of_gather = "/".join(scopes), name == "reduce_scatter"
     scoped = [why for scope, why in _SCOPES.items() if scope in path and (scope == ragged.SCOPE or not is_of_gather)]
     return Row(
@@ -321,12 +351,12 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         global_shapes=(tuple(eqn.outvars[0].aval.shape),),
         local_shapes=(local,),
         dtypes=x.dtype.name,
-        accumulator=x.dtype.name if operation in ("all_reduce", "reduce_scatter") else "",
+        accumulator=x.dtype.name if is_sum else "",
         implementation="xla",
         why=scoped[0] if scoped else _COMMUNICATES[name],
         algorithm=algorithm,
-        bytes_moved=moved * x.dtype.itemsize,
+        bytes_moved=nbytes,
         line=line,
         ndevices=shards.mesh_size(eqn.outvars[0].aval),
-        transfers=(Transfer.over(eqn.outvars[0].aval.sharding.mesh.shape, axes, moved * x.dtype.itemsize),),
+        transfers=(Transfer.over(mesh, axes, nbytes, operation),),
     )

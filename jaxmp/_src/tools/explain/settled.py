@@ -10,11 +10,10 @@ from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.jax_internals import jax_partitioner
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global
-from jaxmp._src.tools.explain.grouped_row import grouped_row
 from jaxmp._src.tools.explain.hlo import Instruction, Module
 from jaxmp._src.tools.explain.partitioned import split
 from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row
+from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, grouped_row, matmul_row
 
 _WHY = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 

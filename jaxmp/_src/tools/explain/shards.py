@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.primitive.collectives import reshard_p
+from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
@@ -31,6 +32,27 @@ def placement(
         return ordered.get(frozenset(axes), axes)
 
     return tuple((dim(which, rows), dim(which, cols)) for which, rows, cols in ("amk", "bkn", "dmn"))
+
+
+def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes that shard x, w and the result of groups of rows; of matrices those of groups and of columns."""
+    if not spec.splits:
+        return ()
+    axes = dict(spec.splits)
+    rows, matrices = (axes["m"], axes["n"]), (axes["g"], axes["n"])
+    return ((axes["m"], axes["k"]), *((rows, matrices) if spec.is_contraction else (matrices, rows)))
+
+
+def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """(m, k, n) of a product of groups of rows."""
+    return (k, m, n) if spec.is_contraction else (m, k, n)
+
+
+def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of x, w and the result of groups of rows, as stored."""
+    if spec.is_contraction:
+        return (m, k), (m, n), (groups, k, n)
+    return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)
 
 
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
