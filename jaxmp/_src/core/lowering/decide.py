@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime import logs
 from jaxmp._src.platform.runtime.types import ArrayType
 
 
@@ -48,16 +50,14 @@ class Where:
 def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
     """Where a call that is being traced will run, as far as is known."""
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
-    unshared = process_barrier.why_apart(axes, group_axes, lambda: known)
-    return Where(jax_compat.default_platform(), unshared, process_barrier.may_exchange(axes, known))
+    return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
 
 
 def in_rule(ctx: jax_lowering.LoweringContext, platform: str, axes: MeshAxes, group_axes: Dim) -> Where:
     """Where a call that is being lowered will run."""
-    unshared = process_barrier.why_lowered_apart(ctx, axes, group_axes)
-    shares = process_barrier.may_exchange(axes, jax_lowering.lowering_mesh(ctx))
-    is_known = not jax_lowering.is_for_export(ctx)
-    return Where(platform, unshared, is_known and shares, jax_lowering.is_on_shards(ctx))
+    mesh, is_for_export = jax_lowering.lowering_mesh(ctx), jax_lowering.is_for_export(ctx)
+    found = process_barrier.unshared_reason(axes, group_axes, mesh, is_for_export=is_for_export)
+    return Where(platform, *found, jax_lowering.is_on_shards(ctx))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,13 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     """
     if spec.is_batch:
         return _batch(spec.replace(is_batch=False), a, b, where)
-    call = forms.resolve(spec, a, b, where.platform, where.unshared)
+    choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
+    call = forms.resolve(spec, a, b, choice)
+    if logs.logger("backend").isEnabledFor(logging.DEBUG):
+        shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
+        form = f"{call.why}; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
+        pattern, name = call.spec.group.pattern, call.implementation
+        logs.logger("backend").debug("%s of shards %s: %s, %s", pattern, shards, name, form)
     return _decision(call.name, spec, a, b, call)
 
 
@@ -115,7 +121,7 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
         return Decision(choice.implementation, choice.why, "groups", moved, moved)
     if is_one_product:
         choice = dataclasses.replace(choice, implementation="xla")
-    call = forms.resolve_chosen(spec, a, b, choice)
+    call = forms.resolve(spec, a, b, choice)
     return _decision("xla" if is_one_product else "each", spec, a, b, call)
 
 
