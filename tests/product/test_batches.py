@@ -57,7 +57,7 @@ def test_one_product_and_one_collective(pattern, rng):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern)
         (row,), compiled = transfers.check(f, *placed)
-        np.testing.assert_array_equal(compiled(*placed), a @ b)
+        np.testing.assert_array_equal(*compiled(*placed), a @ b)
     text = compiled.as_text()
     assert not calls_of(text)
     assert " while(" not in text
@@ -74,7 +74,7 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern, **options)
         _, compiled = transfers.check(f, *placed)
-        np.testing.assert_array_equal(compiled(*placed), a @ b)
+        np.testing.assert_array_equal(*compiled(*placed), a @ b)
     text = compiled.as_text()
     assert calls_of(text) == [pattern]
     assert not other_products_of(text)

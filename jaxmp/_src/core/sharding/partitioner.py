@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -29,8 +29,8 @@ from jaxmp._src.core.contraction.contraction import Dim, Layout
 from jaxmp._src.core.contraction.moves import size_of
 from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.primitive.primitives import activation_grad, by_settled
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -236,19 +236,18 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     return _on_shards(described, operands, results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settled:
-    """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
-    first two operands differ between devices, and the dimensions that several axes shard."""
+class Settled(NamedTuple):
+    """An equation in one device's part of a call: the mesh, the axes over which its operands differ between devices,
+    and the dimensions that several axes shard."""
 
-    spec: Any
-    types: tuple[Any, ...]
-    varying: tuple[frozenset[str], frozenset[str]]
+    eqn: Any
+    mesh: Mesh
+    varying: list[frozenset[str]]
     dims: tuple[Dim, ...]
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
-    """The products of jaxmp's in one device's part of a call."""
+    """The equations in one device's part of a call."""
     call = _on_shards(json.loads(text), operands, results)
     part, found = jax_partitioner.part_of(call, operands), []
     specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
@@ -258,9 +257,7 @@ def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) ->
     for eqn in part.eqns:
         read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
         axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
-        if eqn.primitive in (matmul_p, grouped_p):
-            types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
-            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
+        found.append(Settled(eqn, call.operands[0].mesh, read, dims))
     return found
 
 

@@ -20,6 +20,7 @@ from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
 from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.core.sharding import ragged, shardings
+from jaxmp._src.core.sharding.partitioner import Settled
 from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
 from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
@@ -99,12 +100,15 @@ def rows_of(
             differ = varying[0], varying[-1]
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
         elif eqn.primitive in GROUPED:
-            row = grouped_row(eqn.params["spec"], [*avals, eqn.outvars[0].aval], here, count)
-            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not is_symbolic(*avals)
+            spec = eqn.params["spec"]
+            row = grouped_row(spec, [*avals, eqn.outvars[0].aval], here, count)
+            why = decide.why_xla(spec.implementation, spec.level, decide.here(), is_global=True)
+            is_open = spec.is_global and not why and not is_symbolic(*avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
-        elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
-            collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
-            yield from () if collective is None else (collective,)
+        elif _communicates(eqn, names):
+            aval: Any = eqn.outvars[0].aval
+            constraint = constraints.get(id(eqn.invars[0]))
+            yield from _communication_row(eqn, here, count, names, aval.sharding.mesh, constraint)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
         elif eqn.primitive.name in PRODUCTS and any(rewrite.SCOPE in name for name in names):
@@ -116,6 +120,23 @@ def rows_of(
             with jax_lowering.body_of(eqn.primitive):
                 for sub in jax_compat.subjaxprs(eqn.params):
                     yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known))
+
+
+def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
+    """The row of an equation in a call that XLA's partitioner has settled, if it multiplies or communicates."""
+    eqn, scopes, types = one.eqn, (str(one.eqn.source_info.name_stack),), [v.aval for v in one.eqn.invars]
+    if eqn.primitive in GROUPED:
+        yield grouped_row(eqn.params["spec"], [*types, eqn.outvars[0].aval], line, count)
+    elif eqn.primitive in MATMULS:
+        varying, why = (one.varying[0], one.varying[1]), "chosen by XLA's partitioner (auto axes, no in_shardings)"
+        yield matmul_row(eqn.params["spec"], types[0], types[1], line, count, why=why, varying=varying, dims=one.dims)
+    elif _communicates(eqn, scopes):
+        yield from _communication_row(eqn, line, count, scopes, one.mesh)
+
+
+def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
+    """Whether an equation is a collective that jaxmp adds."""
+    return _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in scopes)
 
 
 def _collective_name(eqn: Any) -> str:
@@ -301,23 +322,25 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
     )
 
 
-def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...], constraint: Any = None) -> Row | None:
-    """A collective beside the calls, or None where a reshard only takes a part of what each rank has.
+def _communication_row(
+    eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
+) -> Iterator[Row]:
+    """The row of a collective over the mesh `over`; no row where a reshard only takes a part of what each rank has.
 
     On automatic axes a reshard is a constraint that follows another one, `constraint`.
     """
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
-        return None  # XLA's partitioner decides what moves
+        return  # XLA's partitioner decides what moves
     local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
-    axes, mesh = (axes,) if isinstance(axes, str) else axes, eqn.outvars[0].aval.sharding.mesh.shape
-    operation, algorithm, p = "all_gather", f"lax.{name}", moves.size_of(mesh, tuple(axes))
+    axes, mesh = (axes,) if isinstance(axes, str) else axes, over.shape
+    operation, algorithm, p = "all_gather", f"lax.{name}", math.prod(mesh.get(axis, 1) for axis in axes)
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
         found = shards.resharding(eqn, constraint)
         if found is None:
-            return None
+            return
         have, want = found
         with naming("explain"):
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
@@ -337,13 +360,13 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     else:
         moved = math.prod(result) - math.prod(local)
     if moved <= 0:
-        return None
+        return
     is_sum = operation in ("all_reduce", "reduce_scatter")
     is_widened = is_sum and jax_compat.default_platform() == "cpu" and low_precision.is_widened(x.dtype)
     nbytes = moved * (4 if is_widened else x.dtype.itemsize)
     path, is_of_gather = "/".join(scopes), name == "reduce_scatter"
     scoped = [why for scope, why in _SCOPES.items() if scope in path and (scope == ragged.SCOPE or not is_of_gather)]
-    return Row(
+    yield Row(
         operation=operation,
         count=count,
         pattern="-",
@@ -357,6 +380,6 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         algorithm=algorithm,
         bytes_moved=nbytes,
         line=line,
-        ndevices=shards.mesh_size(eqn.outvars[0].aval),
+        ndevices=math.prod(mesh.values()),
         transfers=(Transfer.over(mesh, axes, nbytes, operation),),
     )
