@@ -93,6 +93,16 @@ def test_a_level_on_a_mesh(specs):
     assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
 
 
+def test_integers_take_every_level_on_every_sharding():
+    """Their sums are exact, in whichever order XLA adds them."""
+    x, w, sizes = integers((8, 4), 0, np.int32), integers((4, 4, 8), 1, np.int32), (3, 0, 4, 0)
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), determinism="topology")
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shards = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, P("p")), (w, P(None, None, "q")))]
+        assert_same(jax.jit(ours)(*shards), reference(x, w, sizes))
+
+
 def test_it_is_local_inside_shard_map():
     """Expert parallelism by hand: each device has the rows of its own groups."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
