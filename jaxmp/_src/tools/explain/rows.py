@@ -160,15 +160,6 @@ def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
         gathered[id(result)] = gathered.get(id(eqn.invars[0]), frozenset()) | new
 
 
-def _outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[int, int]:
-    """By how much the whole arrays have more (rows of op(a), columns of op(b)) than those of one group: the axes over
-    which one of them alone differs between groups. Over those of both they are a batch."""
-    a, b = (set(axes) - set(spec.group.axes) for axes in varying)
-    sizes = dict(spec.group.mesh)
-    rows, cols = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in (a - b, b - a))
-    return rows, cols
-
-
 def matmul_row(
     spec: MatmulSpec,
     a: Any,
@@ -201,8 +192,8 @@ def matmul_row(
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
-    rows, cols = _outside(spec, varying)
-    whole_m, whole_n = rows * m, cols * n
+    rows, cols = outside = shards.outside(spec, varying)
+    whole_m, whole_n = group.size(rows) * m, group.size(cols) * n
     return Row(
         operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
@@ -234,7 +225,7 @@ def matmul_row(
         local_extents=(*a.shape[:: -1 if spec.transpose_a else 1], b.shape[0 if spec.transpose_b else 1]),
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
-        placement=shards.placement(spec, varying, dims),
+        placement=shards.placement(spec, outside, dims),
         transfers=decision.links,
         chunks=1 if call is None else forms.chunks_of(call),
     )
