@@ -188,11 +188,8 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
 def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...]) -> _Products:
     """Plans the products for these shardings of x, w_gate and w_up, w_down and d; the extents of g, k, h, m, n."""
     (mesh, _), (g, k, h, m, n) = where, extents
-    is_w_larger = g * h * (2 * k + n) > m * (k + n)
-    roles, splits = [ragged.by_index(*each) for each in zip(("mk", "gkh", "ghn", "mn"), lie, strict=True)], {}
-    for axis in sum((dim for dims in lie for dim in dims), ()):
-        index = (role.get(axis, "") for role in roles)
-        splits[axis] = _split(*index, is_w_larger=is_w_larger, keeps_h=spec.level.fixed_order)
+    larger = g * h * (2 * k + n) > m * (k + n)
+    choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
     x, w_in, w_down, d = lie
     arrays: ragged.Arrays = {
         "x": ("mk", x),
@@ -209,7 +206,7 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the experts chosen for a row
     experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n), experts=experts)
-    call = ragged.split_call(second, where, splits, sizes, arrays)
+    call = ragged.split_call(second, where, choose, sizes, arrays)
     rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
     of_both = ("m", rows), ("g", groups)
     first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))
@@ -218,7 +215,7 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
 
 
-def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
+def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
     """Returns the index that an axis splits; each argument is the index that it shards in that array, or "".
 
     It is never k, because the first products would be summed before the activation. With `keeps_h` it is not h either.

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmp._src.core.ops import activated
 from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.sharding import meshes, ragged, shardings
-from jaxmp._src.core.spec import activations, precisions
+from jaxmp._src.core.spec import activations, levels, precisions
 from jaxmp._src.core.spec.activations import Function
 from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import INTEGERS
@@ -293,8 +293,9 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     implementation = given if callable(given) else operand_checks.check_implementation(given)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
-    determinism, function = request.determinism, request.function
-    spec = GroupedSpec(types.out, determinism=determinism, implementation=implementation, function=function)
+    # Sums of integers are exact in any order.
+    level = levels.ANY_ORDER if types.operand.name in INTEGERS else levels.find(request.determinism)
+    spec = GroupedSpec(types.out, **level.option, implementation=implementation, function=request.function)
     x = x if x.dtype == types.operand else x.astype(types.operand)
     w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # the call decodes a narrow w
     return spec, {"a": x, "b": w}

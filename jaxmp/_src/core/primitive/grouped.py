@@ -80,11 +80,6 @@ class GroupedSpec(Parts):
         return levels.find(self.determinism)
 
     @property
-    def may_be_host(self) -> bool:
-        """Whether hostmp multiplies on CPU devices."""
-        return self.implementation in (None, "host")
-
-    @property
     def nranks(self) -> int:
         """The number of ranks that multiply together."""
         return math.prod(size for axis, size in self.mesh if axis in self.experts)

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -27,11 +27,10 @@ from jax.sharding import NamedSharding
 from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Dim, Layout
 from jaxmp._src.core.contraction.moves import size_of
-from jaxmp._src.core.lowering import grouped
-from jaxmp._src.core.lowering.forms import resolve
+from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.primitive.primitives import activation_grad, by_settled
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -149,7 +148,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         types: Any = ctx.avals_in
         if spec.is_batch or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
             if not spec.is_batch:  # raises where a library was asked for
-                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), "")
+                decide.product(spec, types[0], types[1], decide.Where(jax_lowering.platform(ctx)))
             spec = spec.replace(implementation="xla")
             _note("batches" if spec.is_batch else "")
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -175,8 +174,9 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
-        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
+        where = decide.in_rule(ctx, platform, (), ())
+        why = decide.why_xla(spec.implementation, spec.level, where, is_global=True)
+        if not spec.is_global or where.is_on_shards or why or is_symbolic(*types):
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
         units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
@@ -236,19 +236,18 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     return _on_shards(described, operands, results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settled:
-    """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
-    first two operands differ between devices, and the dimensions that several axes shard."""
+class Settled(NamedTuple):
+    """An equation in one device's part of a call: the mesh, the axes over which its operands differ between devices,
+    and the dimensions that several axes shard."""
 
-    spec: Any
-    types: tuple[Any, ...]
-    varying: tuple[frozenset[str], frozenset[str]]
+    eqn: Any
+    mesh: Mesh
+    varying: list[frozenset[str]]
     dims: tuple[Dim, ...]
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
-    """The products of jaxmp's in one device's part of a call."""
+    """The equations in one device's part of a call."""
     call = _on_shards(json.loads(text), operands, results)
     part, found = jax_partitioner.part_of(call, operands), []
     specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
@@ -258,9 +257,7 @@ def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) ->
     for eqn in part.eqns:
         read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
         axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
-        if eqn.primitive in (matmul_p, grouped_p):
-            types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
-            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims))
+        found.append(Settled(eqn, call.operands[0].mesh, read, dims))
     return found
 
 

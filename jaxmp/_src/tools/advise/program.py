@@ -20,7 +20,6 @@ from jaxmp._src.tools.advise.dimensions import Dimensions
 from jaxmp._src.tools.advise.recipes import Mesh, Recipe, recipes
 from jaxmp._src.tools.explain.arrays import is_array, split_arrays
 from jaxmp._src.tools.explain.compiled import CompiledExplanation, Operation
-from jaxmp._src.tools.explain.estimate import estimate
 from jaxmp._src.tools.explain.explain import explain
 
 Choice = TypeVar("Choice")
@@ -250,7 +249,7 @@ def _steps(
         if call.flops and call.implementation != "xla" and not call.why.startswith("not fused"):
             if call.implementation == "host+xla":  # what it moves is above
                 call = dataclasses.replace(call, transfers=())
-            time, nbytes = estimate(call, hardware) or CallTime(), sum(each.nbytes for each in call.transfers)
+            time, nbytes = call.time(hardware) or CallTime(), sum(each.nbytes for each in call.transfers)
             yield PlanStep(call.line, "product", call.pattern, call.count, nbytes, time)
 
 

@@ -6,17 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.jax_internals import jax_partitioner
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global
-from jaxmp._src.tools.explain.grouped_row import grouped_row
 from jaxmp._src.tools.explain.hlo import Instruction, Module
 from jaxmp._src.tools.explain.partitioned import split
 from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row
-
-_WHY = "chosen by XLA's partitioner (auto axes, no in_shardings)"
+from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_row
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
@@ -45,11 +41,7 @@ def _settled(whole: Module) -> Iterator[Row]:
             operands = tuple(_arrays(operand)[int(part or 0)] for operand, part in parts)
             for one in products(text, operands, _arrays(each)):
                 line, times = whole.innermost(each), count or 1
-                if isinstance(one.spec, GroupedSpec):
-                    yield grouped_row(one.spec, one.types, line, times)
-                else:
-                    a, b, *_ = one.types
-                    yield matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
+                yield from settled_row(one, line, times)
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:
