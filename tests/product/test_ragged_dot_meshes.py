@@ -103,6 +103,18 @@ def test_integers_take_every_level_on_every_sharding():
         assert_same(jax.jit(ours)(*shards), reference(x, w, sizes))
 
 
+def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
+    """XLA's own all-gather on CPUs would be of float32."""
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        kinds = ((8, 4), P("q")), ((4, 4, 8), P("p")), ((8, 8), P("q", "p"))
+        x, w, ct = (jax.device_put(integers(shape, 0, jnp.bfloat16), NamedSharding(mesh, s)) for shape, s in kinds)
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array((3, 0, 4, 0)), implementation="xla")
+        ours = functools.partial(ours, out_sharding=P("q", "p"))
+        rows, _ = transfers.check(lambda x, w, ct: jax.vjp(ours, x, w)[1](ct), x, w, ct)
+    assert "all_gather" in [row.operation for row in rows]
+
+
 def test_it_is_local_inside_shard_map():
     """Expert parallelism by hand: each device has the rows of its own groups."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
