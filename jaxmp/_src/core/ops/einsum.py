@@ -24,7 +24,7 @@ from jaxmp._src.core.sharding import eager_calls, meshes
 from jaxmp._src.core.sharding.meshes import partition_spec
 from jaxmp._src.core.sharding.shardings import to_dims
 from jaxmp._src.core.spec.options import Precision, Sharding
-from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidPath, InvalidType, InvalidValue, NotAvailable, naming
+from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
 from jaxmp._src.core.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.core.validation import result_types
 from jaxmp._src.core.validation.operand_checks import check_array, check_preferred
@@ -256,19 +256,15 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
     given = [step for step in optimize if step != tuple("einsum_path")] if isinstance(optimize, tuple) else optimize
     try:
         path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
-        if any(len(step) > 2 for step in path):
-            raise NotAvailable(
-                f"optimize must have a pair of operands for each product, got more at once: {optimize!r}"
-            )
         steps = (sorted(i % left for i in step) for left, step in zip(range(len(terms), 0, -1), path, strict=False))
         pairs = [(i, j) for i, j in steps]
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InvalidPath(
+        raise InvalidValue(
             f"optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
             f" got {optimize!r}: {error}"
         ) from None
     if len(pairs) != len(terms) - 1 or any(i == j for i, j in pairs):
-        raise InvalidPath(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
+        raise InvalidValue(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
     return pairs
 
 

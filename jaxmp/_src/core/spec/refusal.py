@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxmp._src.platform.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
+from jaxmp._src.platform.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
 
 _ROLE = re.compile(r"\{(a|b|bias|out_sharding)\}")
 
@@ -24,8 +24,6 @@ class Refusal(Exception):
     >>> str(InvalidValue("{b} has k=3 but {a} has k=2").of("linear", {"a": "x", "b": "w"}))
     'linear: w has k=3 but x has k=2'
     """
-
-    _more: tuple[Any, ...] = ()  # further arguments of JAX's own type
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -43,7 +41,7 @@ class Refusal(Exception):
         return f"{self.function}: {text}" if self.function else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).__bases__[1], (str(self), *self._more)  # for another process, which may not have jaxmp
+        return type(self).__bases__[1], (str(self),)  # for another process, which may not have jaxmp
 
 
 class InvalidValue(Refusal, ValueError):
@@ -56,17 +54,6 @@ class InvalidOperands(InvalidValue, TypeError):
 
 class InvalidSharding(InvalidValue, ShardingTypeError):
     """Shardings from which JAX cannot infer the result's sharding either."""
-
-
-class DuplicateAxis(InvalidValue, DuplicateSpecError):
-    """One mesh axis for two dimensions."""
-
-    mesh = pspec = None
-    _more = None, None
-
-
-class InvalidPath(InvalidValue, TypeError, KeyError, IndexError):
-    """An order of products that opt_einsum does not take; it raises any of these."""
 
 
 class InvalidType(Refusal, TypeError):
@@ -94,7 +81,7 @@ class NotInstalled(Refusal, RuntimeError):
 
 
 # Tracebacks show the type that users know.
-_OF_JAX = InvalidOperands, InvalidSharding, DuplicateAxis, InvalidPath, NoPromotion, NoKernel, NoPrecision
+_OF_JAX = InvalidOperands, InvalidSharding, NoPromotion, NoKernel, NoPrecision
 for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
     _kind.__module__ = _kind.__bases__[1].__module__
     _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__
