@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from jaxmp._src.tools.explain.values import Values
 from jaxmp._src.tools.explain.origins import Origins, is_call
 from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.search import Cause
+from jaxmp._src.tools.explain.values import Values
 
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
 _PATTERNS += "multiplies"

@@ -77,7 +77,8 @@ class _Causes(Search):
         if source.opcode in _PRODUCTS or name in ("dot_general", "conv_general_dilated"):
             dims = self._summed(places)
             is_conv = "conv" in name
-            text = f"{'the gradient of ' * is_gradient}this {'convolution' if is_conv else 'product'} sums {self.which(dims)}"
+            text = f"this {'convolution' if is_conv else 'product'} sums {self.which(dims)}"
+            text = "the gradient of " * is_gradient + text
             remedy = "keep the result sharded (out_sharding, reduce-scatter), or " * _has_reduce_scatters()
             remedy = self.shard_another(dims) if is_conv else f"{remedy}jaxmp.matmul, which hides the sum"
             needed = "needed" + "; jaxmp.matmul hides it" * (not is_conv)
@@ -180,8 +181,8 @@ class _Causes(Search):
 
     def _has(self, who: str, found: Edge, result: Dim) -> str:
         """ "add has data on dimension 1, but data shards dimension 0 of x"."""
-        others = (self.every.sharded(*found[:2], i) for i in range(len(found[1].operands)) if i != found[2])
-        others = (f"{joined(self.origins.axes(dim))} on {self.dims([dim])}" for each in others for dim in each)
+        dims = (self.every.sharded(*found[:2], i) for i in range(len(found[1].operands)) if i != found[2])
+        others = (f"{joined(self.origins.axes(dim))} on {self.dims([dim])}" for each in dims for dim in each)
         has = self.result(result) or next(others, f"{self.over} on no dimension")
         return f"{who} ha{'ve' if 's of ' in who else 's'} {has}, but {self.operand(found)}"
 
@@ -269,7 +270,8 @@ class _Causes(Search):
             return dataclasses.replace(self, axes=every)._product(found, line)
         kept = [each for each in self.sharded(place, product, 1 - side) if each not in other]
         if kept and mine_k.isdisjoint(self.axes):
-            text = f"{who} keeps {self.dims(self.sharded(*found))} and {self.dims(kept)}, but {shard(self.axes_in(kept) & {*self.axes})} both"
+            both = self.axes_in(kept) & {*self.axes}
+            text = f"{who} keeps {self.dims(self.sharded(*found))} and {self.dims(kept)}, but {shard(both)} both"
             return Cause("product", text, "shard one of them over another axis, or jaxmp.matmul", line)
         if cause := self._asked(found):
             return cause

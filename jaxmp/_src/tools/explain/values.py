@@ -69,7 +69,7 @@ class Values:
 
     def dims(self, dims: Iterable[Dim]) -> str:
         """ "dimension 1 of x (from dimension 0 of w)": dimensions, and what shards them over the axes."""
-        texts = {}
+        texts = dict[str, None]()
         for each in dims:
             name, index = self.origins.name(each)
             text = f"dimension {index} of {name}"
