@@ -41,18 +41,18 @@ def fuse(
 
     It composes with jit, grad, vmap, scan, cond, remat and custom rules. `grad(fuse(fn))` fuses more than
     `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`: each call
-    traces `fn`. Objects that `fn` changes in place, such as modules of Flax NNX, change as without `fuse`. Under
-    `jax.disable_jit`, `fn` runs as it is.
+    traces `fn` again, as `jax.checkpoint` does: what `fn` changes has to be an argument and a result, a `jax.Ref`, or
+    an object of Flax NNX that is an argument. Under `jax.disable_jit`, `fn` runs as it is.
 
     Args:
-      fn: a function. It gets the arguments themselves, whatever they are.
+      fn: a function of pytrees, with objects of Flax NNX in them. Leaves that are not `jax.Array`s keep their values.
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
       epilogs: whether to take in biases, activations, additions and scalar factors.
       strict: whether a product that does not keep the level asked for by `determinism` is an error. With False JAX
         computes that product alone, and a warning names its line and the reason.
 
     Returns:
-      A function with the signature, results, types, shardings and side effects of `fn`.
+      A function with the signature, results, types and shardings of `fn`.
 
     Raises: TypeError where `fn` is no function; ValueError for an unknown option; NotImplementedError, which names the
       line of each, for products that do not keep the level; and what `fn` raises.
