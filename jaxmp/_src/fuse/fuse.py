@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import jax
+
 from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.options import Implementation
@@ -94,13 +96,21 @@ def _with_state(
     """As `_evaluated`, for arguments and results that may be objects of Flax NNX, which change in place.
 
     Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it.
+    If `fn` changes no object, nothing is updated: the objects may be of another trace, as static arguments of jit are.
     """
     errors = sys.modules["flax.errors"]
 
+    def contents(given: Any) -> tuple[Any, list[int]]:
+        graph, state = nnx.split(given)
+        return graph, [id(leaf) for leaf in jax.tree.leaves(state)]
+
     @functools.wraps(fn)
     def pure(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=_TAG)
-        return nnx.to_tree((args, kwargs, fn(*args, **kwargs)), ctxtag=_TAG)
+        given = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=_TAG)
+        before = contents(given)
+        result = fn(*given[0], **given[1])
+        changed = () if contents(given) == before else given
+        return nnx.to_tree((changed, result), ctxtag=_TAG)
 
     try:
         with nnx.update_context(_TAG):
