@@ -107,12 +107,12 @@ class Rewriter:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._functions = control_flow.Functions(self._evaluate)
+        self._functions = control_flow.Functions(self.evaluate)
         self._depth = 0  # of jaxprs that are being evaluated
         self._around: list[Any] = []  # equations that hold the one that is being evaluated
         self._lost: dict[str, None] = {}  # products that do not keep the level, each with its line and the reason
 
-    def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         return self.results(Graph.of(jaxpr), known)

@@ -86,7 +86,7 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
     """The jaxpr of a function of values of these types; None where it does not take them."""
     try:
-        jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals, as_recorded=True)
+        jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
     except (TypeError, ValueError):  # JAX's: a type that its function does not take
         return None
     return None if consts else jax_compat.without_dead_code(jaxpr)
