@@ -38,20 +38,36 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/nu
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
 CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc')
 
-# $(call new_venv,directory,arguments of pip install): a failure leaves no half-made environment behind.
-define new_venv
+# $(call python_venv,directory): an environment with pip.
+define python_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "jaxmp needs Python 3.11 or later, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1); pass PYTHON=<interpreter>" >&2; exit 1; }
-@echo "setting up $(1) (a few minutes the first time)"
 @[ -x $(1)/bin/pip ] || $(PYTHON) -m venv --clear $(1)
-@$(1)/bin/pip install --quiet --disable-pip-version-check -C build-dir=build/$(notdir $(1)) $(2) $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+endef
+
+PINNED_JAX = $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+
+# $(call new_venv,directory,arguments of pip install): a failure leaves no half-made environment behind. Of what pip says
+# the compiler's progress is shown, [i/n], and all of it after a failure.
+define new_venv
+@echo "setting up $(1) (a few minutes the first time)"
+$(call python_venv,$(1))
+@mkdir -p build
+@$(1)/bin/pip install --verbose --disable-pip-version-check -C build-dir=build/$(notdir $(1)) $(2) $(PINNED_JAX) 2>&1 \
+  | tee build/$(notdir $(1)).log | { grep --line-buffered -oE '\[[0-9]+/[0-9]+\] .*|^Installing collected packages' || true; } \
+  || { cat build/$(notdir $(1)).log; exit 1; }
 @touch $(1)/.ready
 endef
 
-# $(call wheel_venv,directory,extra of jaxmp,more packages): pip keeps an older wheel of the same version.
+# $(call wheel_venv,directory,extra of jaxmp,more packages), by the pip that is next to the wheel. pip keeps an older wheel
+# of the same version. Python compiles the modules that a program imports when it does: a tenth of what is installed.
 define wheel_venv
-@[ ! -x $(1)/bin/pip ] || $(1)/bin/pip uninstall --quiet --yes jaxmp
-$(call new_venv,$(1),$$(echo $(WHEEL)/*.whl)[$(2)] $(3))
+@echo "step 3 of 4: installing the wheel and what the program needs in $(1)"
+@if [ -x $(1)/bin/python ]; then $(WHEEL)/bin/pip --python $(1)/bin/python uninstall --quiet --yes jaxmp; \
+  else $(PYTHON) -m venv --clear --without-pip $(1); fi
+@$(WHEEL)/bin/pip --python $(1)/bin/python install --quiet --disable-pip-version-check --no-compile \
+  $$(echo $(WHEEL)/*.whl)[$(2)] $(3) $(PINNED_JAX)
+@touch $(1)/.ready
 endef
 
 .PHONY: help
@@ -62,14 +78,16 @@ help: ## This list
 
 .PHONY: demo
 demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
+	@echo "step 4 of 4: running"
 	$(DEMO)/bin/python examples/01_digits_mlp.py $(ARGS)
 
 .PHONY: demo-mpi
 demo-mpi: $(MPI)/.ready ## Train over four processes that mpiexec starts; MPI comes from PyPI
+	@echo "step 4 of 4: running"
 	PATH="$(CURDIR)/$(MPI)/bin:$$PATH" JAX_PLATFORMS=cpu mpiexec -n 4 python examples/06_many_processes.py
 
 .PHONY: examples
-examples: $(DEMO)/.ready ## Run every example of one process
+examples: $(DEMO)/.examples ## Run every example of one process
 	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
 .PHONY: test
@@ -169,15 +187,28 @@ docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warning
 	$(TEST)/bin/python -m sphinx -W --keep-going -n -q -d build/docs-doctrees docs build/docs $(ARGS)
 	@echo "build/docs/index.html; to read it: python3 -m http.server -d build/docs"
 
-# The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand.
+# The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand. The wheel's
+# environment has what pyproject.toml names for a build, where pip would make one for each build and keep silent.
+build_requires = import tomllib; print(end="\n".join(tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))
+build_wheel = import scikit_build_core.build as b; b.build_wheel("$(WHEEL)", {"build-dir": "build/$(notdir $(WHEEL))"})
+more_requires = import scikit_build_core.build as b; print(end="\n".join(b.get_requires_for_build_wheel()))
+install_for_wheel = xargs -r -d '\n' $(WHEEL)/bin/pip install --quiet --disable-pip-version-check --no-compile
 $(WHEEL)/.ready: $(ALL_SOURCES)
+	@echo "step 1 of 4: setting up $(WHEEL)"
+	$(call python_venv,$(WHEEL))
 	@rm -rf $(WHEEL)/*.whl
-	$(call new_venv,$(WHEEL),pip)
-	@$(WHEEL)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -C build-dir=build/$(notdir $(WHEEL)) \
-	  --wheel-dir $(WHEEL) . || { rm $@; exit 1; }
+	@$(WHEEL)/bin/python -c '$(build_requires)' | $(install_for_wheel)
+	@$(WHEEL)/bin/python -c '$(more_requires)' | $(install_for_wheel)
+	@echo "step 2 of 4: compiling; [i/n] counts the files"
+	@PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" $(WHEEL)/bin/python -c '$(build_wheel)'
+	@touch $@
 
 $(DEMO)/.ready: $(WHEEL)/.ready
+	$(call wheel_venv,$(DEMO),demo)
+
+$(DEMO)/.examples: $(WHEEL)/.ready
 	$(call wheel_venv,$(DEMO),examples)
+	@touch $@
 
 $(TEST)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(TEST),--editable '.[test]')

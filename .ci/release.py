@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a release needs beside its builds: one version everywhere, notes, and wheels that hold what they should.
+"""Checks and files of a release: one version everywhere, notes, and wheels with the right contents.
 
 pyproject.toml has the version, and CMake reads it there. CITATION.cff, the changelog and a release's tag agree with it.
 
@@ -26,7 +26,7 @@ PLACES = {
 CITED_DATE = r"(?m)^date-released: (\d{4}-\d\d-\d\d)$"
 HEADING = re.compile(rf"(?m)^## ({VERSION}) \((\d{{4}}-\d\d-\d\d)\)$")
 UNRELEASED = "## Unreleased\n"
-# What a release consists of beside the source distribution: one wheel for each.
+# The wheels of a release, which it has in addition to the source distribution.
 PYTHONS = ("cp311-cp311", "cp312-abi3")
 PROCESSORS = ("x86_64", "aarch64")
 # OpenBLAS or cuBLAS inside would be tens of megabytes; ours has one.
@@ -34,7 +34,7 @@ LARGEST_WHEEL = 5_000_000
 
 
 class ReleaseError(Exception):
-    """What does not fit, in one line."""
+    """A release that does not fit, explained in one line."""
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
@@ -91,7 +91,7 @@ def check(root: Path, tag: str = "") -> str:
         raise ReleaseError(f"CITATION.cff dates {version} {cited_date}, but CHANGELOG.md dates it {date}")
     notes(root, version)
     if tag and tag != f"v{version}":
-        raise ReleaseError(f"the tag is {tag}, but pyproject.toml has version {version}, whose tag is v{version}")
+        raise ReleaseError(f"the tag is {tag}, but pyproject.toml has version {version}; its tag is v{version}")
     if tag and unreleased(root):
         raise ReleaseError(f'CHANGELOG.md has entries under "Unreleased", which {tag} would release without a heading')
     return version
@@ -169,7 +169,7 @@ def _substitute(path: Path, pattern: str, value: str) -> None:
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """A key by which versions sort: a candidate comes ahead of its version."""
+    """Returns a key by which versions sort: a candidate comes before its version."""
     release, _, candidate = version.partition("rc")
     return (*map(int, release.split(".")), not candidate, int(candidate or 0))
 

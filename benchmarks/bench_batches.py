@@ -1,6 +1,6 @@
 """Batches that both operands have, as heads and experts do: jaxmp's way, calls one by one, `lax.dot_general`.
 
-The batch lies on the devices, or every product is one whose rows are gathered.
+The batch is sharded over the devices, or the rows of every product are gathered.
 """
 
 import functools

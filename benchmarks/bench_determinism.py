@@ -1,4 +1,4 @@
-"""What determinism costs: "batch" and "topology" against "run_to_run", in one run.
+"""The cost of determinism: "batch" and "topology" against "run_to_run", in one run.
 
 The same product on the same shards at the three levels, in turns. "run_to_run" is the BLAS; the other two are our own
 kernels, which sum every element in one order.

@@ -1,6 +1,6 @@
 """Experts split over devices: uneven groups against even ones, jaxmp's layers against slots of a capacity, and memory.
-
-Times are of the clock and of the processor (all threads), of which other processes disturb the second less.
+Times are by the clock and by the processor (all threads); other processes disturb the second less.
+Times are by the clock and by the processor (all threads); other processes disturb the second less.
 """
 
 import functools
@@ -47,7 +47,7 @@ def uneven(mesh, dtype):
 
 
 def with_capacity(mesh, dtype):
-    """Tokens of random experts through two layers, dropless, and with slots in which some tokens find no place."""
+    """Sends tokens of random experts through two layers, dropless, and with slots that drop some tokens."""
     shapes = (TOKENS, WIDTH), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     x, up, down = split(mesh, *(operand(shape, dtype, None, i) for i, shape in enumerate(shapes)))
     (experts,) = split(mesh, jax.random.randint(jax.random.key(0), (TOKENS, 1), 0, EXPERTS))

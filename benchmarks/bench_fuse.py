@@ -48,7 +48,7 @@ def mlp_stack_by_hand(x, blocks):
 
 
 def fsdp_stack(x, blocks):
-    """Blocks of two layers whose weights are gathered ahead of their use."""
+    """Runs blocks of two layers; their weights are gathered before each use."""
     for weights in blocks:
         w_in, w_out = (jax.sharding.reshard(w, P(None, None)) for w in weights)
         x = x + jax.nn.gelu(norm(x) @ w_in) @ w_out
@@ -164,7 +164,7 @@ def _flax_weights(n):
 
 
 def equinox_stack(x, blocks):
-    """Equinox's layers take one row, so they are vmapped; their weights, (out, in), are gathered ahead of it (FSDP)."""
+    """Runs Equinox's layers: they take one row, so they are vmapped; weights, (out, in), are gathered first (FSDP)."""
     for w_in, b_in, w_out, b_out in blocks:
         up, down = (_equinox_layer(eqx.nn.Linear, *map(_whole, pair)) for pair in ((w_in, b_in), (w_out, b_out)))
         h = jax.nn.gelu(jax.vmap(jax.vmap(up))(norm(x)))
@@ -257,7 +257,7 @@ def step(model, x, blocks):
 
 
 def trace_seconds(functions, *arguments):
-    """Of tracing a step of each, from empty caches; of the processor, since one thread traces."""
+    """Returns seconds of tracing a step of each, from empty caches; of the processor, because one thread traces."""
     samples = {who: [] for who in functions}
     for _ in range(3):
         for who, f in functions.items():

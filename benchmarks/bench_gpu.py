@@ -2,8 +2,8 @@
 
 All contenders take their turns in one run, at one precision: XLA multiplies float32 in TF32 unless it is told
 otherwise, and jaxmp does not. A large product is one of several calls in flight; a small one is one of many in a
-program, since what it costs beside XLA's own is a few microseconds. Each case is in the file of --json before the next
-one begins, and with --resume those that are there are not measured again. With --write-docs the tables go into
+program, because its own cost over XLA's is a few microseconds. Each case is in the file of --json before the next one
+begins, and --resume skips cases that are in the file. With --write-docs the tables go into
 docs/gpu.md.
 """
 
@@ -64,9 +64,9 @@ LARGE = [
     Large((4096,) * 3, "float64", "float64"),
 ]
 SMALL = (64, 128, 256, 512)
-# Calls ahead of one wait for the last of them, so that the host's time for a call does not count.
+# Earlier calls in flight: only the last is waited for, so that the host's time for a call does not count.
 IN_FLIGHT = 8
-# Products of one program, likewise.
+# Products in one program, for the same reason.
 CHAIN = 64
 LEVELS = ("run_to_run", "batch", "topology")
 # A batch of few rows and one of many, times a layer.
@@ -188,7 +188,7 @@ def _implementation(f, *args):
 
 
 def measure_small(extent, seconds):
-    """Seconds of one product in a chain of them, each of which needs the one before, and the host's for one call."""
+    """Returns seconds of one product in a chain of dependent products, and the host's seconds for one call."""
     case = Large((extent,) * 3, "bfloat16", "bfloat16")
     a, b, bias = operands(case.shape, case.dtype, case.out)
     b = b / jnp.bfloat16(extent**0.5)  # the chain stays finite
@@ -342,7 +342,7 @@ class Results:
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small products, to see that everything works")
-    parser.add_argument("--anywhere", action="store_true", help="on whatever device there is, likewise")
+    parser.add_argument("--anywhere", action="store_true", help="on any device, for the same purpose")
     parser.add_argument("--json", type=Path, default=HERE / "gpu.json", help="write the measurements here")
     parser.add_argument("--resume", action="store_true", help="keep the cases that are in that file")
     parser.add_argument("--skip", default=(), nargs="*", help="leave out large cases with one of these in their names")

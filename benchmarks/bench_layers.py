@@ -18,7 +18,7 @@ import jaxmp
 MESHES = ((2, 2), (1, 4))  # data, model
 ROWS, ALL_ROWS = P("data", None), P(("data", "model"), None)
 TYPES = ("float32", "bfloat16")
-SIZES = (1024, 2048)  # rows of x, features and hidden features alike
+SIZES = (1024, 2048)  # rows of x, features and hidden features
 
 
 @dataclasses.dataclass(frozen=True)

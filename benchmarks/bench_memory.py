@@ -53,7 +53,7 @@ def peak(call):
     before = status("VmRSS")
     compiled = call.func.lower(*call.args).compile()
     trim()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of running, not that of compiling
+    Path("/proc/self/clear_refs").write_text("5")  # so that the peak excludes compiling
     for _ in range(3):
         jax.block_until_ready(compiled(*call.args))
     return status("VmHWM") - before

@@ -1,4 +1,4 @@
-"""The time that `jaxmp.explain(fn, hardware="this")` predicts, beside the measured one.
+"""Compares the time that `jaxmp.explain(fn, hardware="this")` predicts with the measured one.
 
 The rates of this machine are measured first, as `jaxmp info --calibrate` does, and once more at the end: what they
 changed by meanwhile, no prediction can know.
@@ -24,7 +24,7 @@ PATTERNS = {**bench_matmul.PATTERNS, "local": (P("x", None), P(None, None), P("x
 SHAPES = [shape for shape in bench_matmul.SHAPES if min(shape) >= 512]
 TYPES = [types for types in bench_matmul.TYPES if types[0] != "int8"]
 RANKS = bench_matmul.RANKS
-CLOSE = 1.05  # two patterns whose times differ by less are taken as equally fast
+CLOSE = 1.05  # two patterns with times that differ by less count as equally fast
 
 
 def contender(pattern, ranks, shape, types, hardware):
@@ -72,8 +72,8 @@ def is_close(one, other):
 
 
 def ordered(group):
-    """Of the pairs of patterns of one product: how many there are, how many are told in the right order, and how many
-    of either kind were measured apart."""
+    """Counts the pairs of patterns of one product: all, the pairs predicted in the right order, and the pairs of
+    either kind that were measured apart."""
     told = [
         (a["measured"] < b["measured"]) == (a["predicted"] < b["predicted"])
         or (is_close(a["measured"], b["measured"]) and is_close(a["predicted"], b["predicted"]))

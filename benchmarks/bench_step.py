@@ -24,7 +24,7 @@ BLOCKS, WIDTH, HIDDEN, HEAD = 2, 512, 2048, 64
 SEQUENCES, LENGTH = 4, 256
 RANKS = (2, 4)
 TYPES = ("float32", "bfloat16")
-# Of a block's parameters: shape and sharding.
+# The shape and sharding of each parameter of a block.
 PARAMETERS = {
     "scale_attention": ((WIDTH,), P()),
     "qkv": ((WIDTH, 3 * WIDTH), P(None, "x")),

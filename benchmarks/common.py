@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, the description of the machine, and their command line."""
+"""Shared parts of the benchmarks: interleaved timing, the description of the machine, and the command line."""
 
 import argparse
 import datetime
@@ -25,7 +25,7 @@ PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32")
 
 
 def compile_seconds(f, arguments):
-    """Of tracing with lowering, and of compiling, from empty caches; and the compiled function."""
+    """Returns seconds of tracing with lowering and of compiling, from empty caches; and the compiled function."""
     jax.clear_caches()
     jaxmp.plan_cache_clear()
     started = time.perf_counter()

@@ -79,7 +79,7 @@ def against_xla():
 
 
 def determinism():
-    """Geometric means of the time of each level to that of run_to_run, and the worst rows."""
+    """Plots geometric means of each level's time over run_to_run's, and the worst rows."""
     rows = [(level, row) for level in ("topology", "batch") for row in AMX["determinism"]["means"][::-1]]
     figure, axis = plt.subplots(figsize=(8, 3.2))
     for i, (level, row) in enumerate(rows):

@@ -1,6 +1,6 @@
 """Run every benchmark, each in a process of its own, and write the page of all machines.
 
-The measurements replace those of this kind of machine in benchmarks/results; docs/benchmarks.md is then written anew.
+The measurements replace this kind of machine's in benchmarks/results; then docs/benchmarks.md is written again.
 """
 
 import argparse

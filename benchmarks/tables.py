@@ -1,4 +1,4 @@
-"""What was measured on a machine, as JSON with a row a line, and the tables of all machines in docs/benchmarks.md.
+"""The measurements of machines, as JSON with a row a line, and the tables of all machines in docs/benchmarks.md.
 
 `benchmarks/results/<machine>.json` has for each benchmark the machine and the date, the means of its groups, and every
 row; the first line of a table names its columns. Only Python's library is needed to read it and to write the page.
@@ -93,7 +93,7 @@ def load(folder=RESULTS):
 
 
 def page(folder=RESULTS):
-    """The page with new tables, each behind a comment that names its section."""
+    """Returns the page with new tables, each after a comment that names its section."""
     results = load(folder)
 
     def rows(section):

@@ -72,7 +72,7 @@ def main():
         ("jaxmp, on 4 devices", sharded, placed),
     ):
         best = np.asarray(jax.jit(functools.partial(best_of_softmax, f))(*operands))
-        print(f"{name:20} exp(f(x) - f(x)) lies between {best.min():.3g} and {best.max():.3g}")
+        print(f"{name:20} exp(f(x) - f(x)) is between {best.min():.3g} and {best.max():.3g}")
         if name == "jnp":
             assert best.min() < 1 < best.max()
         else:

@@ -1,12 +1,12 @@
-"""A transformer whose weights are sharded over both axes of a 2x2 mesh, in plain JAX, Flax NNX and Equinox.
+"""A transformer with weights sharded over both axes of a 2x2 mesh, in plain JAX, Flax NNX and Equinox.
 
 FSDP and tensor parallelism together: activations are sharded over `data` by batch and over `model` by heads or hidden
 columns, and every weight over both, so that no device holds a whole one:
 
     qkv, up      w (width, hidden) on P("data", "model")    the rows are gathered over `data` in the product, a grid
-    out, down    w (hidden, width) on P("model", "data")    the columns are, ahead of it; it is all-reduced over `model`
+    out, down    w (hidden, width) on P("model", "data")    columns are gathered first; it is all-reduced over `model`
 
-`out_sharding` says where a result lies, and the types of x and w where they lie; jaxmp finds the rest, for the
+`out_sharding` is the sharding of a result, and the types of x and w have theirs; jaxmp finds the rest, for the
 gradients too. `jaxmp.explain` prints all of it for one product.
 
 The model is written three times, and each is trained twice: with jaxmp's layers, and with the library's own on jnp's
@@ -244,7 +244,7 @@ MODELS = {
 
 
 def explain_product():
-    """How ranks share one product and those of its gradient, and what they communicate beside these."""
+    """Explains how ranks share a product and its gradient's products, and what else they communicate."""
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), np.float32, sharding=sharding(ROWS))
     w = jax.ShapeDtypeStruct((WIDTH, HIDDEN), np.float32, sharding=sharding(INTO))
     gradient = jax.value_and_grad(lambda x, w: jnp.sum(jaxmp.matmul(x, w, out_sharding=COLUMNS) ** 2), (0, 1))
@@ -260,7 +260,7 @@ def main():
     text, vocabulary = text.astype(np.int32), -(-len(letters) // 4) * 4
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        # The sum is that of the gradient of x, which is the same on all devices of `model`.
+        # The all-reduce sums the gradient of x, which is the same on all devices of `model`.
         assert explain_product() == ["grid", "grid", "grid", "all_reduce"]
         for name, (model, ours, theirs) in MODELS.items():
             losses = train(*model(ours, vocabulary), text, f"{name}, jaxmp")

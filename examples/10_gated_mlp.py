@@ -109,7 +109,7 @@ def main():
     difference = np.max(np.abs(losses - expected))
     beside = [row.operation for row in explanation.rows if not row.operation.startswith("matmul")]
     print(f"test accuracy {accuracy:.1%}")
-    print(f"collectives beside the calls of a gradient: {', '.join(beside)}")
+    print(f"other collectives of a gradient: {', '.join(beside)}")
     print(f"largest difference of the loss curves: {difference:.1e} (losses {expected[0]:.2f} to {expected[-1]:.1e})")
     assert accuracy > 0.95
     assert beside == ["all_reduce"]  # the cotangents of x

@@ -1,11 +1,11 @@
 """Which operations of a transformer give other bits on another mesh, and the same model without them.
 
 `jaxmp.audit` runs a function equation by equation on one, two and four devices, each time from equal bits, and names
-the equations whose results differ. Of a block of attention and an MLP, whose tokens and heads are sharded, these are
+the equations with different results. In a block of attention and an MLP with sharded tokens and heads, these are
 products, and the sums of the loss and of the softmax. So the model is written a second time with what `audit` advises:
 
     products  jaxmp.linear(..., determinism="topology"), and of heads jaxmp.einsum(..., determinism="batch")
-    sums      a product with ones, whose gradient is one too
+    sums      a product with ones; its gradient is one too
     the loss  on whole logits, which every device has
     on CPUs   without XLA's fusions into YNNPACK's kernels, which it chooses by the shapes of a device
 
@@ -29,7 +29,7 @@ WEIGHTS = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, HIDDE
 SPECS = {"qkv": COLUMNS, "out": ROWS, "up": COLUMNS, "down": ROWS, "head": P(None, None)}
 
 
-# Whether XLA takes these kernels, whose exp is another, depends on the shapes of a device.
+# The shapes of a device decide whether XLA uses these kernels, which have another exp.
 NO_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 

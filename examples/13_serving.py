@@ -1,4 +1,4 @@
-"""The same log-probabilities for a request, whatever else is in its batch and however many devices share the model.
+"""The same log-probabilities for a request in any batch, and on any number of devices that share the model.
 
 A decoder of Flax NNX serves 64 requests, one token of each at a time with a cache of keys and values, half of them
 greedily and half by sampling. It does so alone, in batches of 8 and of 64, on 1, 2 and 4 devices (tensor parallelism).
@@ -22,7 +22,7 @@ REQUESTS, PROMPT, LENGTH = 64, 6, 16
 WIDTH, HEADS, HIDDEN, VOCABULARY, BLOCKS = 72, 4, 320, 48, 2
 BATCHES, DEVICES = (1, 8, 64), (1, 2, 4)
 
-# Whether XLA takes these kernels, whose exp is another, depends on the shapes of a device.
+# The shapes of a device decide whether XLA uses these kernels, which have another exp.
 NO_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
@@ -53,7 +53,7 @@ class Decoder(nnx.Module):
 
 
 def serve(graph, params, caches, prompts, keys, is_greedy):
-    """The tokens of each request and the log-probabilities of those that the model has chosen."""
+    """Returns the tokens of each request and the log-probabilities of the tokens that the model chose."""
 
     def step(carry, position):
         token, caches = carry

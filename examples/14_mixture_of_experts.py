@@ -1,8 +1,8 @@
 """Train a small transformer with a mixture of experts, expert- and data-parallel on a 2x2 mesh of CPU devices.
 
-Each block has causal attention and `jaxmp.flax.MoE`: 8 experts, of which a token goes to the best 2. Windows of text
+Each block has causal attention and `jaxmp.flax.MoE`: 8 experts; a token goes to the best 2. Windows of text
 are sharded over `data` and `expert`, and each rank of `expert` holds half of the experts. No token is dropped, and
-there is no buffer of a fixed capacity: calls of jaxmp read the tokens of all ranks where they lie.
+there is no buffer of a fixed capacity: calls of jaxmp read the tokens of all ranks in place.
 The loss has the term that balances experts (Fedus et al., arXiv:2101.03961).
 
 The text is the prose of Python's `help()` topics. The reference is the same model on one device: both curves of the

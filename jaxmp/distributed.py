@@ -1,14 +1,11 @@
-"""Many processes: starting them, and what each of them sees when another is wrong, slow or dead."""
+"""Jobs of many processes: how to start them, and what each process sees when another is wrong, slow or dead."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import re
-import signal
-import socket
 import sys
 import threading
 import time
@@ -39,31 +36,29 @@ def __dir__() -> list[str]:
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.
-# Without XLA's flag that is half an hour, and a link may be slow.
+# Without XLA's flag that is half an hour, and on GPUs never; a link may be slow.
 _TRANSFER = 10
-# Seconds in which neighbours are met though the job cannot run.
+# Seconds to meet the neighbours if the job cannot run.
 _GRACE = 10
 _POLL = 0.05
 _LOOPBACK = "127.0.0.1"
 
 
 class _Job:
-    """This process's part in a job, from `initialize` to `shutdown` or the end of the process."""
+    """This process's part of a job, from `initialize` to `shutdown` or the end of the process."""
 
     def __init__(self, process: int, nprocesses: int, timeout: float) -> None:
         self.process, self.nprocesses, self.timeout = process, nprocesses, timeout
-        self.interrupts = _watch_interrupts()
         self.peers: Peers | None = None  # until it has met them
         self.failure = ""  # of `initialize` or `shutdown`
         self.at_end = watch.idle_thread()
 
     def close(self) -> None:
-        """Listen no more, to peers and to signals."""
+        """Closes the sockets on which peers connect."""
         hardware.set_of_job("")
         self.at_end(lambda: None)
         if self.peers is not None:
             self.peers.close()
-        _ignore_interrupts(self.interrupts)
 
 
 _job: _Job | None = None
@@ -78,20 +73,20 @@ def initialize(
     initialization_timeout: int = 300,
     timeout: float | None = None,
 ) -> None:
-    """Make this process one of a job, by `jax.distributed.initialize`.
+    """Makes this process a member of a job, by `jax.distributed.initialize`.
 
-    Every process calls it, ahead of anything that starts JAX's backend. Without arguments the launcher says who is who:
+    Every process calls it, before anything that starts JAX's backend. Without arguments the launcher provides them:
     mpiexec (through mpi4py; `pip install 'jaxmp[mpi]'` brings both) or SLURM's srun. Without a launcher pass the first
     three arguments.
 
-    From then on a call whose ranks spread over processes first waits until all of them have come to it with an equal
-    call. Where one does not come within `timeout`, has ended, or came with another call, waiting for the result is an
-    error of JAX's with our message in every process of the group; `cause` makes a `DistributedError` of it. See
+    From then on, a call over several processes first waits until all of them have come to it with an equal call. If a
+    process does not come within `timeout`, has ended, or came with another call, then waiting for the result raises an
+    error of JAX's type with our message, in every process of the group; `cause` turns it into a `DistributedError`. See
     docs/faults.md.
 
     Args:
-      coordinator_address: "host:port" of process 0, where it opens that port.
-      num_processes, process_id: how many, and which of them this is.
+      coordinator_address: "host:port" of process 0, which opens that port.
+      num_processes, process_id: the number of processes, and the rank of this one.
       local_device_ids: as in `jax.distributed.initialize`.
       initialization_timeout: seconds to wait for all processes to call this.
       timeout: seconds after which a process that has not come to a call is missing; JAXMP_TIMEOUT by default.
@@ -100,8 +95,8 @@ def initialize(
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
         the launcher's variables are incomplete, or rank 0 cannot listen at the coordinator's address, or the machine
         has no network.
-      ImportError: mpi4py is missing under mpiexec, unless that is of Open MPI before version 5.
-      ValueError: arguments that do not go together, or a host that cannot be resolved.
+      ImportError: mpi4py is missing under mpiexec, unless mpiexec is Open MPI's before version 5.
+      ValueError: arguments that contradict each other, or a host that cannot be resolved.
       DistributedError: processes are missing, or run other versions of jaxmp or JAX.
 
     >>> import jaxmp
@@ -122,7 +117,8 @@ def initialize(
     assert process_id is not None
     logger = logs.logger("distributed")
     host, _, port = coordinator_address.rpartition(":")
-    add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(_TRANSFER * seconds))))
+    for flag in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        add_xla_flag(flag, str(max(1, round(_TRANSFER * seconds))))
     bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
     if process_id != 0 and not jax_compat.uses_mutual_tls():
         bootstrap.route_to(_LOOPBACK)
@@ -138,7 +134,7 @@ def initialize(
         coordinator_bind_address=bind_address,
         initialization_timeout=_NO_HEARTBEAT,  # at its end JAX would abort
         heartbeat_timeout_seconds=_NO_HEARTBEAT,
-        # All have met in our last barrier, so this waits for slow ones.
+        # All have met in jaxmp's last barrier, so this only waits for slow processes.
         shutdown_timeout_seconds=max(60, round(seconds)),
     )
     _job = _Job(process_id, num_processes, seconds)
@@ -166,7 +162,7 @@ def initialize(
 
 def _join(job: _Job, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
-    native, interrupts = native_lib.extension(), job.interrupts
+    native = native_lib.extension()
     join = functools.partial(
         bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
     )
@@ -179,7 +175,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
     job.peers = membership.peers
     hardware.set_of_job(membership.told)
     jax_compat.let_gloo_listen_at(membership.peers.host)
-    native_lib.start_barrier(job.process, job.nprocesses, job.timeout, interrupts[0].fileno() if interrupts else -1)
+    native_lib.start_barrier(job.process, job.nprocesses, job.timeout)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
     guard = functools.partial(
         watch.guard_main_thread, job.process, job.timeout, lambda: _job is job and not job.failure
@@ -193,7 +189,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job, also its collectives: wait for the others to leave it too, then end JAX's part.
+    """Leaves the job and its collectives: waits for the others to leave it too, then ends JAX's part.
 
     At the end of a program this happens by itself. JAX cannot be initialized again while a backend exists; after
     `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
@@ -222,10 +218,10 @@ def shutdown() -> None:
 
 
 def cause(error: BaseException) -> DistributedError | None:
-    """What another rank did, or did not do, that made JAX raise `error`; None where that is not the reason.
+    """Returns the failure of another rank that made JAX raise `error`; None if there is no such failure.
 
-    A program that is already running fails in JAX, with an error of JAX's type. Most hold our message; one of the
-    transport does not, and `cause` finds out who is to blame.
+    A program that is already running fails in JAX, with an error of JAX's type. Most such errors hold our message. An
+    error of the transport does not; then `cause` finds out which rank failed.
 
     >>> import jax, jaxmp
     >>> try:
@@ -250,14 +246,14 @@ def cause(error: BaseException) -> DistributedError | None:
 
 
 def _why_transport_failed(native: Any) -> str:
-    """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
+    """Explains a collective that failed half-way: a peer that has just ended, or a silent one."""
     deadline = time.monotonic() + 1
     while not (gone := [f"rank {i} {peer['gone']}" for i, peer in native.peers().items() if peer["gone"]]):
         if time.monotonic() > deadline:
             gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
             break
         time.sleep(_POLL)
-    roots = [who for who in gone if ": rank " not in who]  # of whom the ends of the others speak
+    roots = [who for who in gone if ": rank " not in who]  # the others ended because of these
     return ", ".join(roots or gone[:1]) or "the transport gave up, though every process answers"
 
 
@@ -266,47 +262,18 @@ def _check_moment() -> None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if jax_compat.backend_exists():
         raise RuntimeError(
-            "initialize: JAX's backend exists already; call this ahead of jax.devices, jnp.ones and all that computes"
+            "initialize: JAX's backend exists already; call this before jax.devices, jnp.ones and any computation"
         )
-
-
-# Interrupts -----------------------------------------------------------------------------------------------------
-
-
-def _watch_interrupts() -> tuple[socket.socket, ...]:
-    """A pair of sockets over which Python tells at once of a signal, while its handler has to wait for Python code."""
-    if threading.current_thread() is not threading.main_thread():
-        return ()
-    reader, writer = socket.socketpair()
-    for end in (reader, writer):
-        end.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if previous != -1:  # somebody else's, an event loop perhaps
-        signal.set_wakeup_fd(previous)
-        reader.close()
-        writer.close()
-        return ()
-    return reader, writer
-
-
-def _ignore_interrupts(interrupts: tuple[socket.socket, ...]) -> None:
-    if not interrupts:
-        return
-    with contextlib.suppress(ValueError):  # not the main thread
-        if (current := signal.set_wakeup_fd(-1)) not in (-1, interrupts[1].fileno()):
-            signal.set_wakeup_fd(current)
-    for end in interrupts:
-        end.close()
 
 
 # The end --------------------------------------------------------------------------------------------------------
 
 
 def _farewell(job: _Job) -> str:
-    """Leave with all others, for as long as they take; the reason why that is not possible, or "".
+    """Leaves together with all others, however long they take; returns why that is not possible, or "".
 
-    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first does
-    what it has dispatched, for which others wait.
+    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first
+    completes the work that it has dispatched, because others wait for it.
     """
     native, client = native_lib.extension(), jax_compat.distributed_client()
 
@@ -329,10 +296,10 @@ def _farewell(job: _Job) -> str:
 
 
 def _uncaught() -> BaseException | None:
-    """The exception that ends this process.
+    """Returns the exception that ends this process.
 
-    The interpreter keeps the last one that nobody caught. Where that has ended the program, nothing had called its
-    outermost frame; at a prompt, and where a library prints an exception, the program goes on.
+    The interpreter keeps the last uncaught exception. If it has ended the program, its outermost frame has no caller.
+    At a prompt, and if a library prints an exception, the program goes on.
     """
     error, traceback = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     if traceback is None or traceback.tb_frame.f_back is not None or hasattr(sys, "ps1"):
@@ -341,14 +308,13 @@ def _uncaught() -> BaseException | None:
 
 
 def _forget() -> None:
-    """In a forked child: close what it has inherited of the job, without a word to anybody."""
+    """In a forked child, silently closes what it has inherited of the job."""
     global _job
     job, _job = _job, None
     if job is None:
         return
     if job.peers is not None:
         job.peers.forget()
-    _ignore_interrupts(job.interrupts)
     jax_compat.forget_distributed()
 
 
@@ -357,7 +323,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _at_exit() -> None:
-    """JAX's own end waits in a barrier for processes that may be gone, so a job that failed ends here."""
+    """Ends a failed job: JAX's own exit would wait in a barrier for processes that may be gone."""
     global _job
     if _job is None:
         return
@@ -368,7 +334,7 @@ def _at_exit() -> None:
             reason = _job.failure or native.barrier_failure() or _farewell(_job)
         except KeyboardInterrupt:
             reason = "it was interrupted"
-        # It waits for those that wait for it.
+        # It waits for processes that wait for it.
         if told := re.match(rf"(rank \d+) has ended: (.*?): .*\brank {_job.process} has ended\b", reason):
             reason = f"it ended while {told[1]} waited for it: {told[2]}"
     elif found := cause(error):

@@ -27,15 +27,15 @@ __all__ = ["Linear", "MoE"]
 class Linear(_equinox.nn.Linear):  # type: ignore[misc]
     """`equinox.nn.Linear` with a fused bias and activation, `act(weight @ x + bias)`.
 
-    Parameters, names and initializers are those of `equinox.nn.Linear`, so either loads the other's leaves.
+    Parameters, names and initializers are as in `equinox.nn.Linear`, so either loads the other's leaves.
 
     Args:
       in_features, out_features: the extents of x and of the result, or "scalar".
       use_bias, dtype, key: as in `equinox.nn.Linear`.
-      activation: as in `jaxmp.linear`. A function that is a module is a part of this one, with its parameters.
+      activation: as in `jaxmp.linear`. A function that is a module becomes a part of this layer, with its parameters.
 
-    A call takes x (in_features,), as in Equinox, or (..., in_features) without `jax.vmap`, which an `out_sharding` of
-    more than the features needs, and returns (..., out_features).
+    A call takes x (in_features,), as in Equinox, or (..., in_features) without `jax.vmap`, and returns
+    (..., out_features). An `out_sharding` with dimensions other than the features needs the second form.
 
     Raises: as `jaxmp.linear`; ValueError for an x of another shape.
 
@@ -45,7 +45,7 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
     ((2, 4), (2, 4))
     """
 
-    # A name or a function is no part of the pytree, as that of a layer without an activation has none.
+    # A name or a function is not part of the pytree, so the pytree equals the one without an activation.
     _static_activation: Any = _equinox.field(static=True)
     _module_activation: Any
 
@@ -66,14 +66,14 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
 
     @property
     def activation(self) -> Activation | None:
-        """What the layer was made with."""
+        """The activation that the layer was made with."""
         found: Activation | None = self._static_activation or self._module_activation
         return found
 
     def __call__(
         self, x: jax.Array, *, out_sharding: Sharding | None = None, key: jax.Array | None = None
     ) -> jax.Array:
-        """act(weight @ x + bias), sharded as `out_sharding` says; `key` is ignored, as in Equinox."""
+        """Returns act(weight @ x + bias), sharded as `out_sharding`; `key` is ignored, as in Equinox."""
         if self.in_features == "scalar":
             if x.shape != ():
                 raise ValueError(f"jaxmp.equinox.Linear: x must have scalar shape, got {x.shape}")
@@ -93,8 +93,8 @@ class MoE(_equinox.Module):  # type: ignore[misc]
         `jaxmp.flax.MoE`.
       dtype, key: as in `equinox.nn.Linear`.
 
-    A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`, and returns y of its shape and the
-    loss that balances experts, which is that of the tokens of the call.
+    A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`. It returns y with x's shape and
+    the loss that balances experts, for the tokens of this call.
 
     Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
 
@@ -142,7 +142,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
         self.determinism = determinism
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """(y, loss); `key` is ignored, as in Equinox."""
+        """Returns (y, loss); `key` is ignored, as in Equinox."""
         with of_layer("jaxmp.equinox.MoE", a="x"):
             return routing.mixture(
                 x,

@@ -2,8 +2,8 @@
 
     pip install 'flax>=0.12'
 
-Flax's own layers run on jaxmp's products too (`flax.nnx.Linear(..., dot_general=jaxmp.dot_general)`), with the bias and
-the activation as further operations. `DotGeneral` is that function for layers which take a class of Flax Linen.
+Flax's own layers run on jaxmp's products too (`flax.nnx.Linear(..., dot_general=jaxmp.dot_general)`); bias and
+activation are then separate operations. `DotGeneral` is that function for layers that take a class of Flax Linen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["DotGeneral", "Linear", "MoE"]
 class Linear(nnx.Linear):  # type: ignore[misc]
     """`flax.nnx.Linear` with a fused bias and activation, `act(x @ kernel + bias)`.
 
-    Parameters, names and initializers are those of `flax.nnx.Linear`, so either loads the other's checkpoint.
+    Parameters, names and initializers are as in `flax.nnx.Linear`, so either loads the other's checkpoint.
 
     Args:
       in_features, out_features: the last dimension of x and of the result.
@@ -42,10 +42,10 @@ class Linear(nnx.Linear):  # type: ignore[misc]
       kernel_metadata, bias_metadata: as in Flax; `{"out_sharding": (None, "model")}` shards a parameter on a mesh with
         explicit axes.
 
-    The other arguments are those of `flax.nnx.Linear`, but `dot_general`, which is jaxmp's.
+    The other arguments are as in `flax.nnx.Linear`, except `dot_general`, which is always jaxmp's.
 
     A call takes x (..., in_features) and an `out_sharding`, and returns (..., out_features). Parameters take part in
-    JAX's promotion as Flax has it (`dtype`, `promote_dtype`).
+    JAX's promotion as in Flax (`dtype`, `promote_dtype`).
 
     Raises: as `jaxmp.linear`; ValueError for another `dot_general`.
 
@@ -65,7 +65,7 @@ class Linear(nnx.Linear):  # type: ignore[misc]
         self.activation = activation
 
     def __call__(self, inputs: jax.Array, out_sharding: Sharding | None = None) -> jax.Array:
-        """act(inputs @ kernel + bias), sharded as `out_sharding` says."""
+        """Returns act(inputs @ kernel + bias), sharded as `out_sharding`."""
         bias = None if self.bias is None else self.bias[...]
         inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         with of_layer("jaxmp.flax.Linear", a="inputs", b="kernel"):
@@ -82,13 +82,13 @@ class Linear(nnx.Linear):  # type: ignore[misc]
 
 
 class MoE(nnx.Module):  # type: ignore[misc]
-    """A mixture of experts, gated layers as `jaxmp.moe_mlp`, without capacity: no token is dropped.
+    """A mixture of experts, with gated layers as in `jaxmp.moe_mlp`; no capacity limit, so no token is dropped.
 
         y = sum over the top_k experts e of x, in the order of their scores: gate[e] * expert[e](x)
 
-    Gates are the scores of the chosen experts, by default divided by their sum: of the softmax as in Mixtral (Jiang et
+    Gates are the scores of the chosen experts, by default divided by their sum: softmax scores as in Mixtral (Jiang et
     al., arXiv:2401.04088), or sigmoids as in DeepSeek-V3 (arXiv:2412.19437, without its bias). The router computes in
-    float32. Each device sorts its own tokens; those of different ranks of data never meet.
+    float32. Each device sorts its own tokens; tokens never move between ranks of data.
 
     Args:
       features, hidden_features: the extents of x and the result, and of an expert's hidden layer.
@@ -96,14 +96,14 @@ class MoE(nnx.Module):  # type: ignore[misc]
       scores: "softmax" or "sigmoid".
       normalize: divide the gates of a token by their sum.
       activation: as in `jaxmp.moe_mlp`.
-      determinism: as in `jaxmp.moe_mlp`, of the router's product too; scores have the bits of XLA.
+      determinism: as in `jaxmp.moe_mlp`, also for the router's product; XLA computes the scores.
       dtype, param_dtype, kernel_init, rngs: as in `flax.nnx.Linear`.
-      kernel_metadata: of the experts' weights (num_experts, ...); `{"out_sharding": ("expert",)}` gives each rank of
+      kernel_metadata: for the experts' weights (num_experts, ...); `{"out_sharding": ("expert",)}` gives each rank of
         an explicit axis its own experts.
 
-    A call takes x (..., features), and returns y (..., features), sharded as x, and the loss that balances experts,
-    `num_experts * sum(f * P)` with f the part of all choices that falls on an expert, and P its mean score (Fedus et
-    al., arXiv:2101.03961): 1 where all experts have as much.
+    A call takes x (..., features). It returns y (..., features), sharded as x, and the loss that balances experts,
+    `num_experts * sum(f * P)`: f is the fraction of all choices that an expert gets, P its mean score (Fedus et al.,
+    arXiv:2101.03961). The loss is 1 for a perfect balance.
 
     Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
 
@@ -147,7 +147,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
         self.top_k, self.scores, self.normalize, self.determinism = top_k, scores, normalize, determinism
 
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(y, loss)."""
+        """Returns (y, loss)."""
         kernels = {f"w_{name}": getattr(self, name)[...] for name in ("gate", "up", "down")}
         inputs, *cast = nnx.nn.dtypes.promote_dtype((inputs, *kernels.values()), dtype=self.dtype)
         with of_layer("jaxmp.flax.MoE", a="inputs"):
@@ -176,7 +176,7 @@ class DotGeneral(linen.Module):  # type: ignore[misc]
     """
 
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """As `jaxmp.dot_general`."""
+        """Computes `jaxmp.dot_general`."""
         return dot_general(*args, **options)
 
 

@@ -1,8 +1,9 @@
-"""To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, and the library's layouts.
+"""Converts to int8, float8 and float4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, layouts.
 
 A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
-Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. A cotangent of q has the narrow type of q, as JAX has
-it, so NaN or 0 where that ends: to train, give the derivative yourself (examples/05_fp8_linear.py).
+Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. int8 takes `tensor` and `rows`. JAX gives a cotangent
+of q the type of q, which makes large ones NaN and small ones 0: to train, write the derivative yourself
+(examples/05_fp8_linear.py).
 """
 
 from __future__ import annotations
@@ -53,39 +54,42 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1).
+    """The largest number that a quantizer uses: 127 (int8), 448 (e4m3), 57344 (e5m2), 6 (e2m1).
 
-    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales alone.
+    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales only.
     """
     name = jnp.dtype(dtype).name
-    if name.startswith(("float8", "float4")) and name != "float8_e8m0fnu":
-        return float(jnp.finfo(dtype).max)
-    why = ", which is for scales alone" if name == "float8_e8m0fnu" else ""
-    raise TypeError(f"quantize: dtype must be a float8 or float4 type, got {name}{why}")
+    if name == "int8" or (name.startswith(("float8", "float4")) and name != "float8_e8m0fnu"):
+        return low_precision.largest(dtype)
+    why = ", which is for scales only" if name == "float8_e8m0fnu" else ""
+    raise TypeError(f"quantize: dtype must be int8, a float8 or a float4 type, got {name}{why}")
 
 
 def amax(x: Array) -> jax.Array:
-    """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
+    """Returns the largest absolute value of `x`, a float32 scalar; NaN if `x` has one."""
     return low_precision.amax(_wide(x))
 
 
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
+    """Returns the float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
-    1 where amax is 0 or not finite, and a normal number elsewhere (TransformerEngine's rules): a smaller one, which XLA
-    takes for 0 on CPUs, becomes 2^-126.
+    It is 1 if amax is 0 or not finite, and otherwise a normal number (TransformerEngine's rules): a smaller one, which
+    XLA treats as 0 on CPUs, becomes 2^-126.
     """
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax * (2.0**margin / largest(dtype)), amax)
 
 
 def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
-    """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
+    """Rounds `x` to `dtype`, to the nearest number, ties to even, and saturates.
+
+    `x.astype(dtype)` gives NaN or infinity for large numbers, and truncates for int8. int8 has no NaN: NaN becomes 0.
+    """
     return low_precision.encode(jnp.asarray(x), dtype)
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """(q, scale) with one float32 scalar: `scale_for(amax(x))` unless it is given, as delayed scaling does.
+    """Returns (q, scale) with one float32 scalar: `scale`, as in delayed scaling, or `scale_for(amax(x))`.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> q, scale = jaxmp.quantize.tensor(jnp.array([1.0, -2.0, 0.5]))
@@ -97,18 +101,21 @@ def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None
 
 
 def update_history(history: jax.Array, amax: Array) -> jax.Array:
-    """An amax history (length,), newest first, with `amax` put in front and the oldest dropped."""
+    """Returns an amax history (length,), newest first, with `amax` added in front and the oldest dropped."""
     return jnp.roll(history, 1).at[0].set(amax.astype(history.dtype))
 
 
 def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
-    """The scale for the next step from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for Deep
-    Learning" (2022), as TransformerEngine's DelayedScaling."""
+    """Returns the next step's scale from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for
+    Deep Learning" (2022), as in TransformerEngine's DelayedScaling."""
     return scale_for(jnp.max(history), dtype, margin=margin)
 
 
 def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows,)): one float32 scale a row."""
+    """(q, scale (rows,)): one float32 scale for each row.
+
+    For the columns of w (k, n) in int8: `q, scale = rows(w.T, jnp.int8)`, and `q.T` is the operand.
+    """
     if not jnp.ndim(x):
         raise ValueError("quantize.rows: x must have rows, got a scalar")
     scale = scale_for(low_precision.amax(_wide(x), -1), dtype)
@@ -117,7 +124,7 @@ def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
-    _check_blocks("vec128", x, 128)
+    _check_blocks("vec128", x, 128, dtype=dtype)
     scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
     divisor = low_precision.expand(scale, low_precision.VEC128, x.shape)
     return low_precision.encode(_over(_wide(x), divisor), dtype), scale
@@ -125,7 +132,7 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
-    _check_blocks("blk128", x, 128)
+    _check_blocks("blk128", x, 128, dtype=dtype)
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
     scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
@@ -134,19 +141,19 @@ def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
+    """Returns (q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
 
-    Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
+    The bits equal the quantization of `jax.nn.scaled_dot_general` with the config "mxfp8".
     """
-    _check_blocks("mxfp8", x, 32)
+    _check_blocks("mxfp8", x, 32, dtype=dtype)
     return low_precision.encode_blocks(_wide(x), low_precision.VEC32, dtype)
 
 
 def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
+    """Returns (q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
 
-    `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. Bit for bit what
-    `jax.nn.scaled_dot_general` quantizes to with the config "nvfp4", but for blocks of zeros, where that has NaN.
+    `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. The bits equal
+    the quantization of `jax.nn.scaled_dot_general` with the config "nvfp4", except blocks of zeros, where it has NaN.
     """
     _check_blocks("nvfp4", x, 16)
     scaled = _wide(x) / global_scale
@@ -157,28 +164,28 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
 
 
 def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
-    """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3, as `scale_for`."""
+    """Returns the scale that brings `amax` to 6 * 448, the largest e2m1 times the largest e4m3, as `scale_for`."""
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax / (largest(jnp.float4_e2m1fn) * largest(_E4M3)), amax)
 
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scaling`."""
+    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`."""
     mode = _mode("dequantize", q, scale)
     factor = None if scale is None else jnp.asarray(scale)
     return low_precision.dequantize(jnp.asarray(q), factor, mode, jnp.dtype(dtype))
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
-    """The float32 scale of every element of `q`."""
+    """Returns the float32 scale of every element of `q`."""
     mode = _mode("expand", q, scale)
     return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
 
 def swizzle(scale: Array) -> jax.Array:
-    """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
+    """Returns block scales (rows, blocks) as bytes in cuBLASLt's order (tiles of 128 x 4, padded with 0), flat.
 
-    `jaxmp.matmul` does this itself; it is for data that other libraries share. Raises ValueError where `scale` is no
+    `jaxmp.matmul` does this itself; use it for data that other libraries share. Raises ValueError if `scale` is not a
     matrix, or its elements are wider than a byte.
     """
     if scale.ndim != 2 or scale.dtype.itemsize != 1:
@@ -187,7 +194,7 @@ def swizzle(scale: Array) -> jax.Array:
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
-    """The inverse of `swizzle`: scales (rows, blocks) of `dtype`."""
+    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype`."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
         raise ValueError(
@@ -197,15 +204,15 @@ def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8
 
 
 def scale_offset(row: int, block: int, blocks: int) -> int:
-    """Where `swizzle` puts the scale of `block` (of `blocks`) in `row` (nvmath's get_block_scale_offset)."""
+    """Returns where `swizzle` puts the scale of `block` (of `blocks`) in `row` (nvmath's get_block_scale_offset)."""
     tile = row // 128 * round_up(blocks, 4) // 4 + block // 4
     return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
 
 
 def pack_fp4(q: Array) -> jax.Array:
-    """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte.
+    """Packs float4_e2m1fn (..., k) into uint8 (..., k/2), the first of two in the low half of its byte.
 
-    Raises TypeError for another type, ValueError where k is odd.
+    Raises TypeError for another type, ValueError if k is odd.
     """
     _check_type("pack_fp4", q, "float4_e2m1fn")
     _check_blocks("pack_fp4", q, 2, ndim=1)
@@ -213,24 +220,24 @@ def pack_fp4(q: Array) -> jax.Array:
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
-    """The inverse of `pack_fp4`. Raises TypeError for another type than uint8."""
+    """Inverts `pack_fp4`. Raises TypeError for any type but uint8."""
     _check_type("unpack_fp4", packed, "uint8")
     return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
 def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """A scale for this amax that divides numbers by neither 0 nor infinity."""
+    """Limits a scale for this amax, so that it divides numbers by neither 0 nor infinity."""
     limits = jnp.finfo(jnp.float32)
     return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
 
 def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / scale, whose gradient holds 1 / scale^2; where that is no number a cotangent of 8 bits is 0."""
+    """Returns x / scale. A scale below 2^-60 gets no gradient, because 1 / scale^2 would overflow."""
     return x / jnp.where(scale < 2.0**-60, lax.stop_gradient(scale), scale)
 
 
 def _wide(x: Array) -> jax.Array:
-    """`x` in float32, of finite numbers finite ones."""
+    """Returns `x` in float32; finite numbers stay finite."""
     if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
     if jnp.iscomplexobj(x):
@@ -250,7 +257,11 @@ def _check_type(name: str, x: Array, dtype: str) -> None:
         raise TypeError(f"quantize.{name}: takes {dtype}, got {_described(x)}")
 
 
-def _check_blocks(name: str, x: Array, size: int, ndim: int = 2) -> None:
+def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLike = _E4M3) -> None:
+    if jnp.dtype(dtype) == jnp.int8:
+        raise TypeError(
+            f"quantize.{name}: int8 has one scale, or one for each row; use quantize.tensor or quantize.rows"
+        )
     if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(
             f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"

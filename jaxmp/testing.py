@@ -1,4 +1,4 @@
-"""`assert_bitwise_equal`, for tests of programs that rely on bits, and the checks behind `jaxmp selftest`."""
+"""`assert_bitwise_equal`, for tests of programs that rely on bits, and the checks of `jaxmp selftest`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def __dir__() -> list[str]:
 
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
-# Results that sum over the rows, so that they have to depend on how many there are.
+# Results that sum over the rows, so they depend on the number of rows.
 _SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")
-# Of these "batch" promises the rows; on a mesh their sums are XLA's for some shardings, which "topology" refuses.
+# "batch" fixes their rows; on a mesh XLA makes their sums for some shardings, which "topology" refuses.
 DERIVATIVES = tuple(epilog for epilog, row in epilogs.RULES.items() if row.derivative or row.gradient)
 EPILOGS = tuple(epilog for epilog in epilogs.RULES if epilog not in DERIVATIVES)
 LEVELS = ("batch", "topology")
 IMPLEMENTATIONS = ("host", "xla")
 ON_GPUS = "cublasmp"
-# Every count up to 70, and both sides of what tiles, vectors and caches are multiples of.
+# Every count up to 70, and the counts around multiples of tiles, vectors and caches.
 ROWS = (*range(1, 71), *(edge + i for edge in (80, 96, 112, 128, 160, 192, 256, 320) for i in (-1, 0, 1)))
 SOME_ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96)
 # (k, n) from one to a transformer's width.
@@ -47,7 +47,7 @@ SOME_EXTENTS = ((1, 3), (33, 17), (1025, 40))
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One comparison of many products: `run` raises where one differs, and returns how many it has compared."""
+    """One comparison of many products: `run` raises if one differs, and returns how many it has compared."""
 
     promise: str
     subject: str
@@ -65,14 +65,14 @@ class Layout:
     d: P
 
     def make_mesh(self) -> jax.sharding.Mesh:
-        """The mesh over the first devices."""
+        """Returns the mesh over the first devices."""
         names, sizes = zip(*self.mesh, strict=True)
         count = int(np.prod(sizes))
         return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:count])
 
 
 def layouts(ndevices: int) -> Iterator[Layout]:
-    """Every pattern on meshes of `ndevices` devices."""
+    """Yields every pattern on meshes of `ndevices` devices."""
     line = (("x", ndevices),)
     rows, cols = P("x", None), P(None, "x")
     yield Layout("local", line, rows, P(None, None), rows)
@@ -93,7 +93,7 @@ def layouts(ndevices: int) -> Iterator[Layout]:
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Normal values of `dtype`, the same for the same arguments."""
+    """Returns normal values of `dtype`, the same for the same arguments."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -102,7 +102,7 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
-    """Whether a type has an epilog; on GPUs those of 16 and 32 bits are taken, as in `make test-gpu`.
+    """True if a type has an epilog; on GPUs only types of 16 and 32 bits are tested, as in `make test-gpu`.
 
     cuBLASMp sums an operand of float16 in float16, which jaxmp refuses under a level.
     """
@@ -118,13 +118,13 @@ def _inputs(epilog: Epilog, bias: Any) -> dict[str, Any]:
 
 
 def _aux_inputs(epilog: Epilog, z: Any) -> dict[str, Any]:
-    """What an epilog that is a derivative reads: z ahead of the activation, or its packed signs."""
+    """Returns the inputs of an epilog that is a derivative: z before the activation, or its packed signs."""
     aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
     return {name: x for name, x in aux.items() if name in epilogs.RULES[epilog].inputs}
 
 
 def _require_values(x: np.ndarray, where: str) -> None:
-    """Raise AssertionError where `x` is zeros alone: those would be equal whatever computed them."""
+    """Raises AssertionError if `x` is all zeros: zeros would be equal for any computation."""
     if x.size and not np.any(x):
         raise AssertionError(f"{where}: all {x.size} elements are zero, which proves nothing")
 
@@ -138,9 +138,9 @@ def check_rows(
     *,
     epilog: Epilog = Epilog.NONE,
 ) -> int:
-    """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits; `extents`: (k, n)."""
+    """Checks that rows of D and aux keep their bits when A has only these rows, or others too; `extents`: (k, n)."""
     k, n = extents
-    is_transposed = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
+    is_transposed = epilog == Epilog.BGRADA  # it sums an a that is stored (k, m)
     product = functools.partial(
         matmul_lib.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_transposed
     )
@@ -164,13 +164,13 @@ def check_rows(
     _require_values(whole["d"], f"d of m={largest} k={k} n={n} {epilog.name}")
     for place, part in zip(places, parts, strict=True):
         for name in [name for name in part if name not in _SUMS_OF_ROWS]:
-            where = f"{name} of m={len(place)} k={k} n={n} {epilog.name}, beside the same rows among {largest}"
+            where = f"{name} of m={len(place)} k={k} n={n} {epilog.name}, compared with the same rows among {largest}"
             assert_bitwise_equal(part[name], whole[name] if name == "bgradb" else whole[name][place], where)
     return len(places)
 
 
 def check_columns(level: str, implementation: str, dtype: str, extents: tuple[int, int], counts: Sequence[int]) -> int:
-    """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits; `extents`: (k, m)."""
+    """Checks that columns of D keep their bits when B has only these columns, or others too; `extents`: (k, m)."""
     k, m = extents
     largest = max(counts)
     a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
@@ -181,7 +181,7 @@ def check_columns(level: str, implementation: str, dtype: str, extents: tuple[in
     whole = np.asarray(jax.jit(product)(b))
     _require_values(whole, f"d of m={m} k={k} n={largest}")
     for place, part in zip(places, parts, strict=True):
-        where = f"d of m={m} k={k} n={len(place)}, beside the same columns among {largest}"
+        where = f"d of m={m} k={k} n={len(place)}, compared with the same columns among {largest}"
         assert_bitwise_equal(part, whole[:, place], where)
     return len(places)
 
@@ -197,7 +197,7 @@ def check_meshes(
     transpose: str = "NN",
     only: Collection[str] = (),
 ) -> int:
-    """One product and its gradients on every mesh of `counts` devices: the bits have to be those of one device.
+    """Checks that a product and its gradients on meshes of `counts` devices have the bits of one device.
 
     `extents` are (m, n, k), `only` names of layouts, all by default.
     """
@@ -218,7 +218,7 @@ def check_meshes(
             return out if isinstance(out, tuple) else (out, {})
 
         d, pullback, aux = jax.vjp(product, a, b, c, bias, has_aux=True)
-        # The packed mask is padded for each shard, so it has another shape on another mesh; d has what it says.
+        # The packed mask is padded for each shard, so it has another shape on another mesh; d covers its values.
         return {"d": d, "gelu_aux": aux.get("gelu_aux"), "gradients in a, b, c, bias": pullback(w)}
 
     want = jax.tree.map(np.asarray, jax.jit(functools.partial(program, {}))(operands))
@@ -248,7 +248,7 @@ def check_meshes(
 
 
 def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
-    """Everything that is promised, shape by shape."""
+    """Yields a check of everything that is promised, shape by shape."""
     devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
     devices = devices[-1:] if is_quick else devices
     for dtype, implementation in itertools.product(DTYPES, implementations):
@@ -273,7 +273,7 @@ def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterato
 
 
 def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Counts of rows or columns; of cuBLASMp both sides of the edges of its tiles of `size` too."""
+    """Returns counts of rows or columns; for cuBLASMp also the counts around multiples of its tile `size`."""
     edges = tuple(size * tile + i for tile in (1, 2) for i in (-1, 0, 1))
     return (*counts, *edges) if implementation == ON_GPUS else counts
 
@@ -281,7 +281,7 @@ def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tu
 def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices: list[int]) -> Iterator[Check]:
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
-    # Of cuBLASMp several tiles, so that the ranks of a mesh have their rows and columns at other places of them.
+    # For cuBLASMp several tiles, so that ranks of a mesh place their rows and columns differently in the tiles.
     m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.columns() + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
         run = functools.partial(check, (m, n, k), devices, transpose=transpose)

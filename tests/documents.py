@@ -37,10 +37,13 @@ def run(page, folder, before=""):
 
 
 def run_doctests(page):
-    """How many examples of a page, whose blocks are Python sessions, run; each prints what the page says."""
+    """Runs the Python sessions of a page, one after the other with the same names; returns the number of examples."""
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    names = {}
     for block in blocks(page):
-        runner.run(doctest.DocTestParser().get_doctest(block, {}, page.name, None, 0))
+        session = doctest.DocTestParser().get_doctest(block, names, page.name, None, 0)
+        runner.run(session, clear_globs=False)
+        names = session.globs
     results = runner.summarize()
     assert results.failed == 0
     return results.attempted

@@ -1,15 +1,15 @@
-// Records which process has come to which call of which run. It has no sockets, clocks or threads.
+// Records which process has come to which call in which run. It has no sockets, clocks or threads.
 //
 // A run is one execution of a compiled program. XLA numbers it when the program is dispatched and hands the number to
 // every call in it, also in loops and inner jits (`xla::ffi::RunId`). The numbers of a program start at a fingerprint
 // of its text and devices, and count the dispatches. So equal programs have equal numbers on every process, whatever
 // each of them has run before, and also if a run has ended before its first call. Arrivals at a call meet only within
 // one run, and there the i-th arrival of a rank meets the i-th of every other rank. This is exact: a call is one
-// instruction of the compiled program (jaxmp/_src/platform/jax_internals/jax_lowering.py numbers them), and within a run a
-// device comes to one instruction again only in the next iteration of a loop.
+// instruction of the compiled program (jaxmp/_src/platform/jax_internals/jax_lowering.py numbers them), and within a
+// run a device comes to one instruction again only in the next iteration of a loop.
 //
-// A run that ends early on one process (an interrupt, a callback that raises) leaves no count behind. The next run has
-// another number everywhere.
+// A run that ends early on one process (a callback that raises or is interrupted) leaves no count behind. The next run
+// has another number everywhere.
 //
 // Worked example: rank 1's run 7 raises before its call, and rank 0's run 7 waits there. Rank 1 comes with run 8, which
 // meets nothing of run 7. Rank 0 gives run 7 up (HasPassed), and its run 8 meets rank 1's.
@@ -37,7 +37,7 @@ namespace jaxmp::barrier {
 // XLA's number of a run. It wraps around.
 using Run = uint32_t;
 
-// A device of this process at a call, for the count-th time in a run.
+// A device of this process at a call, with the number of times that it has come in this run.
 struct Arrival {
   std::shared_ptr<const CallSignature> signature;
   size_t group;
@@ -107,7 +107,7 @@ class ArrivalTracker {
     std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
     std::map<uint64_t, size_t> takers;                       // by count: devices that have taken the tokens
   };
-  // What a peer has said of one run at one call.
+  // A peer's messages about one run at one call.
   struct PeerRun {
     Run run = 0;
     std::optional<Run> own;      // the run of this process that it belongs to
@@ -116,16 +116,16 @@ class ArrivalTracker {
     std::map<uint64_t, std::map<int64_t, uint64_t>> tokens;  // by count and device
   };
   struct Peer {
-    std::deque<PeerRun> runs;       // in the order in which they were heard
+    std::deque<PeerRun> runs;       // in order of arrival
     std::vector<Run> shifts = {0};  // from a run of this process to the peer's, for each pair of programs
   };
 
   // One call on one set of devices.
   struct Entry {
-    std::deque<OwnRun> runs;       // in the order in which they came
+    std::deque<OwnRun> runs;       // in order of arrival
     std::map<int, Peer> peers;     // by process
     std::set<int64_t> devices;     // of the call, once a program of this process has it
-    std::set<uint64_t> described;  // digests whose text the peers have
+    std::set<uint64_t> described;  // digests of texts that the peers have
     std::vector<Run> first;        // runs of this process, of each program: people count runs from there
 
     const OwnRun* own(Run run) const;

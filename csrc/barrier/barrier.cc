@@ -30,7 +30,7 @@ Service& service() {
   return *the_service;
 }
 
-// The service, while nobody else has it.
+// The service, locked.
 class Locked {
  public:
   Service* operator->() const { return &service_; }
@@ -140,7 +140,7 @@ void StopBarrier() {
 
 namespace {
 
-// As ArriveWithToken. Returns the arrival if its outcome is not known yet.
+// Like ArriveWithToken. Returns the arrival if its outcome is not known yet.
 std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
                                      int64_t position, uint64_t token, barrier::Done done) {
   if (position < 0 || position >= static_cast<int64_t>(signature->groups.size())) {
@@ -224,7 +224,7 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, c
   return wait->outcome.value_or(Status());
 }
 
-// Of programs with different texts the peer's message may still be on its way.
+// If the programs have different texts, the peer's message may still be on its way.
 bool IsOneRun(int64_t own, int process, uint64_t theirs) {
   const auto mine = static_cast<barrier::Run>(own), others = static_cast<barrier::Run>(theirs);
   for (const Clock::time_point since = Clock::now(); !Locked()->arrivals.AreOneRun(mine, process, others);) {

@@ -1,6 +1,6 @@
-// Which process has come to which call.
+// Tells every process which others have come to a call.
 //
-// XLA's collectives across processes cannot be interrupted, and one that a peer never joins hangs. So ahead of a
+// XLA's collectives across processes cannot be interrupted, and one that a peer never joins hangs. So before a
 // collective every process of the group says that it has come, and goes on when all the others have: from there on all
 // of them are alive and about to run the same thing. Here is that process barrier: messages over sockets that Python
 // connects, a thread that reads them, a deadline, and the comparison of what the processes came for.
@@ -26,7 +26,6 @@ namespace jaxmp {
 struct BarrierOptions {
   int process = 0, nprocesses = 1;
   double timeout = 60;  // seconds until a process that has not come is missing
-  int interrupts = -1;  // a descriptor that becomes readable when the user interrupts, or -1
 };
 
 // One process barrier per operating-system process. Start, Leave and Stop are called by one thread; Arrive by any.
@@ -38,7 +37,7 @@ void WantProcesses(const std::vector<int>& processes);
 // The processes that were asked for since the last call; waits for one. Empty once the process barrier has stopped.
 std::vector<int> WantedProcesses();
 
-// `fd` is a socket at whose other end `process` has proved itself; owned from here on, also where it is of no use.
+// `fd` is a socket to `process`, which has proved itself; this takes ownership, even if it does not need the socket.
 void ConnectPeer(int process, int fd);
 
 // `process` cannot be connected, since it `gone`: "has ended ...".
@@ -63,7 +62,7 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, cons
 
 // The device has come to a collective of XLA's, which waits for all by itself. This waits for the outcome first, on
 // this thread and for a moment only. XLA takes a loop or branch for started once its calls have returned, so a call
-// whose outcome is pending would let collectives behind the loop start ahead of those inside. While a process has come
+// with a pending outcome would let collectives after the loop start before those inside. While a process has come
 // to no call at all, or is in another run, the wait is longer: gloo opens its transport for 30 seconds only, and does
 // not tell one run from another. Without an outcome the collective may begin. If the call fails later, every further
 // call of this process gets the failure (LateFailure).
@@ -72,13 +71,13 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, c
 // Whether run `theirs` of `process` and run `own` of this process are one run of a job, as their barriers have found.
 bool IsOneRun(int64_t own, int process, uint64_t theirs);
 
-// What has gone wrong so far: the message of the first call that failed, or "".
+// Returns the message of the first call that failed so far, or "".
 std::string BarrierFailure();
 
 // The same of the first call that failed after its process had gone on, or "".
 std::string LateFailure();
 
-// The call to which this process came last, or "".
+// Returns the last call of this process, or "".
 std::string LastCall();
 
 struct PeerState {

@@ -1,4 +1,4 @@
-// A call to which several processes come, as all of them have to see it.
+// A call that several processes share, described in the same way on all of them.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace jaxmp {
 
-// One call of one program. Processes meet at calls that are equal: of equal `fields`, one "name=value" a line, with as
-// many calls of such fields ahead of it in the program (`repeat`), on the same devices. What the program is called does
+// One call of one program. Processes meet at equal calls: they have equal `fields`, one "name=value" a line, the same
+// number of calls with these fields earlier in the program (`repeat`), and the same devices. The program's name does
 // not count.
 struct CallSignature {
   std::string program;
@@ -48,7 +48,7 @@ struct Origin {
 // Checks the signature and fills in what is derived.
 StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
 
-// "rank 2 has k=4096, rank 0 has k=4095", for every field that both have and in which they differ.
+// Returns "rank 2 has k=4096, rank 0 has k=4095", for every field that both have with different values.
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields);
 
 }  // namespace jaxmp

@@ -96,7 +96,7 @@ bool IsOurs(int client) {
   socklen_t size = sizeof(theirs);
   if (getpeername(client, reinterpret_cast<sockaddr*>(&theirs), &size) != 0) return false;
   DIR* const descriptors = opendir("/proc/self/fd");
-  if (!descriptors) return true;  // nobody can tell
+  if (!descriptors) return true;  // there is no way to tell
   bool is_found = false;
   while (const dirent* const entry = is_found ? nullptr : readdir(descriptors)) {
     sockaddr_storage address = {};

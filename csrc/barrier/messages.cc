@@ -11,7 +11,7 @@
 namespace jaxmp::barrier {
 namespace {
 
-// What precedes tokens and text: the number of tokens, the length of the text, the kind, the five numbers.
+// The head before tokens and text: the number of tokens, the length of the text, the kind, the five numbers.
 constexpr size_t kHead = 2 * sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
 constexpr uint32_t kLongestText = 1 << 20, kMostTokens = 1 << 20;
 

@@ -11,9 +11,9 @@ enum class Kind : uint8_t {
   kArrival,  // the sender has come to `key` for the count-th time in its run, with all its devices
   kFirst,    // the same, to a collective of XLA's, with the first of its devices
   kFailure,  // the sender has given up its run of the program; text says why
-  kAbandon,  // the same, and the job may go on: an interrupt, or a run that another rank has left
+  kAbandon,  // the same, and the job may go on: a rank has left the run
   kPing,
-  kPong,     // text: the call to which the sender came last
+  kPong,     // text: the sender's last call
   kGoodbye,  // the sender leaves; text says why
 };
 

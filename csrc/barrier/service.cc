@@ -15,7 +15,7 @@ constexpr std::chrono::milliseconds kCrossed(500);
 // For this share of the deadline a process may be a run ahead before the ranks that wait in the earlier run give it up.
 // Another thread of that process may still come with the earlier run.
 constexpr double kPassed = 0.1;
-// Seconds for which gloo waits for the others where it opens the transport of a set of devices.
+// Seconds that gloo waits for the others when it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
 // A process that has not answered for this long is said not to answer.
@@ -94,15 +94,11 @@ std::optional<Status> Service::Outcome(const Arrival& arrival) {
   return Status();
 }
 
-// The same, later: an interrupt and the deadline end the waiting, and so do processes that wait for each other.
+// The same, later: the deadline ends the waiting, and so do processes that wait for each other.
 std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now) {
   const Arrival& arrival = waiting.arrival;
   const auto waited = now - waiting.since;
   if (auto outcome = Outcome(arrival)) return outcome;
-  // A collective of XLA's may be waiting already, which nothing but its peers ends.
-  if (is_interrupted && arrival.signature->has_tokens) {
-    return Fail(arrival, "rank " + std::to_string(options.process) + " was interrupted by the user", Kind::kAbandon);
-  }
   const bool is_late = Seconds(waited) > options.timeout;
   for (auto& [process, peer] : peers) peer.Ping(now);
   for (int process : arrival.members().processes) {
@@ -130,7 +126,7 @@ bool Service::IsHeld(const Arrival& arrival, Clock::duration waited) {
   return false;
 }
 
-// Who has not come, and who else does not answer: whoever has not come may be waiting for that one.
+// Lists ranks that have not come, and others that do not answer: a rank that has not come may be waiting for one.
 std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
   std::string missing;
   const std::vector<int>& members = waiting.arrival.members().processes;
@@ -178,7 +174,6 @@ std::vector<Resumed> Service::Settle() {
     }
   }
   waiting = std::move(still);
-  is_interrupted = false;
   return settled;
 }
 
@@ -194,7 +189,7 @@ void Service::Resume(std::vector<Resumed> settled) {
 void Service::Serve() {
   std::unique_lock<std::mutex> lock(mutex);
   while (is_running) {
-    std::vector<pollfd> polled = {{wake[0], POLLIN, 0}, {options.interrupts, POLLIN, 0}};
+    std::vector<pollfd> polled = {{wake[0], POLLIN, 0}};
     std::vector<int> readable;
     for (const auto& [process, peer] : peers) {
       if (!peer.socket.is_open()) continue;
@@ -210,9 +205,8 @@ void Service::Serve() {
     char bytes[64];
     while (polled[0].revents && read(wake[0], bytes, sizeof(bytes)) > 0) {
     }
-    if (polled[1].revents) DrainInterrupts();
     for (size_t i = 0; i < readable.size(); ++i) {
-      if (polled[i + 2].revents) Read(readable[i]);
+      if (polled[i + 1].revents) Read(readable[i]);
     }
     std::vector<Resumed> settled = Settle();
     lock.unlock();
@@ -224,14 +218,6 @@ void Service::Serve() {
 void Service::Wake() {
   const char byte = 0;
   if (wake[1] >= 0 && write(wake[1], &byte, 1) < 0) return;  // full: it is awake
-}
-
-// Python writes the number of each signal that it has a handler for.
-void Service::DrainInterrupts() {
-  char bytes[64];
-  for (ssize_t got; (got = read(options.interrupts, bytes, sizeof(bytes))) > 0;) {
-    is_interrupted |= std::find(bytes, bytes + got, char(2)) != bytes + got;  // SIGINT
-  }
 }
 
 void Service::Read(int process) {

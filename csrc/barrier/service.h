@@ -61,7 +61,7 @@ struct Resumed {
 };
 
 struct Service {
-  // What comes of an arrival, if that is known.
+  // The outcome of an arrival, if it is known.
   std::optional<Status> Outcome(const Arrival& arrival);
   // Asks for a connection.
   void Want(int process);
@@ -80,13 +80,12 @@ struct Service {
   bool is_running = false;
   BarrierOptions options;
   std::map<int, Peer> peers;  // that calls have asked for, by process
-  std::vector<int> wanted;    // newly asked for; whoever waits for has_wanted takes them
+  std::vector<int> wanted;    // newly asked for; the thread that waits for has_wanted takes them
   std::condition_variable has_wanted;
   ArrivalTracker arrivals{0};
-  std::vector<Waiting> waiting;  // in the order in which they came
+  std::vector<Waiting> waiting;  // in order of arrival
   std::string failure, last_call;
   std::optional<Status> late_failure;
-  bool is_interrupted = false;
   int wake[2] = {-1, -1};
   std::thread thread;
 
@@ -100,7 +99,6 @@ struct Service {
   Status GiveUp(const Arrival& arrival, const std::string& text, Kind kind);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
   std::vector<Resumed> Settle();
-  void DrainInterrupts();
   void Read(int process);
   void Handle(int process, const Message& message);
 };

@@ -2,7 +2,7 @@
 //
 // XLA:CPU computes with subnormal numbers as zero, in arguments and results, on every thread of its own; a new thread
 // keeps them. So a thread of ours on which a program resumes, or tiles are computed, takes the state of the thread that
-// came to our call: the bits of a result must not depend on who has waited for whom.
+// came to our call: the bits of a result must not depend on which rank has waited.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ class FloatState {
   static uint64_t Read() { return _mm_getcsr(); }
   static void Write(uint64_t bits) { _mm_setcsr(static_cast<unsigned>(bits)); }
 #elif defined(__aarch64__)
-  // FPCR (Arm ARM, C5.2.8), which has no flags. FZ flushes arguments and results, FZ16 those of half precision.
+  // FPCR (Arm ARM, C5.2.8) has no flags. FZ flushes arguments and results, FZ16 does so for half precision.
   static constexpr uint64_t kControls = ~uint64_t{0}, kFlush = uint64_t{1} << 24 | uint64_t{1} << 19;
   static uint64_t Read() {
     uint64_t bits;

@@ -10,7 +10,7 @@ constexpr int64_t kLargestExtent = int64_t{1} << 40;    // and the largest block
 constexpr int64_t kMostElements = int64_t{1} << 44;     // on a device
 constexpr int64_t kMostAuxElements = int64_t{1} << 52;  // their columns may have padding
 
-// Whether rows x cols, neither of which is negative, is at most `most`.
+// True if rows x cols is at most `most`; neither is negative.
 constexpr bool Fits(int64_t rows, int64_t cols, int64_t most) { return rows == 0 || cols <= most / rows; }
 
 }  // namespace jaxmp

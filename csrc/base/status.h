@@ -33,7 +33,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// The parts as text, one behind the other: StrCat(1, " of ", 2) == "1 of 2".
+// Concatenates the parts as text: StrCat(1, " of ", 2) == "1 of 2".
 template <typename... Parts>
 std::string StrCat(const Parts&... parts) {
   std::ostringstream out;

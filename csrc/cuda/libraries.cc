@@ -53,7 +53,7 @@ Status OpenDriver(const std::string& path, Libraries* libraries) {
   return {};
 }
 
-// cuBLASMp's graph-safe transfers and several ranks on one GPU came with 2.30.
+// Several ranks on one GPU came with 2.30; from 2.28 to 2.30.6 NCCL's symmetric kernels lacked a synchronisation.
 Status OpenNccl(const std::string& path, Libraries* libraries) {
   JAXMP_ASSIGN_OR_RETURN(void* handle, Open("NCCL", path, kRemedy));
 #define JAXMP_FIND_FUNCTION(function) \
@@ -63,8 +63,8 @@ Status OpenNccl(const std::string& path, Libraries* libraries) {
   int version = 0;
   const abi::ncclResult_t result = libraries->nccl.GetVersion(&version);
   const std::string text = Dotted(version / 10000, version / 100 % 100) + "." + std::to_string(version % 100);
-  if (result != abi::ncclSuccess || version < 23000) {
-    return FailedPrecondition("jaxmp: ", path, " is NCCL ", text, ", but cuBLASMp 0.10 needs 2.30 or newer", kRemedy);
+  if (result != abi::ncclSuccess || version < 23007) {
+    return FailedPrecondition("jaxmp: ", path, " is NCCL ", text, ", but cuBLASMp 0.10 needs 2.30.7 or newer", kRemedy);
   }
   libraries->info["nccl"] = FileOf(reinterpret_cast<void*>(libraries->nccl.GetVersion), path);
   libraries->info["nccl_version"] = text;

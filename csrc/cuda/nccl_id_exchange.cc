@@ -18,6 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr double kFirst = 4;             // a first run's deadline, in those of a call
 constexpr char kId = 'i', kError = 'e';  // what the rest of a published value is
 
 // An entry stays: one for each communicator, and communicators stay as well.
@@ -43,15 +44,15 @@ class Table {
 };
 
 // Never destroyed: the Python function must not be released after the interpreter, and threads may still wait.
-struct State {
+struct ExchangeState {
   std::mutex mutex;
   std::shared_ptr<const Exchange> exchange;  // guarded by mutex; null: the table
   std::atomic<double> timeout{25.0};
   Table table;
 };
 
-State& state() {
-  static auto* const only = new State;
+ExchangeState& exchange_state() {
+  static auto* const only = new ExchangeState;
   return *only;
 }
 
@@ -65,7 +66,7 @@ std::string Text(double seconds) {
 
 // Rank 0's part up to the id: every other rank has come.
 Status AwaitOthers(const std::string& key, int nranks) {
-  const double timeout = Timeout();
+  const double timeout = FirstTimeout();
   const auto start = Clock::now();
   for (int rank = 1; rank < nranks; ++rank) {
     const std::chrono::duration<double> spent = Clock::now() - start;
@@ -88,10 +89,10 @@ StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks)
   const std::string here = "here";
   JAXMP_RETURN_IF_ERROR(CallExchange(KeyOf(key, rank), &here, Timeout()).status());
   // Rank 0 may come last, and then waits for others under its call mutex.
-  StatusOr<std::string> value = CallExchange(key, nullptr, 2 * Timeout());
+  StatusOr<std::string> value = CallExchange(key, nullptr, 2 * FirstTimeout());
   if (value.ok()) return value;
   return FailedPrecondition("jaxmp: rank 0 of ", nranks, " did not open their communicator within ",
-                            Text(2 * Timeout()), " s (", value.status().message(),
+                            Text(2 * FirstTimeout()), " s (", value.status().message(),
                             "); set JAXMP_TIMEOUT to wait longer");
 }
 
@@ -99,21 +100,22 @@ StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks)
 
 void SetExchange(Exchange exchange) {
   auto shared = exchange ? std::make_shared<const Exchange>(std::move(exchange)) : nullptr;
-  std::lock_guard<std::mutex> lock(state().mutex);
-  state().exchange.swap(shared);
+  std::lock_guard<std::mutex> lock(exchange_state().mutex);
+  exchange_state().exchange.swap(shared);
 }
 
 StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout) {
   std::shared_ptr<const Exchange> exchange;
   {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    exchange = state().exchange;
+    std::lock_guard<std::mutex> lock(exchange_state().mutex);
+    exchange = exchange_state().exchange;
   }
-  return exchange ? (*exchange)(key, value, timeout) : state().table(key, value, timeout);
+  return exchange ? (*exchange)(key, value, timeout) : exchange_state().table(key, value, timeout);
 }
 
-void SetTimeout(double seconds) { state().timeout = seconds; }
-double Timeout() { return state().timeout; }
+void SetTimeout(double seconds) { exchange_state().timeout = seconds; }
+double Timeout() { return exchange_state().timeout; }
+double FirstTimeout() { return kFirst * exchange_state().timeout; }
 
 StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nranks) {
   StatusOr<std::string> value = rank == 0 ? MakeValue(key, nranks) : ReceiveValue(key, rank, nranks);

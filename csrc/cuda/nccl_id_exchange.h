@@ -18,9 +18,11 @@ void SetExchange(Exchange exchange);
 // The same through whatever is set.
 StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout);
 
-// Seconds that a rank waits for its peers, here and in calls.
+// Seconds that a rank waits for its peers in a call; and until they have come to its first run, for which processes
+// compile at different speeds.
 void SetTimeout(double seconds);
 double Timeout();
+double FirstTimeout();
 
 // The id of the communicator that this key names, the same for all of its ranks. They come into it together or not at
 // all: rank 0 publishes the id only after every other rank has reported under a key of its own; where one does not come

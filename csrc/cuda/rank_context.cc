@@ -13,7 +13,7 @@ namespace {
 // What a rank that cannot go on brings to an agreement: more than any number of bytes.
 constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
 
-std::atomic<bool> may_ranks_share = false;
+std::atomic<Wait> wait_here = Wait::kOnStream;
 
 // For what stays for the life of the process.
 template <typename T>
@@ -21,9 +21,20 @@ std::shared_ptr<T> Unowned(T* object) {
   return std::shared_ptr<T>(std::shared_ptr<T>(), object);
 }
 
+void Free(const std::vector<void*>& buffers) {
+  for (void* buffer : buffers) (void)Loaded()->nccl.MemFree(buffer);
+}
+
+// FNV-1a: the same in every process, whatever its standard library is.
+int64_t DigestOf(const std::string& text) {
+  uint64_t digest = 0xcbf29ce484222325;
+  for (const unsigned char byte : text) digest = (digest ^ byte) * 0x100000001b3;
+  return static_cast<int64_t>(digest >> 1);
+}
+
 }  // namespace
 
-void SetSharing(bool may_share) { may_ranks_share = may_share; }
+void SetWait(Wait wait) { wait_here = wait; }
 
 RankContext::RankContext(std::string key, int64_t group, int rank, int nranks)
     : key_(std::move(key)), group_(group), rank_(rank), nranks_(nranks) {}
@@ -46,17 +57,39 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
   stream_ = stream;
   (void)TakeLastError();  // of a call that recovered from it
   JAXMP_RETURN_IF_ERROR(watch_->Enter(std::move(call)));
-  JAXMP_RETURN_IF_ERROR(watch_->Follow(stream));
-  return Meet();
+  is_first_ = false;
+  ++calls_;
+  return watch_->Follow(stream);
 }
 
-// Ranks that share a device leave wrong results where one is ahead of another (docs/gpu.md). NCCL's variable, which
-// lets them share, may be set for some of them only.
-Status RankContext::Meet() {
-  if (nranks_ == 1 || may_share_ == 0) return {};
-  JAXMP_ASSIGN_OR_RETURN(may_share_, AllReduceMax(may_ranks_share ? 1 : 0, stream_));
-  return {};
+// It is also NCCL's first kernel on a new communicator, which all ranks then launch together, ahead of cuBLAS's.
+Status RankContext::Compare(const Problem& problem, const std::string& call) {
+  if (nranks_ == 1 || agreed_.count(problem) > 0) return {};
+  is_first_ = true;
+  watch_->Extend();
+  const std::string text = "call " + std::to_string(calls_) + " of the group: " + call;
+  const int64_t digest = DigestOf(text);
+  const auto wait = static_cast<int64_t>(wait_here.load());
+  JAXMP_ASSIGN_OR_RETURN(const Values most, AllReduceMax({digest, ~digest, wait, 0}));
+  wait_ = static_cast<Wait>(most[2]);
+  if (most[0] == digest && ~most[1] == digest) return {};
+  const auto key = [this](int64_t of) { return key_ + "/call/" + std::to_string(of); };
+  (void)CallExchange(key(digest), &text, Timeout());  // an error: another rank has published the same
+  const int64_t other = most[0] == digest ? ~most[1] : most[0];
+  // Where a peer brings no digest, it waits ahead of a product.
+  const StatusOr<std::string> theirs =
+      other < 0 ? std::string("a call that it has made before") : CallExchange(key(other), nullptr, Timeout());
+  JAXMP_RETURN_IF_ERROR(theirs.status());
+  return FailedPrecondition("jaxmp: the ranks of a group have come to different calls; this rank to ", text,
+                            "; another one to ", *theirs);
 }
+
+Status RankContext::MeetBefore() {
+  if (nranks_ == 1 || wait_ == Wait::kNone) return {};
+  return wait_ == Wait::kOnHost ? AllReduceMax({}).status() : AllReduceScratch();
+}
+
+Status RankContext::MeetAfter() { return is_first_ ? AllReduceMax({}).status() : Status(); }
 
 void RankContext::Leave() {
   if (watch_) watch_->Leave();
@@ -64,7 +97,7 @@ void RankContext::Leave() {
 
 Status RankContext::Open(int ordinal, abi::CUcontext context) {
   ordinal_ = ordinal;
-  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&scratch_, sizeof(int64_t)), "cuMemAlloc"));
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&scratch_, sizeof(Values)), "cuMemAlloc"));
   JAXMP_ASSIGN_OR_RETURN(watch_, Watch::Make(context, Describe(), nranks_ > 1));
   return {};
 }
@@ -77,6 +110,7 @@ Status RankContext::Connect() {
   JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
   abi::ncclComm_t comm = nullptr;
   JAXMP_RETURN_IF_ERROR(watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank")));
+  watch_->Extend();
   const abi::ncclResult_t result = Loaded()->nccl.CommInitRank(&comm, nranks_, id, rank_);
   watch_->Leave();
   JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
@@ -112,22 +146,27 @@ Status RankContext::SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi
   return {};
 }
 
-StatusOr<int64_t> RankContext::AllReduceMax(int64_t value, abi::CUstream stream) {
-  const Libraries& libraries = *Loaded();
+// The same operation wherever ranks wait for each other: where one is in a call that another has not come to, the
+// other's comparison meets it, and tells.
+Status RankContext::AllReduceScratch() {
   void* const at = reinterpret_cast<void*>(scratch_);
-  JAXMP_RETURN_IF_ERROR(
-      Check(libraries.driver.MemcpyHtoDAsync_v2(scratch_, &value, sizeof(value), stream), "cuMemcpyHtoDAsync"));
-  JAXMP_RETURN_IF_ERROR(
-      Check(libraries.nccl.AllReduce(at, at, 1, abi::ncclInt64, abi::ncclMax, comm_, stream), "ncclAllReduce"));
-  JAXMP_RETURN_IF_ERROR(
-      Check(libraries.driver.MemcpyDtoHAsync_v2(&value, scratch_, sizeof(value), stream), "cuMemcpyDtoHAsync"));
-  JAXMP_RETURN_IF_ERROR(Check(libraries.driver.StreamSynchronize(stream), "cuStreamSynchronize"));
-  return value;
+  return Check(Loaded()->nccl.AllReduce(at, at, Values().size(), abi::ncclInt64, abi::ncclMax, comm_, stream_),
+               "ncclAllReduce");
 }
 
-// One small all-reduce for each problem. It is also NCCL's first kernel on a new communicator, which all ranks then
-// launch together, ahead of cuBLAS's.
-StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) {
+// On the host, which so waits for all ranks.
+StatusOr<RankContext::Values> RankContext::AllReduceMax(Values values) {
+  const Driver& driver = Loaded()->driver;
+  JAXMP_RETURN_IF_ERROR(
+      Check(driver.MemcpyHtoDAsync_v2(scratch_, values.data(), sizeof(values), stream_), "cuMemcpyHtoDAsync"));
+  JAXMP_RETURN_IF_ERROR(AllReduceScratch());
+  JAXMP_RETURN_IF_ERROR(
+      Check(driver.MemcpyDtoHAsync_v2(values.data(), scratch_, sizeof(values), stream_), "cuMemcpyDtoHAsync"));
+  JAXMP_RETURN_IF_ERROR(Check(driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
+  return values;
+}
+
+StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> bytes) {
   if (nranks_ == 1) return bytes;
   if (const auto found = agreed_.find(problem); found != agreed_.end()) {
     if (!bytes.ok()) return bytes;
@@ -135,7 +174,8 @@ StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> byt
     return Internal("jaxmp: the library asks for a workspace of ", *bytes, " bytes, after ", found->second,
                     " for the same call before");
   }
-  JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed, stream));
+  JAXMP_ASSIGN_OR_RETURN(const Values all, AllReduceMax({bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed}));
+  const int64_t most = all[0];
   if (!bytes.ok()) return bytes;
   if (most == kFailed) {
     return FailedPrecondition("jaxmp: another rank of the group could not prepare this call; its own error says why");
@@ -146,26 +186,28 @@ StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> byt
 
 StatusOr<bool> RankContext::IsOnAll(bool is_here) {
   if (nranks_ == 1) return is_here;
-  JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(is_here ? 0 : kFailed, stream_));
-  return most == 0;
+  JAXMP_ASSIGN_OR_RETURN(const Values most, AllReduceMax({is_here ? 0 : kFailed}));
+  return most[0] == 0;
 }
 
 // Always registered: without it cuBLASMp does not overlap.
 StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
                                                        size_t bytes, std::shared_ptr<void>) {
   Memory& memory = workspaces_[{shape, pattern}];
-  if (memory.bytes >= bytes) return Unowned(memory.data);
-  JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
-  JAXMP_RETURN_IF_ERROR(Grow(api, grid.get(), bytes, &memory));
-  return Unowned(memory.data);
+  if (memory.bytes < bytes) {
+    JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
+    JAXMP_RETURN_IF_ERROR(Grow(api, grid.get(), bytes, &memory));
+  }
+  if (memory.buffers.empty()) return std::shared_ptr<void>();
+  return Unowned(memory.buffers[memory.turn++ % memory.buffers.size()]);
 }
 
 // Each rank allocates by itself, and nothing that waits for the others begins before all of them have their memory.
 // Where one has none beside the old workspace, all of them give that back and try once more.
 Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory) {
-  StatusOr<void*> made = Allocate(bytes);
+  StatusOr<std::vector<void*>> made = Allocate(bytes);
   JAXMP_ASSIGN_OR_RETURN(bool is_on_all, IsOnAll(made.ok()));
-  if (memory->data) {
+  if (memory->bytes > 0) {
     // Every call that used it is on this stream, or ahead of it by an event.
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
     JAXMP_RETURN_IF_ERROR(Release(api, grid, std::exchange(*memory, {})));
@@ -175,45 +217,55 @@ Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t byte
     }
   }
   JAXMP_RETURN_IF_ERROR(made.status());
-  if (is_on_all) return Register(api, grid, *made, bytes, memory);
-  (void)Loaded()->nccl.MemFree(*made);
+  if (is_on_all) return Register(api, grid, {*made, bytes}, memory);
+  Free(*made);
   return FailedPrecondition("jaxmp: another rank of the group has no memory for a workspace of ", bytes,
                             " bytes; its own error says why");
 }
 
 // Of NCCL's allocator, whose memory can be registered: cublasMpMalloc is this and cublasMpBufferRegister in one, and
 // leaves the others waiting where one rank has no memory.
-StatusOr<void*> RankContext::Allocate(size_t bytes) const {
-  void* made = nullptr;
-  const abi::ncclResult_t result = Loaded()->nccl.MemAlloc(&made, bytes);
-  if (result == abi::ncclSuccess) return made;
-  return ResourceExhausted("jaxmp: no memory for a workspace of ", bytes, " bytes: ncclMemAlloc: ", Why(result),
-                           "; free memory on the device, or leave more of it to others than JAX "
-                           "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
+StatusOr<std::vector<void*>> RankContext::Allocate(size_t bytes) const {
+  std::vector<void*> made;
+  while (made.size() < (nranks_ == 1 ? 1 : 2)) {
+    void* buffer = nullptr;
+    const abi::ncclResult_t result = Loaded()->nccl.MemAlloc(&buffer, bytes);
+    if (result == abi::ncclSuccess) {
+      made.push_back(buffer);
+      continue;
+    }
+    Free(made);
+    return ResourceExhausted("jaxmp: no memory for a workspace of ", bytes, " bytes: ncclMemAlloc: ", Why(result),
+                             "; free memory on the device, or leave more of it to others than JAX "
+                             "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
+  }
+  return made;
 }
 
 // Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
 // reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
 // samples go on without.
-Status RankContext::Register(const MpApi& api, abi::cublasMpGrid_t grid, void* made, size_t bytes,
-                             Memory* memory) const {
-  const abi::cublasMpStatus_t status = api.BufferRegister(grid, made, bytes);
-  const bool is_registered = status != abi::CUBLASMP_STATUS_NOT_SUPPORTED;
-  if (is_registered) {
+Status RankContext::Register(const MpApi& api, abi::cublasMpGrid_t grid, Memory made, Memory* memory) const {
+  for (void* buffer : made.buffers) {
+    const abi::cublasMpStatus_t status = api.BufferRegister(grid, buffer, made.bytes);
+    made.is_registered = status != abi::CUBLASMP_STATUS_NOT_SUPPORTED;
+    if (!made.is_registered) break;
     const Status registered = jaxmp::Check(api, status, "BufferRegister");
-    if (!registered.ok()) (void)Loaded()->nccl.MemFree(made);
+    if (!registered.ok()) Free(made.buffers);
     JAXMP_RETURN_IF_ERROR(registered);
   }
   (void)TakeLastError();
-  *memory = {made, bytes, is_registered};
+  *memory = std::move(made);
   return {};
 }
 
 Status RankContext::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
-  if (memory.is_registered) {
-    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.BufferDeregister(grid, memory.data), "BufferDeregister"));
+  for (void* buffer : memory.buffers) {
+    if (!memory.is_registered) break;
+    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.BufferDeregister(grid, buffer), "BufferDeregister"));
   }
-  return Check(Loaded()->nccl.MemFree(memory.data), "ncclMemFree");
+  Free(memory.buffers);
+  return {};
 }
 
 }  // namespace jaxmp::cuda

@@ -1,12 +1,14 @@
 // One rank of one group on its device: what its plans share.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
@@ -17,8 +19,14 @@
 
 namespace jaxmp::cuda {
 
-// Whether ranks of other processes may be on this process's devices; said ahead of its first call.
-void SetSharing(bool may_share);
+// How the ranks of a group wait for each other before each call; said before the first one. The largest that a rank
+// has holds for all of them.
+enum class Wait : int64_t {
+  kNone,      // for tests: two workspaces in turn are enough where the library keeps what NCCL promises
+  kOnStream,  // by an all-reduce that the host does not wait for
+  kOnHost,    // ranks that share a device (docs/gpu.md)
+};
+void SetWait(Wait wait);
 
 // Communicator, handle, grids and workspaces are made when a call first needs them, on the thread that brings that
 // call: making them is collective, and every rank comes to it at the same call of the same program. They stay for the
@@ -32,37 +40,46 @@ class RankContext final : public RankObjects {
   // One call at a time: held from Enter() to Leave(). No other rank's progress depends on it.
   std::mutex& call_mutex() { return call_mutex_; }
 
-  // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call. Where
-  // ranks may share a device, waits on the host until all of them have done every call before this one.
+  // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call.
   Status Enter(int ordinal, abi::CUcontext context, abi::CUstream stream, std::shared_ptr<const std::string> call);
   void Leave();
+  // Before anything else that is collective in a call that this rank may not have made before: an error where the ranks
+  // have come to different calls.
+  Status Compare(const Problem& problem, const std::string& call);
+  // Around the product on the stream, as Wait says. After the first run of a call all ranks wait on the host: what CUDA
+  // loads when a kernel first runs may wait for other devices of the process, which must not be in the next call yet.
+  Status MeetBefore();
+  Status MeetAfter();
   Watch& watch() { return *watch_; }
 
   StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape) override;
   StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) override;
   Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) override;
-  StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) override;
+  StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes) override;
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, Pattern pattern, size_t bytes,
                                             std::shared_ptr<void> last) override;
 
   std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
 
  private:
+  // Two buffers, which calls take in turn: whoever starts call i + 1 has every peer's part of call i, sent only after
+  // that peer's call i - 1 had ended. So the buffer of call i - 1 is free on every rank. One buffer without peers.
   struct Memory {
-    void* data = nullptr;
-    size_t bytes = 0;
+    std::vector<void*> buffers;
+    size_t bytes = 0, turn = 0;
     bool is_registered = false;
   };
+  using Values = std::array<int64_t, 4>;
 
   Status Open(int ordinal, abi::CUcontext context);
   Status Connect();
-  Status Meet();
   StatusOr<bool> IsOnAll(bool is_here);  // whether it is so on every rank
   Status Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory);
-  StatusOr<void*> Allocate(size_t bytes) const;
-  Status Register(const MpApi& api, abi::cublasMpGrid_t grid, void* made, size_t bytes, Memory* memory) const;
+  StatusOr<std::vector<void*>> Allocate(size_t bytes) const;
+  Status Register(const MpApi& api, abi::cublasMpGrid_t grid, Memory made, Memory* memory) const;
   Status Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const;
-  StatusOr<int64_t> AllReduceMax(int64_t value, abi::CUstream stream);
+  Status AllReduceScratch();
+  StatusOr<Values> AllReduceMax(Values values);
 
   const std::string key_;
   const int64_t group_;
@@ -70,12 +87,14 @@ class RankContext final : public RankObjects {
 
   std::mutex call_mutex_;  // guards everything below
   int ordinal_ = -1;
-  int64_t may_share_ = -1;  // whether ranks may share a device, equal on all ranks; -1: not agreed on
-  int attempts_ = 0;        // to connect; equal on all ranks, for they fail together
+  Wait wait_ = Wait::kNone;  // equal on all ranks from the first comparison on
+  bool is_first_ = false;    // whether the call at hand is the first of its kind
+  int64_t calls_ = 0;        // that have begun; equal on all ranks
+  int attempts_ = 0;         // to connect; equal on all ranks, for they fail together
   std::shared_ptr<Watch> watch_;
   abi::ncclComm_t comm_ = nullptr;
   abi::CUstream stream_ = nullptr;  // of the call at hand, then of the last one
-  abi::CUdeviceptr scratch_ = 0;    // 8 bytes
+  abi::CUdeviceptr scratch_ = 0;    // of Values
   std::shared_ptr<abi::cublasMpHandle> handle_;
   abi::cudaStream_t handle_stream_ = nullptr;
   std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;

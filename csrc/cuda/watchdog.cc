@@ -82,8 +82,14 @@ Status Watch::Enter(std::shared_ptr<const std::string> call) {
     return FailedPrecondition("jaxmp.DistributedError: ", failure, "; start the process again");
   }
   call_ = std::move(call);
+  limit_ = Timeout();
   entered_ = Clock::now();
   return {};
+}
+
+void Watch::Extend() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  limit_ = FirstTimeout();
 }
 
 void Watch::Leave() {
@@ -116,6 +122,7 @@ Status Watch::End(abi::CUstream stream) {
   if (!has_peers_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
   next_.call = call_;
+  next_.limit = limit_;
   spans_.push_back(std::exchange(next_, {}));
   return {};
 }
@@ -141,17 +148,17 @@ std::string Watch::AskNccl() const {
   return "NCCL reports " + Why(state) + " on " + who_;
 }
 
-std::string Watch::Late(const std::string& call, Clock::duration waited, const char* where) const {
-  if (std::chrono::duration<double>(waited).count() <= Timeout()) return "";
+std::string Watch::Late(const std::string& call, double limit, Clock::duration waited, const char* where) const {
+  if (std::chrono::duration<double>(waited).count() <= limit) return "";
   std::ostringstream text;
-  text << who_ << " has waited " << Timeout() << " s " << where << " for its peers in the call " << call
+  text << who_ << " has waited " << limit << " s " << where << " for its peers in the call " << call
        << "; a rank has ended, failed or gone another way (set JAXMP_TIMEOUT to wait longer)";
   return text.str();
 }
 
 void Watch::DropEnded() {
   while (!spans_.empty() && Loaded()->driver.EventQuery(spans_.front().end) == abi::CUDA_SUCCESS) {
-    free_.push_back({spans_.front().begin, spans_.front().end, nullptr, std::nullopt});
+    free_.push_back({spans_.front().begin, spans_.front().end, nullptr, 0, std::nullopt});
     spans_.pop_front();
   }
 }
@@ -167,7 +174,7 @@ std::string Watch::PollDevice(Clock::time_point now) {
   // Of a device that has failed, whoever waits for it hears; where the process is ending, nobody waits.
   if (!span.reached || driver.EventQuery(span.end) != abi::CUDA_ERROR_NOT_READY) return "";
   if (const std::string failure = AskNccl(); !failure.empty()) return failure + ", in the call " + *span.call;
-  return Late(*span.call, now - *span.reached, "on the device");
+  return Late(*span.call, span.limit, now - *span.reached, "on the device");
 }
 
 std::string Watch::Poll() {
@@ -175,7 +182,7 @@ std::string Watch::Poll() {
   const Clock::time_point now = Clock::now();
   if (call_) {
     if (const std::string failure = AskNccl(); !failure.empty()) return failure + ", in the call " + *call_;
-    if (std::string late = Late(*call_, now - entered_, "on the host"); !late.empty()) return late;
+    if (std::string late = Late(*call_, limit_, now - entered_, "on the host"); !late.empty()) return late;
   }
   return PollDevice(now);
 }

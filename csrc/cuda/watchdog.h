@@ -33,6 +33,8 @@ class Watch {
   // one, of a time when no call was waiting.
   Status Enter(std::shared_ptr<const std::string> call);
   void Leave();
+  // Gives the call at hand the deadline of a first run.
+  void Extend();
 
   // The device's part: what is put on the stream between the two.
   Status Begin(abi::CUstream stream);
@@ -51,6 +53,7 @@ class Watch {
   struct Span {
     abi::CUevent begin = nullptr, end = nullptr;
     std::shared_ptr<const std::string> call;
+    double limit = 0;                          // seconds
     std::optional<Clock::time_point> reached;  // when the watchdog has found the device in the call
   };
 
@@ -60,7 +63,7 @@ class Watch {
   std::string AskNccl() const;
   void DropEnded();
   std::string PollDevice(Clock::time_point now);
-  std::string Late(const std::string& call, Clock::duration waited, const char* where) const;
+  std::string Late(const std::string& call, double limit, Clock::duration waited, const char* where) const;
 
   const abi::CUcontext context_;
   const std::string who_;
@@ -68,6 +71,7 @@ class Watch {
   std::mutex mutex_;  // of what the watchdog reads; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
+  double limit_ = 0;                         // of call_, seconds
   Clock::time_point entered_;
   std::deque<Span> spans_;  // on the stream, in its order; none without peers
   std::vector<Span> free_;  // of calls that have ended

@@ -26,7 +26,7 @@ ffi::Error ToError(const Status& status) {
 
 namespace {
 
-StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string_view name) {
+StatusOr<Attribute> AnyAttribute(const ffi::Dictionary& dictionary, std::string_view name) {
   if (auto value = dictionary.get<int64_t>(name)) return Attribute(*value);
   if (auto value = dictionary.get<std::string_view>(name)) return Attribute(std::string(*value));
   if (auto value = dictionary.get<ffi::Span<const int64_t>>(name)) {
@@ -43,7 +43,7 @@ StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string
 StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
   Attributes attributes;
   for (std::string_view name : dictionary) {
-    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, ReadAttribute(dictionary, name));
+    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, AnyAttribute(dictionary, name));
     if (attributes.emplace(name, std::move(attribute)).second) continue;
     return InvalidArgument("jaxmp: attribute ", name, " is given twice");
   }
@@ -52,7 +52,7 @@ StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
 
 namespace {
 
-// By DType. Two f4e2m1 lie in a byte, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
+// By DType. A byte holds two f4e2m1, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
 constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F32,
                                        ffi::F64,
@@ -121,17 +121,10 @@ class Operands {
     return CheckBuffer(name, **buffer, dtype, size);
   }
 
-  // Where this device stands in the mesh: the last argument of a call with more than one rank, unless its attributes
-  // name the devices.
+  // The last argument of a call with more than one rank, unless its attributes name the devices.
   Status Position(const void** to) {
-    if (nargs_ >= args_.size()) return InvalidArgument("jaxmp: argument position is missing");
-    const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
-    if (buffer.has_error()) return Internal(buffer.error().message());
-    *to = buffer->untyped_data();
-    // Programs that were exported earlier have an int32.
-    const bool is_index = buffer->element_type() == ffi::U32 || buffer->element_type() == ffi::S32;
-    if (is_index && buffer->element_count() == 1) return {};
-    return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");
+    JAXMP_ASSIGN_OR_RETURN(*to, PositionAt(args_, nargs_++));
+    return {};
   }
 
   Status CheckNoMore() const {
@@ -175,6 +168,15 @@ Status Factors(const Problem& p, const Distribution& layout, Operands* operands,
 }
 
 }  // namespace
+
+StatusOr<const void*> PositionAt(const ffi::RemainingArgs& args, size_t index) {
+  if (index >= args.size()) return InvalidArgument("jaxmp: argument position is missing");
+  const ffi::ErrorOr<ffi::AnyBuffer> buffer = args.get<ffi::AnyBuffer>(index);
+  if (buffer.has_error()) return Internal(buffer.error().message());
+  const bool is_index = buffer->element_type() == ffi::U32 || buffer->element_type() == ffi::S32;
+  if (is_index && buffer->element_count() > 0) return buffer->untyped_data();
+  return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");
+}
 
 Status ReadFactors(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args,
                    const ffi::RemainingRets& rets, bool has_d, Buffers* buffers) {

@@ -1,4 +1,4 @@
-// What every platform's handler of a product has in common: attributes and buffers of a call frame, read and checked.
+// Reads and checks attributes and buffers of a call frame; every platform's handler of a product uses this.
 #pragma once
 
 #include "csrc/base/status.h"
@@ -19,6 +19,10 @@ DType DTypeOf(xla::ffi::DataType type);
 // `position` is null where a group has one rank, and points to one int32, wherever the platform keeps its buffers.
 Status ReadOperands(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
+
+// Where the device stands in the mesh: argument `index`, which begins with that. Programs that were exported earlier
+// have an int32.
+StatusOr<const void*> PositionAt(const xla::ffi::RemainingArgs& args, size_t index);
 
 // Arguments a and b alone, and with `has_d` result d; others may follow.
 Status ReadFactors(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,

@@ -23,12 +23,12 @@ namespace {
 // ---- instantiate
 
 std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
-  // Groups of one rank are alike whatever the mesh is.
+  // A group of one rank needs no mesh.
   if (p.nranks() == 1) return cuda::GetCudaCommunicator({{}, {}, {}}, {});
   return cuda::GetCudaCommunicator({p.mesh_shape, p.axes_row, p.axes_col}, p.devices);
 }
 
-StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) {
+StatusOr<std::unique_ptr<CudaSite>> MakeCudaSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
   JAXMP_RETURN_IF_ERROR(MakeDistribution(problem).status());
@@ -85,8 +85,8 @@ StatusOr<CudaSite::Place> PlaceOf(CudaSite& site, int ordinal, const void* posit
   return place;
 }
 
-// What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
-// RELU_AUX zeroed ahead of AllGather + Matmul), and the largest values.
+// Clears results that the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also needs
+// RELU_AUX's mask zeroed before AllGather + Matmul), and the largest values.
 Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream stream) {
   const Problem& p = plan.problem();
   const AuxLayout& aux = plan.distribution().aux;
@@ -97,16 +97,20 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
   return ZeroAmax(buffers, stream);
 }
 
-// The execution context goes back as soon as everything is on the stream: the local rank's next call comes behind it
-// there.
+// Gives the execution context back as soon as everything is on the stream: the local rank's next call is queued after
+// it.
 Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
-  cuda::Watch& watch = site.communicator->rank_context(local_rank).watch();
+  cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);
+  cuda::Watch& watch = rank_context.watch();
+  if (!plan.is_made(local_rank)) JAXMP_RETURN_IF_ERROR(rank_context.Compare(plan.problem(), *site.text));
   JAXMP_ASSIGN_OR_RETURN(const Plan::ExecutionHandle execution, plan.Take(local_rank, buffers, stream));
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
+  JAXMP_RETURN_IF_ERROR(rank_context.MeetBefore());
   JAXMP_RETURN_IF_ERROR(plan.Run(local_rank, *execution, buffers, stream));
-  return watch.End(stream);
+  JAXMP_RETURN_IF_ERROR(watch.End(stream));
+  return rank_context.MeetAfter();
 }
 
 Status ExecuteOnLocalRank(CudaSite& site, const CudaSite::Place& place, int ordinal, const Buffers& buffers,
@@ -138,8 +142,8 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   return ExecuteOnLocalRank(site, place, ordinal, buffers, stream);
 }
 
-ffi::Error Run(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
-               ffi::RemainingRets rets) {
+ffi::Error RunCuda(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
   try {
     return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
   } catch (const std::exception& exception) {  // memory
@@ -161,10 +165,10 @@ Status CudaSite::Open() {
   return {};
 }
 
-XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<CudaSite, MakeSite>(frame); }
+XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<CudaSite, MakeCudaSite>(frame); }
 
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<CudaSite, Run, ffi::DeviceOrdinal, ffi::PlatformStream<abi::CUstream>>(frame);
+  return Execute<CudaSite, RunCuda, ffi::DeviceOrdinal, ffi::PlatformStream<abi::CUstream>>(frame);
 }
 
 }  // namespace jaxmp

@@ -26,10 +26,10 @@ struct CudaSite : SiteType<CudaSite> {
   // Set by Open().
   std::shared_ptr<Plan> plan;
   std::shared_ptr<const cuda::CudaCommunicator> communicator;
-  // What one device is to the call.
+  // The state of the call on one device.
   struct Place {
     int local_rank = 0;
-    abi::CUcontext context = nullptr;  // the device's own, for the life of the process
+    abi::CUcontext context = nullptr;  // the device's own; it lives as long as the process
   };
   std::mutex mutex;
   std::map<int, Place> places;  // by device ordinal, once a device has come by; guarded by mutex
@@ -38,8 +38,8 @@ struct CudaSite : SiteType<CudaSite> {
   std::atomic<bool> is_open_{false};
 };
 
-// Once per call site: decodes the attributes, refuses what cuBLASMp does not compute, and resolves the plan where the
-// libraries are open. Touches no device, and needs none: programs are compiled ahead of time too.
+// Runs once per call site: decodes the attributes, refuses what cuBLASMp does not compute, and resolves the plan if the
+// libraries are open. Needs no device: programs may be compiled on a machine without one.
 XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution, on the device's own thread; call_frame.h has the arguments and results. It returns

@@ -27,7 +27,7 @@ namespace ffi = xla::ffi;
 namespace jaxmp {
 namespace {
 
-StatusOr<std::unique_ptr<DeferredSite>> MakeSite(const ffi::Dictionary& dictionary) {
+StatusOr<std::unique_ptr<DeferredSite>> MakeDeferredSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   const auto kept = attributes.extract("kept");
   if (kept.empty()) return InvalidArgument("jaxmp: attribute kept is missing");
@@ -88,7 +88,7 @@ class Blocks {
   }
 
   std::mutex mutex_;
-  std::vector<Free> free_;  // in the order in which they were given back
+  std::vector<Free> free_;  // in the order of their return
 };
 
 Blocks& blocks() {
@@ -243,7 +243,9 @@ ffi::Error RunCollect(DeferredSite* site, ffi::ThreadPool pool, ffi::RemainingAr
 
 size_t TrimProducts(double unused_for) { return blocks().Trim(unused_for); }
 
-XLA_FFI_Error* DeferredInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<DeferredSite, MakeSite>(frame); }
+XLA_FFI_Error* DeferredInstantiate(XLA_FFI_CallFrame* frame) {
+  return Instantiate<DeferredSite, MakeDeferredSite>(frame);
+}
 XLA_FFI_Error* StartExecute(XLA_FFI_CallFrame* frame) {
   return Execute<DeferredSite, RunStart, ffi::RunId, ffi::DeviceOrdinal, ffi::ThreadPool>(frame);
 }

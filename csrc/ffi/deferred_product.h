@@ -2,7 +2,7 @@
 // a thread of ours multiply them, and gives a ticket at once; `jaxmp_collect_product` waits for that thread and writes
 // D. Neither is ever pending, and neither waits for another rank.
 //
-// D is a function of the operands of collect, whatever becomes of the ticket: without its product, collect multiplies.
+// D depends only on the operands of collect, not on the ticket: without a finished product, collect multiplies.
 // So XLA may repeat, merge, move or leave out either of them, and a run that fails in between leaves nothing that it
 // owns to our thread.
 #pragma once

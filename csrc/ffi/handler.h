@@ -1,4 +1,4 @@
-// What the handlers of all custom calls are made of. A call site's state is made from its attributes, once; an
+// Common parts of the handlers of all custom calls. A call site's state is made from its attributes, once; an
 // execution has the state, and binds none of them.
 #pragma once
 
@@ -25,7 +25,7 @@ struct SiteType {
   inline static const xla::ffi::TypeInfo info = xla::ffi::MakeTypeInfo<Site>();
 };
 
-// Of int64_t, std::string or std::vector<int64_t>.
+// T is int64_t, std::string or std::vector<int64_t>.
 template <typename T>
 Status ReadAttribute(const xla::ffi::Dictionary& attributes, const char* name, T* to) {
   constexpr bool is_integer = std::is_same_v<T, int64_t>, is_text = std::is_same_v<T, std::string>;

@@ -16,14 +16,14 @@
 
 namespace jaxmp {
 
-// What a call that may finish at once returns: its error or success, or a future where it is still running.
+// The result of a call that may finish at once: its error or success, or a future if it is still running.
 struct Outcome {
   xla::ffi::Error error;
   std::optional<xla::ffi::Future> future = std::nullopt;
 };
 
-// The handler and the stream's completion both come by once, in any order and on any threads; whoever comes second
-// resolves the call and deletes it.
+// The handler and the stream's completion each arrive once, in any order and on any threads; the second one resolves
+// the call and deletes it.
 class InFlightCall {
  public:
   virtual ~InFlightCall() = default;

@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 namespace jaxmp {
 namespace {
 
-StatusOr<std::unique_ptr<GroupedSite>> MakeSite(const ffi::Dictionary& attributes) {
+StatusOr<std::unique_ptr<GroupedSite>> MakeGroupedSite(const ffi::Dictionary& attributes) {
   auto site = std::make_unique<GroupedSite>();
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_contraction", &site->is_contraction));
   JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "is_transposed", &site->is_transposed));
@@ -98,20 +98,17 @@ StatusOr<hostmp::GroupedProduct> ReadCall(const GroupedSite& site, const ffi::Re
   p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
   int64_t position = 0;
   if (nranks > 1) {
-    const ffi::AnyBuffer given = *args.get<ffi::AnyBuffer>(3);
-    if (given.element_type() != ffi::U32 || given.element_count() != 1) {
-      return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");
-    }
-    position = *static_cast<const uint32_t*>(given.untyped_data());
+    JAXMP_ASSIGN_OR_RETURN(const void* given, PositionAt(args, 3));
+    position = *static_cast<const uint32_t*>(given);
   }
   JAXMP_ASSIGN_OR_RETURN(*group_rank, site.communicator->Find(position));
   return p;
 }
 
-Outcome Run(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
-            ffi::RemainingRets rets) {
+Outcome RunGrouped(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
   GroupRank group_rank{};
-  // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
+  // An error here occurs on every device, because all run one program: each returns the error, and none waits.
   const StatusOr<hostmp::GroupedProduct> product = ReadCall(*site, args, rets, &group_rank);
   if (!product.ok()) return {ToError(product.status())};
   const int nranks = site->communicator->nranks();
@@ -121,10 +118,10 @@ Outcome Run(GroupedSite* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Rem
 
 }  // namespace
 
-XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<GroupedSite, MakeSite>(frame); }
+XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<GroupedSite, MakeGroupedSite>(frame); }
 
 XLA_FFI_Error* GroupedExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<GroupedSite, Run, ffi::RunId, ffi::ThreadPool>(frame);
+  return Execute<GroupedSite, RunGrouped, ffi::RunId, ffi::ThreadPool>(frame);
 }
 
 }  // namespace jaxmp

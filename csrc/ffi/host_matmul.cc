@@ -19,7 +19,7 @@ namespace {
 
 // ---- instantiate
 
-StatusOr<std::unique_ptr<Site>> MakeSite(const ffi::Dictionary& dictionary) {
+StatusOr<std::unique_ptr<Site>> MakeMatmulSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<Plan> plan, plan_cache().Get(host_api(), problem));
@@ -51,10 +51,11 @@ StatusOr<GroupRank> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, c
   return plan.communicator().Find(position ? *static_cast<const int32_t*>(position) : 0);
 }
 
-Outcome Run(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+Outcome RunMatmul(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args,
+                  ffi::RemainingRets rets) {
   Plan& plan = *site->plan;
   Buffers buffers;
-  // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
+  // An error here occurs on every device, because all run one program: each returns the error, and none waits.
   const StatusOr<GroupRank> group_rank = ReadCall(plan, args, rets, &buffers);
   for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
     if (group_rank.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
@@ -72,10 +73,10 @@ Outcome RunProduct(const std::shared_ptr<Plan>& plan, const Buffers& buffers, ho
                  plan->nranks());
 }
 
-XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<Site, MakeSite>(frame); }
+XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<Site, MakeMatmulSite>(frame); }
 
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) {
-  return Execute<Site, Run, ffi::RunId, ffi::ThreadPool>(frame);
+  return Execute<Site, RunMatmul, ffi::RunId, ffi::ThreadPool>(frame);
 }
 
 }  // namespace jaxmp

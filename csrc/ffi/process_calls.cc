@@ -7,6 +7,7 @@
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/base/status.h"
+#include "csrc/ffi/call_frame.h"
 
 namespace ffi = xla::ffi;
 
@@ -46,16 +47,6 @@ StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictiona
   return Prepare(std::move(signature));
 }
 
-// The device's position in the mesh: the first element of the argument of this index.
-StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
-  const auto position = args.get<ffi::AnyBuffer>(index);
-  if (position.has_error()) return InvalidArgument(position.error().message());
-  if (position->element_type() != ffi::S32 || position->element_count() == 0) {
-    return InvalidArgument("jaxmp: argument position must be int32, and begin with the device's index in the mesh");
-  }
-  return *static_cast<const int32_t*>(position->untyped_data());
-}
-
 // ---- a barrier
 
 StatusOr<std::unique_ptr<ProcessBarrierSite>> MakeBarrierSite(const ffi::Dictionary& attributes) {
@@ -88,8 +79,8 @@ Status CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
 Status Wait(const ProcessBarrierSite& site, const ffi::RunId& run, const ffi::RemainingArgs& args,
             ffi::RemainingRets& rets) {
   JAXMP_RETURN_IF_ERROR(CopyOperands(args, rets));
-  JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, rets.size()));
-  return ArriveForAMoment(site.signature, {&site, run.run_id}, position);
+  JAXMP_ASSIGN_OR_RETURN(const void* position, PositionAt(args, rets.size()));
+  return ArriveForAMoment(site.signature, {&site, run.run_id}, *static_cast<const int32_t*>(position));
 }
 
 ffi::Error RunBarrier(ProcessBarrierSite* site, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets) {
@@ -169,7 +160,7 @@ StatusOr<CollectiveArrays> Decode(const SharedCollective& call, const ffi::AnyBu
                           {}};
 }
 
-// The tables of a collective in which ranks pick rows, arguments from `index` on; x has rows.
+// Reads the tables of a collective that picks rows, arguments from `index` on; x has rows.
 StatusOr<Picks> ReadPicks(const ffi::RemainingArgs& args, size_t index, size_t nranks, const ffi::AnyBuffer& x) {
   const auto written = args.get<ffi::AnyBuffer>(index), table = args.get<ffi::AnyBuffer>(index + 1);
   const bool is_right = written.has_value() && table.has_value() && written->element_type() == ffi::S32 &&
@@ -215,7 +206,8 @@ Status Start(const ProcessCollectiveSite& site, const ffi::RunId& run, const ffi
   if (args.size() != 2 + ntokens + ntables || rets.size() != 1) {
     return InvalidArgument("jaxmp: a collective takes an array, places to read, and a position, and gives an array");
   }
-  JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, args.size() - 1));
+  JAXMP_ASSIGN_OR_RETURN(const void* given, PositionAt(args, args.size() - 1));
+  const int32_t position = *static_cast<const int32_t*>(given);
   const auto operand = args.get<ffi::AnyBuffer>(0);
   auto result = rets.get<ffi::AnyBuffer>(0);
   if (operand.has_error()) return InvalidArgument(operand.error().message());

@@ -1,5 +1,5 @@
 // The custom calls between processes: `jaxmp_process_barrier` gives its operands once every process of the group has
-// come; `jaxmp_process_collective` is a collective of a group whose processes share memory.
+// come; `jaxmp_process_collective` is a collective of a group that shares memory between its processes.
 #pragma once
 
 #include <memory>

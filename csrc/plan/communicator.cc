@@ -80,7 +80,7 @@ class HostRank final : public RankObjects {
     return Check(api, api.SetStream(handle, stream), "SetStream");
   }
 
-  StatusOr<size_t> Agree(const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) override { return bytes; }
+  StatusOr<size_t> Agree(const Problem&, StatusOr<size_t> bytes) override { return bytes; }
 
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi&, const GridShape&, Pattern, size_t bytes,
                                             std::shared_ptr<void> last) override {

@@ -50,7 +50,7 @@ class RankObjects {
   // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
   // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
   // process may have kept its own plan, and would not come to agree again.
-  virtual StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) = 0;
+  virtual StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes) = 0;
   // Device memory for one call of the pattern on the stream, in place of what the caller's last call had.
   virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
                                                     size_t bytes, std::shared_ptr<void> last) = 0;

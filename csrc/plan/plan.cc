@@ -81,7 +81,7 @@ Status Plan::MakeLocalRank(int number, const Buffers& buffers, cudaStream_t stre
   LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   const Status made = MakeObjects(number, buffers, stream);
   StatusOr<size_t> bytes = made.ok() ? StatusOr<size_t>(local_rank.device_bytes) : StatusOr<size_t>(made);
-  JAXMP_ASSIGN_OR_RETURN(local_rank.device_bytes, objects(number).Agree(problem_, std::move(bytes), stream));
+  JAXMP_ASSIGN_OR_RETURN(local_rank.device_bytes, objects(number).Agree(problem_, std::move(bytes)));
   local_rank.is_made = true;
   return {};
 }

@@ -71,6 +71,7 @@ class Plan {
   const Distribution& distribution() const { return distribution_; }
   const Communicator& communicator() const { return *communicator_; }
   int nranks() const { return communicator_->nranks(); }
+  bool is_made(int local_rank) const { return local_ranks_[static_cast<size_t>(local_rank)]->is_made; }
   bool is_empty() const { return problem_.m == 0 || problem_.n == 0; }  // D has no elements: nothing to run
   size_t device_workspace(int local_rank) const { return local_ranks_[static_cast<size_t>(local_rank)]->device_bytes; }
   size_t host_workspace(int local_rank) const { return local_ranks_[static_cast<size_t>(local_rank)]->host_bytes; }

@@ -41,7 +41,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/platform/runtime/native.py has the same number.
-constexpr int kAbiVersion = 17;
+constexpr int kAbiVersion = 18;
 
 // ValueError for what a caller has passed, RuntimeError for what this process lacks.
 void ThrowIfWrong(const Status& status) {
@@ -49,6 +49,12 @@ void ThrowIfWrong(const Status& status) {
 }
 void ThrowIfFailed(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+template <typename T>
+T OrThrow(StatusOr<T> result) {
+  ThrowIfFailed(result.status());
+  return *std::move(result);
 }
 
 nb::dict DictOf(std::initializer_list<std::pair<const char*, nb::object>> items) {
@@ -99,7 +105,7 @@ nb::dict BlasInfo() {
   return result;
 }
 
-// What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
+// Names the kernel of a product on the host. Ranks multiply a small batch together, so n covers all of them.
 std::string KernelOf(const Problem& p) {
   return hostmp::Describe(hostmp::KernelOf(
       {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
@@ -208,12 +214,11 @@ nb::dict PeerDicts() {
 
 nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
   const std::string text = value ? std::string(value->c_str(), value->size()) : "";
-  StatusOr<std::string> result = [&] {
+  const std::string result = OrThrow([&] {
     const nb::gil_scoped_release released;
     return cuda::CallExchange(key, value ? &text : nullptr, timeout);
-  }();
-  ThrowIfFailed(result.status());
-  return nb::bytes(result->data(), result->size());
+  }());
+  return nb::bytes(result.data(), result.size());
 }
 
 }  // namespace
@@ -259,20 +264,15 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
-  m.def("set_sharing", &cuda::SetSharing, nb::arg("may_share"));
+  m.def(
+      "set_sharing", [](bool may_share) { cuda::SetWait(may_share ? cuda::Wait::kOnHost : cuda::Wait::kOnStream); },
+      nb::arg("may_share"));
   m.def(
       "start_barrier",
-      [](int process, int nprocesses, double timeout, int interrupts) {
-        StartBarrier({process, nprocesses, timeout, interrupts});
-      },
-      nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"), nb::arg("interrupts"));
+      [](int process, int nprocesses, double timeout) { StartBarrier({process, nprocesses, timeout}); },
+      nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"));
   m.def(
-      "own_arena",
-      [] {
-        const StatusOr<std::string> described = DescribeLocalArena();
-        ThrowIfFailed(described.status());
-        return *described;
-      },
+      "own_arena", [] { return OrThrow(DescribeLocalArena()); },
       "What the other processes of this machine need to share this one's memory.");
   m.def(
       "share_arena", [](int process, const std::string& described) { ThrowIfFailed(ShareArena(process, described)); },
@@ -302,10 +302,6 @@ NB_MODULE(_jaxmp, m) {
   m.def("service_lost_for", &ServiceLostFor);
   m.def(
       "start_coordinator_proxy",
-      [](const std::string& host, const std::string& port) {
-        const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
-        ThrowIfFailed(port_of_proxy.status());
-        return *port_of_proxy;
-      },
+      [](const std::string& host, const std::string& port) { return OrThrow(StartCoordinatorProxy(host, port)); },
       nb::arg("host"), nb::arg("port"));
 }

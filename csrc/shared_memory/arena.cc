@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kUnit = 64 << 10;  // slots begin and end at pages, of whatever size the system has them
+constexpr size_t kUnit = 64 << 10;  // slots begin and end at page boundaries, for any page size in use
 
 // At the beginning of an arena.
 struct ArenaHead {
@@ -33,7 +33,7 @@ struct ArenaHead {
   char failure[256];  // why the last block could not be allocated
 };
 
-// At the beginning of a block, ahead of its bytes.
+// At the beginning of a block, before its bytes.
 struct BlockHead {
   uint64_t token;
   std::atomic<uint32_t> readers;  // still to come
@@ -49,7 +49,7 @@ std::string Why() { return std::strerror(errno); }
 
 size_t PlaceOf(uint64_t token) { return (token & UINT32_MAX) * kUnit; }
 
-BlockHead* HeadOf(const Mapping& slot) { return reinterpret_cast<BlockHead*>(slot.base()); }
+BlockHead* HeadOf(const Mapping& slot) { return reinterpret_cast<BlockHead*>(slot.get()); }
 
 // The arena that this process writes to.
 class LocalArena {
@@ -85,7 +85,7 @@ class LocalArena {
 };
 
 LocalArena::LocalArena(int fd, uint64_t number, Mapping head) : fd_(fd), head_(std::move(head)) {
-  new (head_.base()) ArenaHead{number, {}};
+  new (head_.get()) ArenaHead{number, {}};
   char pid[32] = {};  // as this /proc counts, perhaps in another namespace
   if (readlink("/proc/self", pid, sizeof(pid) - 1) < 0) std::snprintf(pid, sizeof(pid), "%d", int(getpid()));
   described_ = std::string(pid) + " " + std::to_string(fd) + " " + std::to_string(number);
@@ -95,7 +95,7 @@ StatusOr<std::unique_ptr<LocalArena>> LocalArena::Make() {
   const int fd = memfd_create("jaxmp", MFD_CLOEXEC);
   if (fd < 0) return FailedPrecondition("no memory can be shared: ", Why());
   const Status allocated = AllocatePages(fd, 0, kUnit);
-  StatusOr<Mapping> head = allocated.ok() ? Mapping::Make(fd, 0, kUnit) : StatusOr<Mapping>(allocated);
+  StatusOr<Mapping> head = allocated.ok() ? MapPages(fd, 0, kUnit) : StatusOr<Mapping>(allocated);
   if (!head.ok()) {
     close(fd);
     return FailedPrecondition("no memory can be shared: ", head.status().message());
@@ -121,7 +121,7 @@ void LocalArena::Trim(Clock::duration unused_for) {
       ++at;
       continue;
     }
-    FreePages(fd_, begin, slot.mapping.bytes());
+    FreePages(fd_, begin, slot.mapping.get_deleter().bytes);
     at = slots_.erase(at);
   }
 }
@@ -132,9 +132,9 @@ StatusOr<LocalArena::Slots::iterator> LocalArena::FreeSlot(size_t bytes) {
   Reclaim();
   auto best = slots_.end();
   for (auto at = slots_.begin(); at != slots_.end(); ++at) {
-    const size_t size = at->second.mapping.bytes();
+    const size_t size = at->second.mapping.get_deleter().bytes;
     const bool is_fit = !at->second.is_taken && size >= bytes && size / 2 <= bytes;
-    if (is_fit && (best == slots_.end() || size < best->second.mapping.bytes())) best = at;
+    if (is_fit && (best == slots_.end() || size < best->second.mapping.get_deleter().bytes)) best = at;
   }
   if (best != slots_.end()) return best;
   StatusOr<Slots::iterator> added = AddSlot(bytes);
@@ -150,11 +150,11 @@ StatusOr<LocalArena::Slots::iterator> LocalArena::AddSlot(size_t bytes) {
   size_t begin = kUnit;
   for (const auto& [taken, slot] : slots_) {
     if (taken - begin >= bytes) break;
-    begin = taken + slot.mapping.bytes();
+    begin = taken + slot.mapping.get_deleter().bytes;
   }
   if (begin / kUnit > UINT32_MAX) return ResourceExhausted("the arena is full");
   JAXMP_RETURN_IF_ERROR(AllocatePages(fd_, begin, bytes));
-  StatusOr<Mapping> mapping = Mapping::Make(fd_, begin, bytes);
+  StatusOr<Mapping> mapping = MapPages(fd_, begin, bytes);
   if (!mapping.ok()) {
     FreePages(fd_, begin, bytes);
     return mapping.status();
@@ -166,26 +166,26 @@ Block LocalArena::Allocate(size_t bytes, uint32_t readers) {
   StatusOr<Slots::iterator> found = ResourceExhausted("they are too many");
   if (bytes <= kMostBytes) found = FreeSlot(RoundUp(kBlockHead + bytes));
   if (!found.ok()) {
-    auto* head = reinterpret_cast<ArenaHead*>(head_.base());
+    auto* head = reinterpret_cast<ArenaHead*>(head_.get());
     std::snprintf(head->failure, sizeof(head->failure), "rank %u has no memory to share %zu bytes with the others (%s)",
                   process_, bytes, found.status().message().c_str());
     return {};
   }
   auto& [begin, slot] = **found;
   slot.is_taken = true;
-  auto* head = new (slot.mapping.base()) BlockHead{};
+  auto* head = new (slot.mapping.get()) BlockHead{};
   head->token = uint64_t{++number_} << 32 | begin / kUnit;
   head->bytes = bytes;
   head->readers.store(readers, std::memory_order_release);
-  return Block{head->token, slot.mapping.base() + kBlockHead};
+  return Block{head->token, slot.mapping.get() + kBlockHead};
 }
 
 ArenaUse LocalArena::use() {
   Reclaim();
   ArenaUse use{0, 0};
   for (const auto& [begin, slot] : slots_) {
-    use.touched += slot.mapping.bytes();
-    if (slot.is_taken) use.used += slot.mapping.bytes();
+    use.touched += slot.mapping.get_deleter().bytes;
+    if (slot.is_taken) use.used += slot.mapping.get_deleter().bytes;
   }
   return use;
 }
@@ -194,15 +194,8 @@ ArenaUse LocalArena::use() {
 class PeerArena {
  public:
   explicit PeerArena(int fd) : fd_(fd) {}
-  PeerArena(PeerArena&& other) noexcept : fd_(std::exchange(other.fd_, -1)), views_(std::move(other.views_)) {}
-  PeerArena& operator=(PeerArena&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    views_.swap(other.views_);
-    return *this;
-  }
-  ~PeerArena() {
-    if (fd_ >= 0) close(fd_);
-  }
+  PeerArena(const PeerArena&) = delete;
+  ~PeerArena() { close(fd_); }
 
   StatusOr<const char*> Read(uint64_t token, size_t bytes);
   void Release(uint64_t token);
@@ -217,23 +210,23 @@ class PeerArena {
 
   StatusOr<View*> ViewOf(size_t begin, size_t bytes);
 
-  int fd_;
+  const int fd_;
   std::map<size_t, View> views_;  // by place in the file
 };
 
 StatusOr<PeerArena::View*> PeerArena::ViewOf(size_t begin, size_t bytes) {
   const auto found = views_.find(begin);
   if (found != views_.end()) {
-    if (found->second.mapping.bytes() >= bytes) return &found->second;
+    if (found->second.mapping.get_deleter().bytes >= bytes) return &found->second;
     if (found->second.readers != 0) return FailedPrecondition("a smaller block is being read");
     views_.erase(found);
   }
   const auto end = static_cast<size_t>(std::max(lseek(fd_, 0, SEEK_END), off_t{0}));
   if (begin > end || bytes > end - begin) return FailedPrecondition("the arena ends at ", end);
-  StatusOr<Mapping> mapping = Mapping::Make(fd_, begin, bytes);
+  StatusOr<Mapping> mapping = MapPages(fd_, begin, bytes);
   if (!mapping.ok()) {
     Trim(Clock::duration::zero());
-    mapping = Mapping::Make(fd_, begin, bytes);
+    mapping = MapPages(fd_, begin, bytes);
   }
   JAXMP_RETURN_IF_ERROR(mapping.status());
   return &views_.emplace(begin, View{*std::move(mapping), 0, Clock::now()}).first->second;
@@ -250,10 +243,10 @@ StatusOr<const char*> PeerArena::Read(uint64_t token, size_t bytes) {
   JAXMP_ASSIGN_OR_RETURN(View * view, ViewOf(begin, RoundUp(kBlockHead + bytes)));
   const BlockHead* head = HeadOf(view->mapping);
   if (head->token != token || head->bytes != bytes) {
-    return FailedPrecondition("another one lies there");
+    return FailedPrecondition("another block is there");
   }
   ++view->readers;
-  return view->mapping.base() + kBlockHead;
+  return view->mapping.get() + kBlockHead;
 }
 
 void PeerArena::Release(uint64_t token) {
@@ -276,7 +269,7 @@ void PeerArena::Trim(Clock::duration unused_for) {
 struct ArenaRegistry {
   std::mutex mutex;
   std::unique_ptr<LocalArena> own;
-  std::map<int, PeerArena> of_process;
+  std::map<int, std::unique_ptr<PeerArena>> of_process;
 };
 ArenaRegistry& registry() {
   static auto* const the_registry = new ArenaRegistry;
@@ -308,20 +301,20 @@ Status ShareArena(int process, const std::string& described) {
   const std::string memory = "the memory of rank " + std::to_string(process);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) return FailedPrecondition("cannot open ", memory, ", ", path, ": ", Why());
-  PeerArena arena(opened);
+  auto arena = std::make_unique<PeerArena>(opened);
   ArenaHead head{};
   if (pread(opened, &head, sizeof(head), 0) != sizeof(head) || head.number != number) {
     return FailedPrecondition(path, " is not ", memory);
   }
   ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.of_process.insert_or_assign(process, std::move(arena));
+  all.of_process[process] = std::move(arena);
   if (all.own && all.own->described() == described) all.own->set_process(static_cast<uint32_t>(process));
   return {};
 }
 
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers) {
-  if (readers == 0) return InvalidArgument("jaxmp: a block that nobody reads would be free while it is written");
+  if (readers == 0) return InvalidArgument("jaxmp: a block without readers would be free while it is written");
   std::lock_guard<std::mutex> lock(registry().mutex);
   JAXMP_ASSIGN_OR_RETURN(LocalArena * own, MakeLocalArena(registry()));
   return own->Allocate(bytes, readers);
@@ -332,7 +325,7 @@ StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes) {
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.of_process.find(process);
   StatusOr<const char*> block = FailedPrecondition("the two share no memory");
-  if (found != all.of_process.end()) block = found->second.Read(token, bytes);
+  if (found != all.of_process.end()) block = found->second->Read(token, bytes);
   if (block.ok()) return block;
   std::string what;
   if (token != 0) {
@@ -346,7 +339,7 @@ void ReleaseBlock(int process, uint64_t token) {
   ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.of_process.find(process);
-  if (found != all.of_process.end()) found->second.Release(token);
+  if (found != all.of_process.end()) found->second->Release(token);
 }
 
 void TrimArenas(double unused_for) {
@@ -354,7 +347,7 @@ void TrimArenas(double unused_for) {
   ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (all.own) all.own->Trim(age);
-  for (auto& [process, arena] : all.of_process) arena.Trim(age);
+  for (auto& [process, arena] : all.of_process) arena->Trim(age);
 }
 
 ArenaUse LocalArenaUse() {

@@ -1,7 +1,7 @@
 // Memory that the processes of one machine share: each writes to its own arena and reads the others'.
 //
 // An arena is a memfd, which no file system limits and which goes with the last process that maps it. Others open it as
-// /proc/<pid>/fd/<fd>. Blocks lie in slots, ranges of the file that are allocated and mapped when a block needs one. A
+// /proc/<pid>/fd/<fd>. Blocks are in slots, ranges of the file that are allocated and mapped when a block needs one. A
 // slot is used again for blocks of about its size, and goes back when it has not been used for a while.
 #pragma once
 
@@ -22,9 +22,9 @@ StatusOr<std::string> DescribeLocalArena();
 Status ShareArena(int process, const std::string& described);
 
 // A block of this process's arena: `bytes` to write at `data`, until ReleaseBlock has been called `readers` times. An
-// error for no readers. Where there is no memory, the token is 0, and whoever reads that hears why: so all readers do.
+// error for no readers. If there is no memory, the token is 0, and each reader of that token gets the error.
 struct Block {
-  uint64_t token = 0;  // where it lies, and which block in that place it is
+  uint64_t token = 0;  // the place of the block, and which block in that place it is
   char* data = nullptr;
 };
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers);

@@ -13,7 +13,7 @@ namespace {
 // Bytes of a sum that are made at a time: they stay in the first cache while each rank's are added.
 constexpr size_t kSummed = 16 << 10;
 
-// Of an empty array there may be no address.
+// An empty array may have no address.
 void Copy(char* to, const char* from, size_t bytes) {
   if (bytes != 0) std::memcpy(to, from, bytes);
 }
@@ -61,7 +61,7 @@ Status CheckResult(const SharedCollective& call, int64_t position, const Collect
                          " on the other");
 }
 
-// What the others need of the operand: of a reduce-scatter all but this rank's part of the sum.
+// Writes what the other ranks need of the operand: in a reduce-scatter everything but this rank's part of the sum.
 void Write(const SharedCollective& call, size_t rank, size_t nranks, const CollectiveArrays& arrays, char* block) {
   if (!call.sums) {
     Copy(block, arrays.operand, BytesOf(call, rank, arrays));

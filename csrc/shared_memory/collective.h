@@ -2,7 +2,7 @@
 //
 // Each device writes what the others need of its operand to a block of its process's arena and comes to a process
 // barrier, with the block as its token. Once all have come, each reads the others' blocks. A rank that does not come is
-// an error of the barrier's, after which nobody reads. Or somebody else hands the tokens on, and nothing here waits.
+// an error of the barrier's, and nothing is read after it. Or the caller hands the tokens on, and nothing here waits.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ using Add = void (*)(void* z, const void* x, const void* y, size_t count);
 
 // A call site. An operand of an all-gather is [outer, piece], its result [outer, ranks, piece]; a reduce-scatter takes
 // [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order. With `picks`, operand and
-// result are rows, and each rank's table says which rows of which ranks it takes.
+// result are rows, and each rank's table lists the rows, by rank, that it takes.
 struct SharedCollective {
   std::shared_ptr<const CallSignature> signature;
   std::vector<int64_t> ranks;  // by position in the mesh: the place in its group

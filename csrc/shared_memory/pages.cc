@@ -47,21 +47,13 @@ void FreePages(int fd, size_t begin, size_t bytes) {
   fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin), static_cast<off_t>(bytes));
 }
 
-StatusOr<Mapping> Mapping::Make(int fd, size_t begin, size_t bytes) {
+void Unmap::operator()(char* base) const { munmap(base, bytes); }
+
+StatusOr<Mapping> MapPages(int fd, size_t begin, size_t bytes) {
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(begin));
   if (base == MAP_FAILED) return ResourceExhausted(std::strerror(errno));
   madvise(base, bytes, MADV_DONTDUMP);
-  return Mapping(static_cast<char*>(base), bytes);
-}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(base_, other.base_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-Mapping::~Mapping() {
-  if (base_) munmap(base_, bytes_);
+  return Mapping(static_cast<char*>(base), {bytes});
 }
 
 }  // namespace jaxmp

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <utility>
+#include <memory>
 
 #include "csrc/base/status.h"
 
@@ -13,21 +13,11 @@ Status AllocatePages(int fd, size_t begin, size_t bytes);
 void FreePages(int fd, size_t begin, size_t bytes);
 
 // A range of a file, mapped for reading and writing.
-class Mapping {
- public:
-  static StatusOr<Mapping> Make(int fd, size_t begin, size_t bytes);
-  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping();
-
-  char* base() const { return base_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  Mapping(char* base, size_t bytes) : base_(base), bytes_(bytes) {}
-
-  char* base_;
-  size_t bytes_;
+struct Unmap {
+  size_t bytes;
+  void operator()(char* base) const;
 };
+using Mapping = std::unique_ptr<char, Unmap>;
+StatusOr<Mapping> MapPages(int fd, size_t begin, size_t bytes);
 
 }  // namespace jaxmp

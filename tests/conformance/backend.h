@@ -1,4 +1,4 @@
-// What a library needs around its calls: memory, a stream, a communicator. One object is one rank's, used from one
+// The environment of a library's calls: memory, a stream, a communicator. One object belongs to one rank and one
 // thread.
 #ifndef JAXMP_TESTS_CONFORMANCE_BACKEND_H_
 #define JAXMP_TESTS_CONFORMANCE_BACKEND_H_
@@ -37,13 +37,13 @@ class Backend {
   virtual const MpApi& api() const = 0;
   // Collective: called by each rank on its own thread, which then keeps the rank to its end.
   virtual StatusOr<std::unique_ptr<Rank>> make_rank(int rank) = 0;
-  // What the library has said of its calls since the last time: the algorithms that it took.
+  // Returns what the library has said about its calls since the last time: the algorithms that it took.
   virtual std::string take_words() { return ""; }
-  // What a workspace may be at most; one of this size serves all calls.
+  // The largest size of a workspace; one of this size serves all calls.
   virtual size_t workspace_bytes() const = 0;
 };
 
-// hostmp, which multiplies on this many threads beside those of the ranks.
+// hostmp, which multiplies on this many threads in addition to the ranks' threads.
 std::unique_ptr<Backend> make_host_backend(int nranks, int threads = 0);
 
 // Paths of the libraries, or names for the loader. With a file, ranks of other processes get NCCL's id through it.

@@ -12,8 +12,8 @@ bool is_tiled(int mode) {
   return mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3 || mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
 }
 
-// Where the scale of a block lies among those of a rank's part, by the cuBLAS documentation, "Narrow Precision Data
-// Types Usage"; `inners` blocks along k, `outers` elements across it.
+// Returns the index of a block's scale in a rank's part, by the cuBLAS documentation, "Narrow Precision Data Types
+// Usage"; `inners` blocks along k, `outers` elements across it.
 int64_t scale_index(int mode, int64_t inner, int64_t outer, int64_t inners, int64_t outers) {
   switch (mode) {
     case CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32:
@@ -68,7 +68,7 @@ double smallest(cudaDataType_t type) {
   return type == CUDA_R_16F ? std::ldexp(1, -24) : 1e-37;
 }
 
-// What a sum of terms of this size may be off, and the neighbour that it is then rounded to.
+// Returns the allowed error of a sum of terms of this size, including its final rounding to a neighbour.
 double allowance(const Case& c, cudaDataType_t type, double magnitude, Number want) {
   const double u_acc = test::unit_roundoff(c.accumulator()), u_out = test::unit_roundoff(type);
   return 8 * u_acc * magnitude + 2 * u_out * std::abs(want) + smallest(type);
@@ -238,7 +238,7 @@ Verdict Buffers::judge_d(const Expected& expected) const {
 }
 
 // D times the scales that the call computed for its blocks. Half the distance of neighbours in e4m3 is a 16th of a
-// number; in e2m1 up to a 6th of a block's largest, whose scale is rounded to a 16th besides.
+// number; in e2m1 up to a 6th of a block's largest, and its scale is rounded to a 16th too.
 Verdict Buffers::judge_blocks(const Expected& expected) const {
   Verdict verdict;
   const int64_t block = inner_block(c_.d_out_scale), inners = layouts.d.local_shape(number_).first / block;
@@ -304,7 +304,7 @@ Verdict Buffers::judge_gradient(const Expected& expected) const {
   return verdict;
 }
 
-// Of this rank's part, ahead of its scaling: cuBLASMp takes no maximum over ranks.
+// The amax of this rank's part, before its scaling: cuBLASMp takes no maximum over ranks.
 Verdict Buffers::judge_amax(const Matrix& whole, const Buffer& buffer) const {
   double most = 0;
   layouts.d.each_of(

@@ -11,7 +11,7 @@
 
 namespace jaxmp::conformance {
 
-// What one result came to: `worst` is the largest error in units of what is allowed, 0 where every element is right.
+// The judgement of one result: `worst` is the largest error in units of the allowed one, 0 if every element is right.
 struct Verdict {
   bool is_exact = true;
   double worst = 0;

@@ -43,7 +43,7 @@ struct Call {
   size_t bytes;
 };
 
-// A setting of the matmul descriptor beside those that the case itself needs; `size` 0 is the attribute's own.
+// A setting of the matmul descriptor in addition to the case's own; `size` 0 is the attribute's size.
 struct Setting {
   int attribute;
   int64_t value;
@@ -60,16 +60,16 @@ constexpr int kUnscaled = -1;
 struct Operands;
 
 struct Case : test::BaseCase {
-  std::string topic;      // what the case is about, ahead of its name
-  std::string variant;    // what sets it apart from its like, behind its name
-  cudaDataType_t in_b{};  // the type of B; `in` is that of A
+  std::string topic;      // what the case is about, before its name
+  std::string variant;    // the difference from similar cases, after its name
+  cudaDataType_t in_b{};  // the type of B; `in` is the type of A
   cudaDataType_t c_type{}, bias_type{}, aux_type{};
   cublasComputeType_t compute{};
   int scale_a = kUnscaled, scale_b = kUnscaled, d_out_scale = kUnscaled;  // cublasMpMatmulMatrixScale_t
   bool has_scale_c = false, has_scale_d = false, has_amax = false;
   bool has_scale_aux = false, has_amax_aux = false;
   bool c_is_nan = false;                // with beta = 0, which does not read it
-  bool is_random = false;               // normally distributed operands, of which sums are inexact
+  bool is_random = false;               // normally distributed operands, with inexact sums
   bool fixed_reduction_order = false;   // hostmp's alone, as is the next
   bool aux_is_whole = false;            // the padding of its columns is written too
   std::function<void(Operands&)> fill;  // changes the operands
@@ -77,14 +77,14 @@ struct Case : test::BaseCase {
   std::vector<Setting> settings;
   std::function<void(Descriptions&)> describe;  // changes the descriptors
   std::function<void(Call&)> change;            // changes the call
-  // Of the first function that refuses, on hostmp; and the capability (mp_api.h) by which hostmp takes what the real
+  // The first function that refuses, on hostmp; and the capability (mp_api.h) by which hostmp takes what the real
   // library need not.
   cublasMpStatus_t expected = CUBLASMP_STATUS_SUCCESS;
   std::vector<std::string> says;  // what stands in hostmp's reason
   std::string capability;
 
   std::string name() const;
-  // Of the sums, of alpha and of beta.
+  // The type of the sums, of alpha and of beta.
   cudaDataType_t accumulator() const {
     const bool is_scaled = in == CUDA_R_8I && out != CUDA_R_32I;
     return in_b == in && !is_scaled ? hostmp::AccumulatorOf(in) : CUDA_R_32F;

@@ -70,7 +70,7 @@ Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in
   c.topic = topic;
   c.pattern = pattern;
   c.p = nranks;
-  // Divided by up to 4 ranks and by every grid of them; no two alike, so that a confusion shows.
+  // Divided by up to 4 ranks and by every grid of them; all different, so that a confusion shows.
   c.m = 24, c.n = 16, c.k = 32;
   if (pattern == Pattern::kCyclic) c.m = 23, c.n = 31, c.k = 18;
   c.in = c.in_b = in;
@@ -171,7 +171,7 @@ void add_float8(Pattern pattern, int nranks, const Add& add) {
     c.epilog = epilog;
     add(c);
   }
-  // GELU's aux beside an fp8 D is of C's type, or fp8 itself, with a scale of its own.
+  // GELU's aux with an fp8 D is of C's type, or fp8 itself, with a scale of its own.
   Case c = narrow_case(pattern, nranks, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, 16, 16);
   c.has_scale_d = true;
   c.aux_type = CUDA_R_16F;
@@ -280,8 +280,8 @@ void add_options(int nranks, const Add& add) {
 
 namespace {
 
-// What cuBLASMp 0.10.0 computes wrongly or refuses, or what ends or stops the process, as seen on an H200. jaxmp has it
-// computed otherwise (jaxmp/_src/core/lowering/faults.py).
+// Cases that cuBLASMp 0.10.0 computes wrongly or refuses, or that end or stop the process, as seen on an H200. jaxmp
+// has them computed otherwise (jaxmp/_src/core/lowering/faults.py).
 bool is_fault_of_cublasmp(const Case& c) {
   const bool is_many = c.nranks() > 1, is_double = c.out == CUDA_R_64F;
   const bool sums = c.pattern == Pattern::kReduceScatter || c.pattern == Pattern::kAllReduce;

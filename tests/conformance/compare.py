@@ -1,4 +1,4 @@
-"""What two libraries did with the same cases, and every difference by its name.
+"""The results of two libraries for the same cases, and every difference by its name.
 
 The lines are those that `conformance` prints. A difference is a *fault* where hostmp promises something that the other
 library does not keep: it would make every test on a CPU worthless for the GPU. hostmp may refuse what the other takes,
@@ -11,7 +11,7 @@ import collections
 import dataclasses
 from pathlib import Path
 
-# What a difference is called, and why it is one.
+# Names of differences, and why each is one.
 FAULTS = {
     "missing": "only one library was asked",
     "ends": "it crashed, hung, or failed after it had accepted the call",

@@ -73,11 +73,11 @@ void add_scalars(int nranks, const Add& add) {
   }
 }
 
-// ---- a wide operand beside each narrow one, decoded block by block, wherever its numbers begin in a byte
+// ---- a wide operand with each narrow one, decoded block by block, at any position in a byte
 
 constexpr cudaDataType_t kWide[] = {CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
 
-// What the narrow type has: of unsigned ones no sign, of exponents powers of two.
+// Fits numbers to the narrow type: no sign for unsigned types, powers of two for exponents.
 void fit_narrow(const Case& c, Operands* x) {
   for (const auto& [matrix, type] : {std::pair(&x->a, c.in), std::pair(&x->b, c.in_b)}) {
     for (size_t i = 0; i < matrix->values.size(); ++i) {
@@ -180,7 +180,7 @@ void add_random_epilogs(int nranks, const Add& add) {
     }
   }
   if (nranks != 2) return;
-  for (int epilog : kEpilogs) {  // several tiles in both directions: a tile's bias and aux are not those of the first
+  for (int epilog : kEpilogs) {  // several tiles in both directions: tiles differ in bias and aux
     for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF}) {
       Case c = make_case("", Pattern::kAllReduce, 2, type, type);
       set_extents(&c, 700, 130, 520);

@@ -144,7 +144,7 @@ class Ranks {
   int64_t turn_ = 0;
 };
 
-// The cases that the options leave, each with its place among all of them: the number of its call on every rank.
+// The cases that the options leave, each with its index among all of them: the number of its call on every rank.
 std::vector<std::pair<int64_t, Case>> chosen(const Options& options, int nranks) {
   const auto option = [&options](const char* name) {
     const auto found = options.find(name);

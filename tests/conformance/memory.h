@@ -1,4 +1,4 @@
-// A rank's memory for one case: what is written ahead of the call, and what is found there after it.
+// A rank's memory for one case: written before the call, and read after it.
 #ifndef JAXMP_TESTS_CONFORMANCE_MEMORY_H_
 #define JAXMP_TESTS_CONFORMANCE_MEMORY_H_
 
@@ -60,7 +60,7 @@ class Buffer {
   char* data_ = nullptr;
 };
 
-// Element `index` of an array of any type; those of 4 bits lie two in a byte, the first in the low half.
+// Element `index` of an array of any type; 4-bit elements are two in a byte, the first in the low half.
 inline Number get_element(cudaDataType_t type, const char* data, int64_t index) {
   if (Facts(type).bits != 4) return test::decode(type, data + index * Facts(type).bytes);
   float pair[2];

@@ -152,7 +152,7 @@ Expected::Expected(const Case& c, const Operands& x)
       magnitude.at(i, j) = std::abs(c.alpha) * magnitude.at(i, j) + std::abs(added);
       const double by = test::is_derivative(c.epilog) ? test::slope(c.epilog, x.aux.at(i, j).real()) : 1;
       d.at(i, j) = test::is_derivative(c.epilog) ? z.at(i, j) * by : test::activation(c.epilog, z.at(i, j));
-      // gelu's slope is computed to a few roundings of its terms, of which the largest is about 1.
+      // gelu's slope is computed to a few roundings of its terms; the largest term is about 1.
       const double of_slope = std::abs(by) + (test::is_relu(c.epilog) ? 0 : 1);
       slack.at(i, j) = is_exact                        ? 0
                        : test::is_derivative(c.epilog) ? magnitude.at(i, j) * of_slope

@@ -1,4 +1,4 @@
-// What goes into a case and what has to come out of it, from the definitions, over whole matrices.
+// The inputs of a case and its expected results, from the definitions, over whole matrices.
 #ifndef JAXMP_TESTS_CONFORMANCE_OPERANDS_H_
 #define JAXMP_TESTS_CONFORMANCE_OPERANDS_H_
 
@@ -9,7 +9,7 @@
 
 namespace jaxmp::conformance {
 
-// Small integers, of which every sum is exact: equal on every rank, and in every process.
+// Small integers, with exact sums: equal on every rank, and in every process.
 struct Operands {
   explicit Operands(const Case& c);
 
@@ -34,8 +34,8 @@ struct Expected {
 
   Matrix z;          // alpha op(A) op(B) + beta C + bias
   Matrix magnitude;  // the same of absolute values
-  Matrix d;          // of z: the epilog
-  Matrix slack;      // the error that d may have beside its own rounding, in units of the accumulator's
+  Matrix d;          // the epilog of z
+  Matrix slack;      // the error that d may have in addition to its rounding, in units of the accumulator's
   std::vector<Number> gradient;
   std::vector<double> gradient_slack;  // as an absolute error
   bool is_exact;                       // whether d has one right answer to the bit

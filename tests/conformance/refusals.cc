@@ -16,8 +16,8 @@ const float two = 2;
 
 using Words = std::vector<std::string>;
 
-// Of products on all ranks: A 24x32, B 32x16, D 24x16. Reasons hold numbers of two ranks, and are read there alone: A
-// in blocks of 12x32 on 2x1 processes, B of 32x8 on 1x2, D of 12x8 on 2x1.
+// Refusals of products on all ranks: A 24x32, B 32x16, D 24x16. Messages hold numbers of two ranks, and are read for
+// two ranks only: A in blocks of 12x32 on 2x1 processes, B of 32x8 on 1x2, D of 12x8 on 2x1.
 class Refusals {
  public:
   Refusals(int nranks, const Add& add) : nranks_(nranks), add_(add) {}
@@ -145,7 +145,7 @@ void add_combinations(int nranks, const Refusals& refuse) {
   c.epilog = kRelu;
   refuse.put(c, "RELU of complex numbers", kUnsupported, {"RELU", "c64"});
   for (Pattern pattern : {Pattern::kAllGather, Pattern::kAllReduce}) {
-    if (nranks == 1 && pattern == Pattern::kAllGather) continue;  // one rank's layouts are those of every pattern
+    if (nranks == 1 && pattern == Pattern::kAllGather) continue;  // one rank has the same layouts in every pattern
     c = refuse.base(CUDA_R_32F, CUDA_R_32F, pattern);
     c.trans_a = CUBLAS_OP_T;
     c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST}};
@@ -261,7 +261,7 @@ void add_attributes_of_hostmp(const Refusals& refuse) {
              {ATTRIBUTE(BIAS_RESULT_SCHEME), CUBLASMP_RESULT_SCHEME_DEFAULT});
 }
 
-// Of operands of 8 bits or fewer.
+// Refusals of operands of 8 bits or fewer.
 void add_narrow_of_hostmp(const Refusals& refuse) {
   constexpr cudaDataType_t kE4M3 = CUDA_R_8F_E4M3;
   Case c = refuse.narrow(CUDA_R_8F_E5M2);
@@ -298,7 +298,7 @@ void add_narrow_of_hostmp(const Refusals& refuse) {
              {scale_of_aux});
   refuse.set(0, "scale of the aux of f32", kUnsupported, {"attribute 13"}, scale_of_aux);
 
-  // GELU's aux beside an fp8 D: of C's type, or e4m3 with everything around it e4m3 and f16.
+  // GELU's aux with an fp8 D: of C's type, or e4m3 with everything around it e4m3 and f16.
   const auto aux = [&refuse](cudaDataType_t out, cudaDataType_t type, const Words& says,
                              const std::vector<Setting>& settings) {
     Case c = refuse.narrow(out);
@@ -314,7 +314,7 @@ void add_narrow_of_hostmp(const Refusals& refuse) {
       {{ATTRIBUTE(EPILOGUE_AUX_AMAX_POINTER), 64}});
 }
 
-// A narrow operand beside a wide one has no scales, and takes the types of real numbers up to 32 bits.
+// A narrow operand with a wide one has no scales, and takes the types of real numbers up to 32 bits.
 void add_mixed_of_hostmp(const Refusals& refuse) {
   const auto types = [&refuse](cudaDataType_t a, cudaDataType_t b, cudaDataType_t out) {
     Case c = refuse.base(a, out);

@@ -20,7 +20,7 @@ struct Outcome {
   std::string error;  // the reason, or why the run failed after Matmul had accepted it
   size_t workspace = 0;
   std::map<std::string, Verdict> results;
-  bool is_memory_intact = true;  // operands, and what lies around every buffer
+  bool is_memory_intact = true;  // operands, and the margins of every buffer
 };
 
 // One rank through all cases. The library's handle, its grids and its workspace are made once, as a plan makes them.
@@ -50,7 +50,7 @@ class Runner {
   cublasMpHandle_t handle_ = nullptr;
   std::map<GridKey, cublasMpGrid_t> grids_;
   cublasMpGrid_t of_rows_ = nullptr,
-                 of_columns_ = nullptr;  // of `grids_`: those with which the workspace is registered
+                 of_columns_ = nullptr;  // of `grids_`: the workspace is registered with these
   // One for each pattern, as plans have it; where memory is not symmetric, the rank's own.
   std::map<Pattern, void*> registered_;
   bool is_symmetric_ = true;
@@ -73,7 +73,7 @@ class CaseRun {
   cublasMpStatus_t start(const Call& call, cudaStream_t stream);
   // Both, changed as the case wants it, up to the end of the product.
   bool call(int64_t index);
-  // Whether the margin behind the part of the workspace that the query named is as it was.
+  // True if the margin after the queried part of the workspace is as it was.
   bool workspace_is_intact();
   Outcome outcome;
 

@@ -26,7 +26,7 @@ import compare
 _HUNG, _BROKEN = 3, 4
 # So many crashes say that something is wrong as a whole.
 _MOST_RESTARTS = 60
-# What the other ranks get to end after the first of them has.
+# Seconds for the other ranks to end after the first one.
 _GRACE = 10.0
 
 
@@ -44,7 +44,7 @@ def run_suite(
     seconds: int = 60,
     env=None,
 ):
-    """The lines of all cases on one library, with lines of our own for cases in which it crashed or hung."""
+    """Returns the lines of all cases on one library, and lines of our own for cases in which it crashed or hung."""
     lines: list[dict] = []
     after: list[str] = []
     for _ in range(_MOST_RESTARTS):
@@ -98,7 +98,7 @@ def _parse(text: str) -> list[dict]:
 
 
 def _lines_of_the_end(lines: list[dict], case: str, ranks: int, ended, errors: str) -> list[dict]:
-    """A line for each rank that has none of the case in which the library ended."""
+    """Returns a line for each rank that has none for the case in which the library ended."""
     have = {line["rank"] for line in lines if line["case"] == case and line["ranks"] == ranks}
     failed = [status for status, _, _ in ended if status not in (0, 1)]
     status = next((status for status in failed if status != -signal.SIGKILL), failed[0])  # which may be ours
@@ -122,8 +122,8 @@ def _libraries(arguments) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Ours, where the loader finds the libraries of all wheels. cuBLASMp's looks for cuBLAS beside itself, and another
-    folder of the import path may have it; in a Python process JAX's plugin has loaded it before."""
+    """Returns our environment, set so that the loader finds the libraries of all wheels. cuBLASMp looks for cuBLAS in
+    its own folder, and another folder of the import path may have it; JAX's plugin loads it first in Python."""
     from jaxmp._src.platform.runtime import cuda_libraries
 
     folders = [

@@ -3,7 +3,7 @@
 // at random; what is not refused is executed, with buffers of exactly the sizes that the call had before. The answer is
 // an error or a result, never a crash, memory that is not ours, or a wait without end.
 //
-// JAXMP_FUZZ says how many attribute sets are drawn, JAXMP_FUZZ_SEED from which seed on (a failure names its own).
+// JAXMP_FUZZ is the number of attribute sets, JAXMP_FUZZ_SEED the first seed (a failure names its own).
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -50,7 +50,7 @@ using tests::With;
 
 size_t Below(Random& random, size_t bound) { return random() % bound; }
 
-// ---- what is being tried, for whoever reads the log of a crash
+// ---- the current attempt, for the log of a crash
 
 char trial[160];
 
@@ -178,7 +178,7 @@ void AddMany(const std::vector<T>& many, const std::vector<T>& values, std::vect
   to->emplace_back(std::vector<T>(1000, values[2]));
 }
 
-// What an attribute is set to: values of its type, then of others.
+// Returns values for an attribute: values of its type, then of other types.
 std::vector<AnyAttribute> VariantsOf(const AnyAttribute& attribute) {
   std::vector<AnyAttribute> all;
   if (std::holds_alternative<std::string>(attribute)) {
@@ -301,7 +301,7 @@ Target MatmulTarget(const Kind& kind) {
   auto operands = std::make_shared<std::vector<Operands>>();
   for (int32_t position = 0; position < problem.nranks(); ++position) operands->emplace_back(problem, layout, position);
   const auto attempt = [operands, run = int64_t{0}](const AnyAttributes& attributes) mutable {
-    // The platform of the real library answers ahead of any device too.
+    // The platform of the real library answers before any device exists too.
     (void)fake_xla::InstantiateWith<CudaSite>(CudaMatmulInstantiate, attributes);
     fake_xla::Instance instance = fake_xla::Instantiate(attributes);
     CHECK(instance.error.empty() == (instance.site != nullptr));
@@ -317,7 +317,7 @@ Target MatmulTarget(const Kind& kind) {
   return {kind.name, fake_xla::All(kind.attributes), attempt};
 }
 
-// The other process has ended, so nobody waits for long.
+// The other process has ended, so nothing waits for long.
 template <typename SiteType>
 Target ProcessTarget(const char* name, XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*),
                      XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), const Attributes& attributes) {
@@ -406,7 +406,7 @@ TEST(NoAttributeCrashes) {
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   close(ends[1]);
-  StartBarrier({0, 2, 0.1, -1});
+  StartBarrier({0, 2, 0.1});
   ConnectPeer(1, ends[0]);
   std::vector<Target> targets = Targets();
   for (Target& target : targets) TryEveryMutation(target);

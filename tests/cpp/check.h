@@ -1,5 +1,4 @@
-// Tests of C++ and their checks. `cpp_tests NAME` runs those of tests/cpp/NAME.cc, in the order in which they stand
-// there.
+// Tests of C++ and their checks. `cpp_tests NAME` runs the tests in tests/cpp/NAME.cc, in the order of that file.
 #ifndef JAXMP_TESTS_CHECK_H_
 #define JAXMP_TESTS_CHECK_H_
 
@@ -15,8 +14,8 @@
 
 namespace jaxmp::check {
 
-// The thread sanitizer takes some fifty times as long, and what it looks for does not depend on the case: tests whose
-// time goes into their own reference then take fewer cases.
+// The thread sanitizer is some fifty times slower, and its findings do not depend on the case: tests that spend most
+// time in their own reference then take fewer cases.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr bool kUnderThreadSanitizer = true;
 #else

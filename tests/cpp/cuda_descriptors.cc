@@ -1,6 +1,6 @@
 // Without this a wrong attribute would be found on a GPU. The real cuBLASMp can be opened without one, over the fake
 // driver, and checks what a matmul descriptor is told; products need more. Skipped unless JAXMP_CUDA_WHEELS names the
-// folder `nvidia` in which pip has put nvidia-cublasmp-cu13, nvidia-nccl-cu13 and nvidia-cublas.
+// folder `nvidia` into which pip has installed nvidia-cublasmp-cu13, nvidia-nccl-cu13 and nvidia-cublas.
 #include <cstdlib>
 #include <initializer_list>
 #include <string>

@@ -1,4 +1,4 @@
-// The custom call on CUDA as XLA:GPU drives it, over fake libraries: one thread a device, streams that run behind the
+// The custom call on CUDA as XLA:GPU drives it, over fake libraries: one thread a device, streams that lag the
 // host, calls that block until every rank has come. What it proves is the order of our calls, not the library's
 // answers.
 #include <cstdlib>
@@ -51,7 +51,7 @@ TEST(ALaterExecutionOnlyRuns) {
   const std::string first = CallsOn(4);
   CHECK_EQ(CallsOn(5), first);
   CHECK_CONTAINS(first, "GridCreate GridCreate MatrixDescriptorCreate");  // both grids, on one communicator
-  CHECK_CONTAINS(first, "Matmul_bufferSize BufferRegister Matmul ");
+  CHECK_CONTAINS(first, "Matmul_bufferSize BufferRegister BufferRegister Matmul ");
   RunRight(*instance.site, gpus, 1);
   CHECK_EQ(CallsOn(4), "Matmul ~Matmul ");
   CHECK_EQ(CallsOn(5), "Matmul ~Matmul ");
@@ -67,8 +67,8 @@ std::string DriverCallsOn(int device) {
   return log(device);
 }
 
-// Beyond the library's own work: nothing for one rank; two events, by which the watchdog knows the time of a call, for
-// one of several. No kernel, no copy, no memset, no wait.
+// Beyond the libraries' own work: nothing for one rank; two events, by which the watchdog knows the time of a call, for
+// one of several. No copy, no memset, no wait.
 TEST(ALaterExecutionPutsLittleOnTheDevice) {
   const std::pair<Attributes, const char*> cases[] = {
       {Local(6, 5, 4), ""},
@@ -91,7 +91,7 @@ TEST(ALaterExecutionPutsLittleOnTheDevice) {
   }
 }
 
-// Without an event behind every call, a call on another stream has to wait for the last one all the same, also when its
+// Without an event after every call, a call on another stream still has to wait for the last one, also when its
 // stream is gone.
 TEST(CallsWithoutPeersMayChangeStreams) {
   const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
@@ -148,7 +148,7 @@ TEST(PointersAreAttributes) {
   }
 }
 
-// A handle, a communicator and grids serve every plan of a rank, and one workspace those whose D lies on one grid.
+// A handle, a communicator and grids serve every plan of a rank, and two workspaces those whose D lies on one grid.
 TEST(PlansShareWhatARankHas) {
   const std::vector<const Gpu*> gpus = Gpus({6, 7});
   const auto run = [&](int64_t m, int64_t k) {
@@ -166,7 +166,7 @@ TEST(PlansShareWhatARankHas) {
   RunRight(*large.site, gpus);
   CHECK(large.site->plan->device_workspace(0) > small);
   const std::string grown = CallsOn(6);
-  CHECK_CONTAINS(grown, "Matmul_bufferSize BufferDeregister BufferRegister Matmul");
+  CHECK_CONTAINS(grown, "Matmul_bufferSize BufferDeregister BufferDeregister BufferRegister BufferRegister Matmul");
   CHECK(grown.find("GridCreate") == std::string::npos);
   CHECK(grown.find("Create ") != std::string::npos && grown.find(" Create ") == std::string::npos);  // of descriptors
   (void)CallsOn(7);
@@ -207,7 +207,7 @@ TEST(MeshesOverOtherDevicesDoNotMix) {
   }
 }
 
-// The host runs ahead of the streams, and two sites alternate: every rank meets its peers call by call all the same.
+// The host runs before the streams, and two sites alternate: every rank still meets its peers call by call.
 TEST(CallsOnTheirWayKeepTheirOrder) {
   const Attributes attributes[] = {AllGather(3, 6, 6, 10), ReduceScatter(3, 6, 6, 12)};
   const InstanceOf<CudaSite> sites[] = {Make(attributes[0]), Make(attributes[1])};
@@ -241,11 +241,11 @@ TEST(TwoThreadsOnOneDeviceTakeTurns) {
       CHECK(world.IsRight());
     }
   });
-  RunRight(*instance.site, Gpus({3}));  // behind the other stream, for that is about to go
+  RunRight(*instance.site, Gpus({3}));  // after the other stream, because that is about to go
   CHECK_EQ(Gpu::driver().StreamDestroy_v2(streams[1]), abi::CUDA_SUCCESS);
 }
 
-// What a plan makes goes with it; what ranks share stays.
+// The objects of a plan go with it; objects that ranks share stay.
 TEST(APlanTakesItsObjectsWithIt) {
   static auto* const live = FakeFunction<decltype(fake_cublasmp_live)>("right/libcublasmp.so.0", "fake_cublasmp_live");
   plan_cache().Clear();
@@ -260,8 +260,8 @@ TEST(APlanTakesItsObjectsWithIt) {
   CHECK_EQ(live(), before);
 }
 
-// Two processes, of which one has lost its plan of the problem (by an eviction, by plan_cache_clear, with an
-// executable) and makes it again: nothing of that may be collective, for the other has its own still.
+// One of two processes has lost its plan of the problem (by an eviction, by plan_cache_clear, with an executable) and
+// makes it again: no step may be collective, because the other still has its own.
 TEST(APlanMadeAgainWaitsForNobody) {
   const Attributes attributes = OnDevices(AllGather(2, 4, 6, 12), {4, 5});
   const InstanceOf<CudaSite> kept = Make(attributes);
@@ -302,8 +302,8 @@ TEST(EmptyProductsRunNothing) {
   CHECK_EQ(CallsOn(0), "");
 }
 
-// Where ranks do not reach each other's memory, a workspace is the driver's, and cuBLASMp does without overlap; an
-// algorithm that overlaps, asked for by name, is then refused on every rank alike.
+// If ranks do not reach each other's memory, a workspace is the driver's, and cuBLASMp does without overlap; every rank
+// then refuses an algorithm that overlaps, if it is asked for by name.
 TEST(AWorkspaceNeedsNoSymmetricMemory) {
   setenv("FAKE_CUBLASMP_SYMMETRIC", "0", 1);
   const std::vector<int64_t> devices = {70, 71};  // a communicator of its own, without a workspace yet

@@ -50,8 +50,8 @@ void BreakNccl() {
   tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclRemoteError);
 }
 
-// Rank 1 does not come to the second call, behind which rank 0 has put more: its stream waits, and nobody may take what
-// that holds for a result.
+// Rank 1 does not come to the second call, and rank 0 has queued more after it: its stream waits, and the contents must
+// not be taken as a result.
 void APeerThatStaysAwayOnTheDevice() {
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -77,7 +77,7 @@ void TimeBeforeACallDoesNotCount() {
   }
 }
 
-// Rank 1 fails ahead of a collective call of the host's, in which rank 0 then waits.
+// Rank 1 fails before a collective call of the host's; rank 0 then waits in it.
 void APeerThatStaysAwayOnTheHost() {
   cuda::SetTimeout(0.5);
   Pair pair;
@@ -85,7 +85,7 @@ void APeerThatStaysAwayOnTheHost() {
   (void)pair.RunBoth();
 }
 
-// Rank 1 has reported, and ends ahead of ncclCommInitRank, in which rank 0 then waits.
+// Rank 1 has reported, and ends before ncclCommInitRank; rank 0 then waits in it.
 void APeerThatIsLostWhileConnecting() {
   cuda::SetTimeout(0.4);
   Pair pair;
@@ -95,12 +95,27 @@ void APeerThatIsLostWhileConnecting() {
   (void)tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0);
 }
 
-// Rank 1 fails ahead of a collective of a communicator that the library has split off ours.
+// Rank 1 fails before a collective of a communicator that the library has split off ours.
 void APeerThatStaysAwayInASplitCommunicator() {
   cuda::SetTimeout(0.3);
   Pair pair;
   tests::FailNext("BufferRegister", 1);
   (void)pair.RunBoth();
+}
+
+// Rank 0 has made its call before, so its host waits for nobody; rank 1 has not made its own.
+void APeerInACallThatIsNew() {
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  cuda::SetTimeout(0.3);
+  const auto other = fake_xla::InstantiateOnCuda(tests::AllGather(2, 4, 6, 10));
+  World worlds[] = {World(pair.instance.site->plan->problem()), World(other.site->plan->problem())};
+  tests::OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    const std::string error = tests::RunRank(rank == 0 ? *pair.instance.site : *other.site, worlds[r],
+                                             rank == 0 ? pair.zero : pair.one, rank, r);
+    std::fprintf(stderr, "%s\n", error.c_str());
+  });
 }
 
 // NCCL has found out by itself, while a call waits for its peers.
@@ -157,11 +172,12 @@ constexpr Case kCases[] = {
         APeerThatStaysAwayOnTheDevice,
         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the device for its peers in the "
         "call [pattern=all_gather m=4 n=6 k=8 "),
-    CASE(APeerThatStaysAwayOnTheHost, " has waited 0.5 s on the host for its peers in the call [pattern=all_gather "),
+    CASE(APeerThatStaysAwayOnTheHost, " has waited 2 s on the host for its peers in the call [pattern=all_gather "),
     CASE(APeerThatIsLostWhileConnecting,
-         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.4 s on the host for its peers in the "
+         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 1.6 s on the host for its peers in the "
          "call ncclCommInitRank; "),
-    CASE(APeerThatStaysAwayInASplitCommunicator, " has waited 0.3 s on the host for its peers in the call [pattern="),
+    CASE(APeerThatStaysAwayInASplitCommunicator, " has waited 1.2 s on the host for its peers in the call [pattern="),
+    CASE(APeerInACallThatIsNew, "; another one to a call that it has made before; rank 1 of 2 in group 0 (device 1), "),
     CASE(AnErrorThatNcclReports,
          "jaxmp.DistributedError: NCCL reports remote process exited or there was a network error (NCCL error 6) on "
          "rank 0 of 2 in group 0 (device 0), in the call [pattern=all_gather "),
@@ -176,8 +192,8 @@ int RunCase(const Case& given) {
   return check::summary(given.name);
 }
 
-// In a process of its own, whose stderr is read. This one has no other threads, so the child may go on as it is: an
-// emulator of another architecture, which the system does not know of, stays with it.
+// Runs in a child process, and its stderr is read. This process has no other threads, so the child may go on as it is:
+// an emulator of another architecture, which the system does not know of, stays with it.
 void StartCase(const Case& given) {
   std::fflush(nullptr);
   int ends[2];

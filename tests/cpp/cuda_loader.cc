@@ -56,7 +56,8 @@ TEST(WhatIsMissingIsNamed) {
 }
 
 TEST(WrongVersionsAreNamed) {
-  CHECK_CONTAINS(LoadErrorWith("FAKE_NCCL_VERSION", "22907"), "is NCCL 2.29.7, but cuBLASMp 0.10 needs 2.30 or newer");
+  CHECK_CONTAINS(LoadErrorWith("FAKE_NCCL_VERSION", "23006"),
+                 "is NCCL 2.30.6, but cuBLASMp 0.10 needs 2.30.7 or newer");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "902"), "is cuBLASMp 0.9.2, but 0.10 is required");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "1100"), "is cuBLASMp 0.11.0, but 0.10 is required");
   CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "10000"), "is cuBLASMp 1.0.0, but 0.10 is required");
@@ -67,7 +68,7 @@ TEST(ASecondNcclIsNamed) {
   CHECK_CONTAINS(error, "two NCCLs are in this process: ");
   CHECK_CONTAINS(error, "libnccl_second.so.2 was opened, but ");
   CHECK_CONTAINS(error, "right/libnccl.so.2; leave one of them");
-  CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, for whoever runs a program all the same
+  CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, if a program runs all the same
   CHECK_CONTAINS(CallError(), "two NCCLs");
 }
 

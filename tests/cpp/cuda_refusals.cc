@@ -1,5 +1,5 @@
-// What a call on CUDA says when something is wrong, and that every rank says it: over fake libraries, which fail where
-// a test wants them to.
+// The messages of a call on CUDA when something is wrong, on every rank: over fake libraries, which fail when a test
+// wants them to.
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -33,7 +33,7 @@ TEST(BuffersAreChecked) {
   CHECK_EQ(error({F32(world.a[0])}), "jaxmp: argument b is missing");
 }
 
-// The library's status, its own words, the rank and the problem; and nothing is left behind.
+// The library's status, its own words, the rank and the problem; and nothing is left.
 TEST(AFailedCallSaysEverything) {
   const InstanceOf<CudaSite> instance = Make(Local(3, 3, 4));
   World world(instance.site->plan->problem());
@@ -82,21 +82,21 @@ TEST(OneRankWithoutMemoryStopsAll) {
   const int before = allocations();
   fails(4, 1);
   const int with_communicator = allocations();
-  CHECK_EQ(with_communicator, before + 2);  // the 8 bytes of either rank, and no workspace
+  CHECK_EQ(with_communicator, before + 2);  // what either rank compares, and no workspace
   runs(4);
-  CHECK_EQ(allocations(), with_communicator + 2);
+  CHECK_EQ(allocations(), with_communicator + 4);
   exhaust(5, 1);
   runs(8);  // in place of the old one, beside which there was no room
-  CHECK_EQ(allocations(), with_communicator + 2);
+  CHECK_EQ(allocations(), with_communicator + 4);
   fails(16, 2);
   CHECK_EQ(allocations(), with_communicator);
   runs(4);
   runs(16);
-  CHECK_EQ(allocations(), with_communicator + 2);
+  CHECK_EQ(allocations(), with_communicator + 4);
   cuda::SetTimeout(60);
 }
 
-// The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
+// The ids travel through the exchange that the process was given, under keys that name mesh, devices, group and rank.
 TEST(IdsTravelThroughTheExchange) {
   static std::mutex mutex;
   static std::condition_variable changed;
@@ -128,12 +128,28 @@ TEST(ALateRankIsNamed) {
     const auto r = static_cast<size_t>(rank);
     CHECK_CONTAINS(
         RunRank(*instance.site, world, *gpus[r], rank, r),
-        "jaxmp: rank 2 of 3 did not come to its first call within 0.2 s (no thread of this process published "
+        "jaxmp: rank 2 of 3 did not come to its first call within 0.8 s (no thread of this process published "
         "it); set JAXMP_TIMEOUT to wait longer");
   });
   CHECK_CONTAINS(RunRank(*instance.site, world, *gpus[2], 2, 2), "rank 2 of 3 did not come");
   cuda::SetTimeout(60);
   RunRight(*instance.site, gpus);
+}
+
+// Two processes with different programs: an error that names both calls, ahead of everything that waits for a peer.
+TEST(RanksInDifferentCallsNameBoth) {
+  const InstanceOf<CudaSite> sites[] = {Make(OnDevices(AllGather(2, 4, 6, 8), {60, 61})),
+                                        Make(OnDevices(ReduceScatter(2, 4, 6, 12), {60, 61}))};
+  World worlds[] = {World(sites[0].site->plan->problem()), World(sites[1].site->plan->problem())};
+  OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    const std::string error = RunRank(*sites[r].site, worlds[r], *machine()[6 + r], rank, r);
+    const std::string calls[] = {"call 1 of the group: [pattern=all_gather m=4 n=6 k=8 ",
+                                 "call 1 of the group: [pattern=reduce_scatter m=4 n=6 k=12 "};
+    CHECK_CONTAINS(error, "jaxmp: the ranks of a group have come to different calls; this rank to " + calls[r]);
+    CHECK_CONTAINS(error, "; another one to " + calls[1 - r]);
+  });
+  RunRight(*sites[0].site, Gpus({6, 7}));
 }
 
 TEST(AttributesAreRefused) {

@@ -1,5 +1,5 @@
-// Products that go on behind XLA's back: one of another ticket, one of operands that XLA has reused meanwhile, and one
-// whose ticket nobody collects would be silently wrong, or never freed.
+// Products that run while XLA goes on: a result of another ticket, or of operands that XLA has reused, would be
+// silently wrong; a ticket that is never collected would never be freed.
 #include "csrc/ffi/deferred_product.h"
 
 #include <cstdint>

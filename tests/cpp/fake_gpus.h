@@ -1,4 +1,4 @@
-// Fake devices, each with its context, stream and thread, as XLA:GPU has them; calls on all of them at once.
+// Fake devices, each with a context, stream and thread, as in XLA:GPU; calls on all of them at once.
 #ifndef JAXMP_TESTS_FAKE_GPUS_H_
 #define JAXMP_TESTS_FAKE_GPUS_H_
 

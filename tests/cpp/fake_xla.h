@@ -45,7 +45,7 @@ struct XLA_FFI_Future {
 
 namespace fake_xla {
 
-// What a handler is executed with. The headers declare the type of the pointer only, and its name is not the same in
+// The argument of a handler. The headers declare the type of the pointer only, and its name is not the same in
 // every version of jaxlib.
 struct Context {
   void* state = nullptr;
@@ -102,10 +102,10 @@ inline const XLA_FFI_Api* Api() {
   return &api;
 }
 
-// What XLA may hand over as an attribute: ours, and scalars that none of ours is.
+// Attributes that XLA may hand over: ours, and scalars of other types.
 using AnyAttribute =
     std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>, int32_t, float, double, bool>;
-using AnyAttributes = std::vector<std::pair<std::string, AnyAttribute>>;  // of which one name may come twice
+using AnyAttributes = std::vector<std::pair<std::string, AnyAttribute>>;  // one name may come twice
 
 inline AnyAttributes All(const jaxmp::Attributes& attributes) {
   AnyAttributes all;
@@ -241,7 +241,7 @@ inline InstanceOf<jaxmp::CudaSite> InstantiateOnCuda(const jaxmp::Attributes& at
   return InstantiateWith<jaxmp::CudaSite>(jaxmp::CudaMatmulInstantiate, attributes);
 }
 
-// What a call on a CUDA device returns: its error, or "".
+// Returns the error of a call on a CUDA device, or "".
 inline std::string ExecuteOnCuda(jaxmp::CudaSite& site, int32_t ordinal, void* stream, std::vector<Buffer> args,
                                  std::vector<Buffer> rets) {
   Context context;

@@ -25,7 +25,7 @@ using tests::With;
 
 Buffer Position(int32_t& position) { return {XLA_FFI_DataType_S32, {}, &position}; }
 
-// Of a rank in the mesh.
+// Returns the position of a rank in the mesh.
 int32_t PositionOf(const Problem& problem, int32_t rank) {
   const auto communicator = GetCommunicator({problem.mesh_shape, problem.axes_row, problem.axes_col});
   int32_t position = 0;
@@ -79,7 +79,7 @@ TEST(RunsEveryPattern) {
         for (const char* trans_b : {"N", "T"}) {
           const Attributes call = With(base, {{"trans_a", std::string(trans_a)}, {"trans_b", std::string(trans_b)}});
           CHECK_EQ(Run(call), "");
-          for (double beta : {-3.0, 0.0}) {  // C lies in D's memory
+          for (double beta : {-3.0, 0.0}) {  // C is in D's memory
             CHECK_EQ(Run(With(call, {{"dtype_c", std::string("f32")}, {"beta", std::vector<double>{beta, 0}}})), "");
           }
         }

@@ -1,6 +1,6 @@
 // Garbage for the custom calls: buffers of wrong number, dtype and shape, and messages of any bytes. Whatever comes,
 // the answer is an error, or a product that the sanitizers have nothing to say about; never a crash, a hang or a
-// promise that nobody keeps. (attribute_fuzz has wrong attributes.)
+// broken promise. (attribute_fuzz has wrong attributes.)
 #include <cstdint>
 #include <cstring>
 #include <iterator>
@@ -38,7 +38,7 @@ class Fuzzer {
       const XLA_FFI_DataType dtypes[] = {XLA_FFI_DataType_F32,  XLA_FFI_DataType_F64, XLA_FFI_DataType_S32,
                                          XLA_FFI_DataType_BF16, XLA_FFI_DataType_C64, XLA_FFI_DataType_U8,
                                          XLA_FFI_DataType_PRED, XLA_FFI_DataType_S64};
-      // What a buffer claims is there: 4096 elements of at most 16 bytes.
+      // The claimed size exists: 4096 elements of at most 16 bytes.
       memory_.push_back(std::make_unique<std::vector<double>>(2 * 4096, 1.0));
       const std::vector<std::vector<int64_t>> shapes = {{}, {0}, {16}, {4, 8}, {8, 8}, {2, 3, 4}, {64, 64}, {24}};
       buffers.push_back({dtypes[Below(4) ? 0 : Below(std::size(dtypes))], shapes[Below(shapes.size())],
@@ -75,7 +75,7 @@ TEST(BuffersOfAnyKindAreAnsweredWithAnError) {
   CHECK(failed > 100);
 }
 
-// Of a custom call in which processes meet.
+// For a custom call that joins several processes.
 template <typename SiteType>
 void FuzzProcessCall(XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*), SiteType site) {
   SiteType::id.type_id = 2;  // what the registration would have written

@@ -1,4 +1,4 @@
-// hostmp's functions beside Matmul, and what they refuse. (Those of Matmul are cases of tests/conformance.)
+// hostmp's functions except Matmul, and what they refuse. (Matmul's refusals are cases of tests/conformance.)
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {

@@ -1,5 +1,5 @@
-// Sums have the bits of one rank on any numbers: in one order on every mesh, those of bias gradients always, and a
-// product on every number of threads.
+// Sums have the bits of one rank on any numbers: in one order on every mesh, bias gradients always, and a product on
+// every number of threads.
 #include <functional>
 #include <random>
 
@@ -115,7 +115,7 @@ TEST(test_gradients_do_not_know_the_mesh) {
   }
 }
 
-// Sums of D are those of its chunks of 64 columns, added in order, whoever summed which of them.
+// D is summed in chunks of 64 columns, added in order, no matter which rank sums which chunk.
 TEST(test_gradients_of_d_are_summed_in_chunks) {
   Threads pool(2);
   for (const Case& layout : layouts()) {

@@ -1,6 +1,6 @@
-// Without these a thread of ours would round otherwise than XLA's, and the bits of a program depend on who has waited
-// for whom: each rank's program resumes in the state of the thread that it came on, and the tiles of a product are
-// computed in one state, whoever computes them.
+// Without these a thread of ours would round differently from XLA's, and the bits of a program would depend on which
+// rank has waited: each rank's program resumes in the state of the thread that it came on, and all threads compute the
+// tiles of a product in one state.
 #include <array>
 #include <atomic>
 #include <optional>
@@ -48,7 +48,7 @@ TEST(test_scope) {
   CHECK(keeps_subnormals());
 }
 
-// What a rank's program finds where it resumes.
+// The state that a rank's program finds when it resumes.
 struct Resumed {
   std::thread::id thread;
   FloatState state = FloatState::Current();
@@ -140,7 +140,7 @@ class OtherThreads final : public hostmp::Pool {
   const bool flushes_;
 };
 
-// Products of which every partial result is subnormal, or needs a subnormal operand.
+// Fills products with subnormal partial results, or with subnormal operands.
 void fill_tiny(Operands& x) {
   const auto fill = [&](Matrix* matrix, double scale, unsigned seed) {
     std::mt19937 random(seed);
@@ -171,8 +171,8 @@ std::vector<Number> product_of(const Case& c, std::optional<bool> pool_flushes, 
   return world.gather().values;
 }
 
-// The same bits whichever rank comes last and whatever the state of the threads that help. (XLA's are all in one state;
-// where ranks come in different ones, rank 0's is the product's.)
+// The bits do not depend on the last rank or on the state of the threads that help. (XLA's are all in one state; if
+// ranks come in different states, rank 0's is the product's.)
 TEST(test_the_product_does_not_depend_on_who_computes_it) {
   const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
       {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F}};

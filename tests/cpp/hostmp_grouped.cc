@@ -1,4 +1,4 @@
-// Products of groups of rows, whose ranks have rows of all groups: rows that go to the matrix of another rank, sums
+// Products of groups of rows; the ranks have rows of all groups. Rows that go to the matrix of another rank, sums
 // that miss a rank, and bits that tell the ranks apart would be silently wrong.
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Shape {
   bool is_contraction = false, is_transposed = false, is_fixed_order = false;
   abi::cudaDataType_t type = abi::CUDA_R_32F, out = abi::CUDA_R_32F;
   int64_t matrices = 2, m = 24, k = 5, n = 7, batch = 1;
-  abi::cudaDataType_t narrow = abi::CUDA_R_32F;  // of w beside rows, if it is narrow
+  abi::cudaDataType_t narrow = abi::CUDA_R_32F;  // of w, if it is narrower than the rows
   abi::cudaDataType_t type_w() const { return Facts(narrow).is_low_precision && !is_contraction ? narrow : type; }
 };
 
@@ -55,7 +55,7 @@ class Array {
 // Bounds of all groups, in the rows of a rank.
 using Bounds = std::vector<int32_t>;
 
-// One product, where each rank has its own bounds. D starts as NaN: what nobody writes differs from every answer.
+// One product; each rank has its own bounds. D starts as NaN: an unwritten element differs from every answer.
 struct World {
   World(const Shape& shape, std::vector<Bounds> given) : shape(shape), bounds(std::move(given)) {
     const int64_t of_w = shape.is_contraction ? shape.m * shape.n : shape.matrices * shape.k * shape.n;
@@ -160,7 +160,7 @@ struct World {
   Rendezvous rendezvous;
 };
 
-// Groups of rows that are adjacent over all ranks: those of a global array.
+// Groups of rows that are adjacent over all ranks, as in a global array.
 std::vector<Bounds> Global(int64_t nranks, int64_t m, const std::vector<int32_t>& sizes) {
   Bounds all = {0};
   for (const int32_t size : sizes) all.push_back(all.back() + size);
@@ -271,7 +271,7 @@ TEST(ResultsAreRounded) {
   }
 }
 
-// In one order, a row has the bits of the row and its matrix, and a sum those of its rows, whoever has them.
+// In one order, a row has the bits of the row and its matrix, and a sum the bits of its rows, on any ranks.
 TEST(OrderedBitsDoNotKnowTheRanks) {
   test::Threads pool(3);
   constexpr int64_t kRows = 1440, kGroups = 4;

@@ -1,4 +1,4 @@
-// Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests those of all others.
+// Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests all processors'.
 #include <string>
 #include <utility>
 

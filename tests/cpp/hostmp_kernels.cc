@@ -36,7 +36,7 @@ struct Kernel {
   int64_t most_columns = INT64_MAX;  // of a plain A, if there is a limit
 };
 
-// Of exactly the size that was asked for, aligned, between two guards.
+// Memory of exactly the size that was asked for, aligned, between two guards.
 struct Scratch {
   explicit Scratch(int64_t bytes) : bytes(static_cast<size_t>(bytes)), memory(this->bytes + 192, 0x5a) {}
   char* data() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 127) / 64 * 64); }

@@ -22,14 +22,14 @@ constexpr Format kFormats[] = {{CUDA_R_8F_E4M3, 4, 3, 7, false, true},
                                {CUDA_R_8F_E5M2, 5, 2, 15, true, true},
                                {CUDA_R_4F_E2M1, 2, 1, 1, false, false}};
 
-// Those that are decoded only (ml_dtypes).
+// Formats that are decoded only (ml_dtypes).
 constexpr Format kDecoded[] = {{host_types::kE3M4, 3, 4, 3, true, true},
                                {host_types::kE4M3Ieee, 4, 3, 7, true, true},
                                {host_types::kE4M3B11Fnuz, 4, 3, 11, false, false, true},
                                {host_types::kE4M3Fnuz, 4, 3, 8, false, false, true},
                                {host_types::kE5M2Fnuz, 5, 2, 16, false, false, true}};
 
-// What a code means, from the format's definition (OCP FP8 and MX specifications).
+// Returns the value of a code, from the format's definition (OCP FP8 and MX specifications).
 double meaning(const Format& f, int code) {
   if (f.is_fnuz && code == 0x80) return NAN;
   const int mantissa = code & ((1 << f.mantissa_bits) - 1);

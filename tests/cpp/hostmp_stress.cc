@@ -58,7 +58,7 @@ TEST(test_a_rank_runs_ahead) {
   for (const std::string& error : streams.errors) CHECK_EQ(error, "");
 }
 
-// A peer's continuation may block for long: the others' completions must not queue up behind it.
+// A peer's continuation may block for long: the others' completions must not wait in a queue for it.
 TEST(test_blocking_continuations) {
   constexpr int kCalls = 8;
   struct Gate {

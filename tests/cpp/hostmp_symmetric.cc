@@ -57,7 +57,7 @@ TEST(test_each_pair_of_elements_is_computed_once) {
   }
 }
 
-// m is cut where A is, n where B and D are: the tiles lie within the ranges of all of them.
+// m is cut along A, n along B and D: the tiles are within the ranges of all of them.
 TEST(test_ranks_cut_m_and_n_alike) {
   for (const int64_t n : {515, 1200}) {
     for (const int64_t ranks : {2, 3, 4}) {

@@ -70,7 +70,7 @@ class World {
     errors = streams.errors;
   }
 
-  // D, of which every rank of an all-reduce has a copy.
+  // Returns D; every rank of an all-reduce has a copy.
   Matrix gather() {
     Matrix whole(c.m, c.n);
     for (int rank = 0; rank < c.nranks(); ++rank) {

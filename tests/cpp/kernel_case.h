@@ -112,7 +112,7 @@ bool same(const std::vector<T>& x, const std::vector<T>& y) {
 }
 
 // Numbers of the type T, with leading dimensions of up to three more than the rows. An array ends where its last number
-// does, so that a sanitizer sees what is read behind it.
+// does, so that a sanitizer sees a read past the end.
 template <typename T>
 struct Case {
   using Sum = typename Type<T>::Sum;
@@ -137,7 +137,7 @@ struct Case {
            std::to_string(trans_b) + " " + std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
   }
 
-  // C ahead of the call. With beta = 0 nothing may read it.
+  // Returns C before the call. With beta = 0 nothing may read it.
   std::vector<Sum> given(Real beta) const {
     std::vector<Sum> x = c;
     for (int64_t i = 0; beta == Real(0) && i < m * n; ++i) at(&x, i % m, i / m) = number_of<Sum>(NAN, NAN);

@@ -23,20 +23,20 @@ using barrier::Message;
 
 inline constexpr double kTimeout = 1.5;
 
-inline std::pair<int, int> SocketPair(int type = SOCK_STREAM) {
+inline std::pair<int, int> SocketPair() {
   int ends[2];
-  CHECK_EQ(socketpair(AF_UNIX, type, 0, ends), 0);
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   return {ends[0], ends[1]};
 }
 
 class Peer {
  public:
-  explicit Peer(int interrupts = -1) {
+  Peer() {
     const auto [ours, theirs] = SocketPair();
     fd_ = theirs;
     const timeval limit = {5, 0};  // of Next()
     CHECK_EQ(setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
-    StartBarrier({0, 2, kTimeout, interrupts});
+    StartBarrier({0, 2, kTimeout});
     ConnectPeer(1, ours);
   }
   ~Peer() {

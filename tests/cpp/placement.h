@@ -1,4 +1,4 @@
-// Numbers of any type, and where the elements of a distributed matrix lie: element by element, from the definitions.
+// Numbers of any type, and the places of a distributed matrix's elements: element by element, from the definitions.
 #ifndef JAXMP_TESTS_PLACEMENT_H_
 #define JAXMP_TESTS_PLACEMENT_H_
 
@@ -102,7 +102,7 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
   }
 }
 
-// As element `index` of an array.
+// Encodes a number as element `index` of an array.
 inline void encode_at(cudaDataType_t type, Number number, char* array, int64_t index) {
   if (Facts(type).bits != 4) return encode(type, number, array + index * Facts(type).bytes);
   const int code = code_of(type, static_cast<float>(number.real())), half = index % 2 * 4;

@@ -1,4 +1,4 @@
-// What handler_execute, which runs every distribution, does not see. (hostmp refuses blocks that do not match.)
+// Checks that handler_execute, which runs every distribution, cannot make. (hostmp refuses blocks that do not match.)
 #include <string>
 
 #include "csrc/plan/distribution.h"

@@ -17,7 +17,7 @@ TEST(LoadsTheBlas) { check::load_blas(); }
 
 using namespace abi;  // NOLINT: cuBLASMp's own names
 
-std::map<int, int> modes;  // by attribute, of those that have 4 bytes
+std::map<int, int> modes;  // by attribute, if it has 4 bytes
 std::map<int, bool> pointers;
 
 cublasMpStatus_t Record(cublasMpMatmulDescriptor_t desc, cublasMpMatmulDescriptorAttribute_t attribute,

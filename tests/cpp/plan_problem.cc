@@ -48,7 +48,7 @@ TEST(RefusesWhatIsNoProblem) {
       {With(cyclic, {{"layout_b", L{4, 3, -1, 0}}}), "from process (-1, 0)"},
       {With(one_axis, {{"layout_a", ones}, {"layout_b", ones}, {"layout_d", ones}}),
        "block-cyclic layouts belong to pattern grid"},
-      // numbers beyond any machine, ahead of the first arithmetic, in which they would overflow
+      // numbers beyond any machine, refused before the first arithmetic, which would overflow
       {With(product, {{"m", kLargest + 1}}), "attribute m must be at most 1099511627776, got 1099511627777"},
       {With(product, {{"k", I{1} << 62}}), "attribute k must be at most"},
       {With(product, {{"epilog", (I{1} << 32) + 4}}), "attribute epilog must be at most 2147483647"},

@@ -164,10 +164,10 @@ TEST(OneFailureEndsTheWholeRun) {
   Message failure;
   failure.kind = Kind::kAbandon;
   failure.run = 3;
-  failure.text = "matmul at train.py:41: rank 1 was interrupted by the user";
+  failure.text = "matmul at train.py:41: rank 1 has left the run";
   peer.Send(failure);
-  CHECK_CONTAINS(waits.get(), "rank 1 was interrupted by the user");
-  CHECK_CONTAINS(Come(one, 3).get(), "rank 1 was interrupted by the user");
+  CHECK_CONTAINS(waits.get(), "rank 1 has left the run");
+  CHECK_CONTAINS(Come(one, 3).get(), "rank 1 has left the run");
   peer.Come(*one, 1, {}, 4);
   CHECK_EQ(Come(one, 4).get(), "");
 }
@@ -193,7 +193,7 @@ TEST(EqualCallsMeetUnderDifferentNames) {
   CHECK(!IsOneRun(9, 1, kTheirs + 8));
   peer.Come(*Make("jit_wrapper", 0, "k=4"), 1, {}, kTheirs + 11);
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4"), 10).get(), "rank 1 has come to run 5 of the program");
-  peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, of which this process has none
+  peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, which this process does not have
   CHECK_EQ(Come(Make("jit_f", 0, "k=8")).get(), "");
 }
 
@@ -274,22 +274,6 @@ TEST(WhatAPeerGivesUpIsGivenUpHere) {
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
 }
 
-TEST(AnInterruptEndsTheWaitingAndNoJob) {
-  const auto [read_end, write_end] = SocketPair(SOCK_STREAM | SOCK_NONBLOCK);
-  {
-    Peer peer(read_end);
-    CallSignature call = *Make("jit_f", 0, "k=4");
-    call.has_tokens = true;
-    auto outcome = Come(std::make_shared<const CallSignature>(call));
-    const char number = 2;
-    CHECK_EQ(write(write_end, &number, 1), 1);
-    CHECK_CONTAINS(outcome.get(), "rank 0 was interrupted by the user");
-    CHECK_EQ(BarrierFailure(), "");
-  }
-  close(read_end);
-  close(write_end);
-}
-
 TEST(TheEndFreesThoseWhoWait) {
   std::future<std::string> outcome;
   {
@@ -300,7 +284,7 @@ TEST(TheEndFreesThoseWhoWait) {
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
 }
 
-// Whoever waits goes on as XLA's threads compute, which take subnormal numbers as zero, as does whoever comes last.
+// Ranks that wait and the last rank go on as XLA's threads compute, which take subnormal numbers as zero.
 TEST(AProgramResumesInTheStateInWhichItCame) {
   struct Resumed {
     FloatState state;
@@ -378,7 +362,7 @@ TEST(ARankThatIsARunAheadEntersNoCollective) {
   CHECK(!IsReady(ahead));
   peer.Come(*call, 1, {}, 2);
   CHECK_EQ(ahead.get(), "");
-  // and the one that is behind gives its run up
+  // and the rank that is late gives its run up
   peer.Come(*call, 1, {}, 4);
   CHECK_CONTAINS(ArriveForAMoment(call, {nullptr, 3}, 0).message(), "rank 1 has come to run 3 of the program");
   CHECK_EQ(LateFailure(), "");
@@ -436,7 +420,7 @@ TEST(APlaceOutsideTheMeshIsRefused) {
 
 // A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
 TEST(AProcessIsConnectedWhenItIsNeeded) {
-  StartBarrier({0, 3, kTimeout, -1});
+  StartBarrier({0, 3, kTimeout});
   const auto call = Make("jit_f", 0, "k=4");
   auto outcome = Come(call);
   CHECK(WantedProcesses() == std::vector<int>{1});
@@ -459,7 +443,7 @@ TEST(AProcessIsConnectedWhenItIsNeeded) {
 }
 
 TEST(AProcessThatCannotBeConnectedIsNamedAtOnce) {
-  StartBarrier({0, 2, kTimeout, -1});
+  StartBarrier({0, 2, kTimeout});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   LosePeer(1, "has ended: nothing listens at 127.0.0.1:9 any more");
   CHECK_CONTAINS(outcome.get(), "rank 1 has ended: nothing listens");

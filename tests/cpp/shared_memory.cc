@@ -34,7 +34,7 @@ void ReadAndRelease(uint64_t token, size_t bytes, char byte) {
 
 TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   CHECK(ShareArena(0, *DescribeLocalArena()).ok());
-  CHECK_CONTAINS(AllocateBlock(1, 0).status().message(), "nobody reads");
+  CHECK_CONTAINS(AllocateBlock(1, 0).status().message(), "without readers");
   const Block first = *AllocateBlock(100000, 2), second = *AllocateBlock(1, 1);
   CHECK(first.token % kPages != second.token % kPages);
   Fill(first, 7, 100000);
@@ -46,7 +46,7 @@ TEST(ABlockIsWrittenToAgainOnceAllHaveReadIt) {
   const Block third = *AllocateBlock(70000, 1);
   Fill(third, 8, 70000);
   CHECK_EQ(third.token % kPages, first.token % kPages);
-  CHECK_CONTAINS(ReadBlock(0, first.token, 70000).status().message(), "another one lies there");
+  CHECK_CONTAINS(ReadBlock(0, first.token, 70000).status().message(), "another block is there");
   ReadAndRelease(third.token, 70000, 8);
   Fill(second, 9, 1);
   ReadAndRelease(second.token, 1, 9);
@@ -131,8 +131,8 @@ TEST(WhatIsNotThereIsRefused) {
   for (const uint64_t wrong : {uint64_t{0}, kPages, token + 1, token + kPages, ~uint64_t{0}}) {
     CHECK_CONTAINS(why(0, wrong, 100), "jaxmp.DistributedError: ");
   }
-  CHECK_CONTAINS(why(0, token + kPages, 100), "of rank 0, 100 bytes: another one lies there");
-  CHECK_CONTAINS(why(0, token, 101), "of rank 0, 101 bytes: another one lies there");
+  CHECK_CONTAINS(why(0, token + kPages, 100), "of rank 0, 100 bytes: another block is there");
+  CHECK_CONTAINS(why(0, token, 101), "of rank 0, 101 bytes: another block is there");
   CHECK_CONTAINS(why(0, token, size_t{1} << 40), "the arena ends at");
   CHECK_CONTAINS(why(0, token, ~size_t{0} - 8), "there is none");
   ReadAndRelease(token, 100, 1);
@@ -164,8 +164,7 @@ TEST(AnotherProcessReadsWhatThisOneWrites) {
   CHECK_EQ(LocalArenaUse().used, size_t{0});
 }
 
-// Four devices, of which this process has those at positions 0 and 2, and the peer the others; the order of their ranks
-// is another one.
+// Four devices: this process has positions 0 and 2, and the peer the others; their ranks have another order.
 struct Job {
   explicit Job(bool sums, const std::string& fields = "k=4") {
     CallSignature signature;
@@ -234,7 +233,7 @@ std::vector<std::vector<float>> Operands(bool sums) {
   return operands;
 }
 
-// What the device at a position has to get: the sum of its pieces, or the pieces of all ranks in their order.
+// Returns the result of the device at a position: the sum of its pieces, or the pieces of all ranks in their order.
 std::vector<float> Expected(const std::vector<int64_t>& ranks, bool sums, size_t position) {
   std::vector<float> expected(sums ? 15 : 60);
   for (size_t other = 0; other < 4; ++other) {
@@ -266,7 +265,7 @@ TEST(ResultsAreInTheOrderOfTheRanks) {
   }
 }
 
-// All ranks of this process: the halves wait for nobody.
+// All ranks of this process: the halves wait for nothing.
 TEST(TheHalvesGiveTheSame) {
   for (const bool sums : {false, true}) {
     Job job(sums);

@@ -14,9 +14,9 @@
 
 namespace jaxmp::tests {
 
-// f32 matrices of one problem, cut into the ranks' parts as its layout says. D starts as NaN: an element that nobody
-// writes differs from every answer; C, where there is one, lies in its place. Where a rank holds less than the largest
-// block-cyclic part, elements beyond the matrix stand for the padding, which nobody may read or write.
+// f32 matrices of one problem, cut into the ranks' parts by its layout. D starts as NaN: an unwritten element differs
+// from every answer; C, if there is one, is in D's memory. If a rank holds less than the largest block-cyclic part,
+// elements beyond the matrix stand for the padding, which must not be read or written.
 struct World {
   explicit World(const Problem& problem, int salt = 0)
       : problem(problem), layout(*MakeDistribution(problem)), salt(salt) {

@@ -160,7 +160,7 @@ def test_the_checks_fail_where_nothing_is_promised():
             testing.check_rows("run_to_run", "host", "float64", (k, n), (1, 2, 3, 7, 70))
 
     with pytest.raises(
-        AssertionError, match=r"d of m=\d+ k=\d+ n=\d+ NONE, beside the same rows among 70: \d+ of \d+ ele"
+        AssertionError, match=r"d of m=\d+ k=\d+ n=\d+ NONE, compared with the same rows among 70: \d+ of \d+ ele"
     ):
         check()
     with pytest.raises(AssertionError, match="elements differ"):

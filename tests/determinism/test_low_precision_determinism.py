@@ -92,9 +92,9 @@ def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
     for name, message in (
         (
             "rs-transposed",
-            "has scales of whole tensors and rows only where columns of the result are gathered or scattered over 'y'",
+            "scales of whole tensors and rows only where columns of the result are gathered or scattered over 'y'",
         ),
-        ("rs", "has scales of whole tensors and rows only where operands are gathered over 4 ranks"),
+        ("rs", "takes scales of whole tensors and rows only where operands are gathered over 4 ranks"),
     ):
         case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
         operands = drawn(rng, blocks, *case.extents)

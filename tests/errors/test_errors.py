@@ -82,8 +82,8 @@ WRONG = {
     "a is a scalar": ((zeros(), B), {}, ValueError, "matmul: a must have at least 1 dimension, got 0 (shape ())"),
     "a is a scalar beside a vector": ((zeros(), zeros(6)), {}, ValueError, "matmul: a must have at least 1 dimension, got 0 (shape ())"),
     "b is a scalar": ((A, zeros()), {}, ValueError, "matmul: b must have at least 1 dimension, got 0 (shape ())"),
-    "a is a vector with an epilog": ((zeros(6), B), {"epilog": Epilog.RELU}, NotImplementedError, "matmul: epilog is available for an a of 2 or more dimensions and a b of 2, got shapes (6,) and (6, 8); leave it out, or use jax.vmap"),
-    "b has a batch and alpha": ((A, zeros(2, 6, 8)), {"alpha": jnp.float32(1)}, NotImplementedError, "matmul: alpha is available for an a of 2 or more dimensions and a b of 2, got shapes (4, 6) and (2, 6, 8)"),
+    "a is a vector with an epilog": ((zeros(6), B), {"epilog": Epilog.RELU}, NotImplementedError, "matmul: epilog is available if a has 2 or more dimensions and b has 2, got shapes (6,) and (6, 8); leave it out, or use jax.vmap"),
+    "b has a batch and alpha": ((A, zeros(2, 6, 8)), {"alpha": jnp.float32(1)}, NotImplementedError, "matmul: alpha is available if a has 2 or more dimensions and b has 2, got shapes (4, 6) and (2, 6, 8)"),
     "b is a vector of another extent": ((A, zeros(5)), {}, ValueError, "matmul: index 'k' has extent 6 in a but 5 in b (shapes (4, 6), (5,))"),
     "conjugate a real vector": ((zeros(6), B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
     "a is None": ((None, B), {}, TypeError, "matmul: a must be an array, got NoneType"),
@@ -126,8 +126,8 @@ WRONG = {
     "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'; pass jaxmp.Epilog.RELU"),
     "unknown epilog by name": ((A, B), {"epilog": "silu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'silu'; there are NONE, DEFAULT, ALLREDUCE, RELU, RELU_AUX, BIAS"),
     "bits without an epilog": ((A, B), {"epilog": Epilog.ALLREDUCE | 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 9"),
-    "BGRADB of a transposed b": ((A, zeros(8, 6)), {"epilog": Epilog.BGRADB, "transpose_b": True}, NotImplementedError, "matmul: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); store b so"),
-    "BGRADA of a plain a": ((A, B), {"epilog": Epilog.BGRADA}, NotImplementedError, "matmul: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); store a so"),
+    "BGRADB of a transposed b": ((A, zeros(8, 6)), {"epilog": Epilog.BGRADB, "transpose_b": True}, NotImplementedError, "matmul: epilog BGRADB needs transpose_b=False, because cuBLASMp sums b only if it is stored (k, n); store b so"),
+    "BGRADA of a plain a": ((A, B), {"epilog": Epilog.BGRADA}, NotImplementedError, "matmul: epilog BGRADA needs transpose_a=True, because cuBLASMp sums a only if it is stored (k, m); store a so"),
     "BGRADA of a batch": ((zeros(2, 6, 4), B), {"epilog": Epilog.BGRADA, "transpose_a": True}, ValueError, "matmul: epilog BGRADA needs a with 2 dimensions, (k, m), got 3; use jax.vmap for the others"),
     "missing mask": ((A, B), {"epilog": Epilog.DRELU_BGRAD}, ValueError, "matmul: epilog DRELU_BGRAD needs epilog_inputs ['relu_aux'], missing ['relu_aux']"),
     "mask of another type": ((A, B), {"epilog": Epilog.DRELU, "epilog_inputs": {"relu_aux": zeros(4, 16)}}, TypeError, "matmul: relu_aux must be the uint8 array that a RELU_AUX epilog returned, got float32"),
@@ -182,9 +182,9 @@ CALLS = {
     "assert_no_collectives string": (lambda: jaxmp.assert_no_collectives(abs, allowed="all-reduce"), TypeError, "assert_no_collectives: allowed must be a list of kinds, got 'all-reduce'; pass ['all-reduce']"),
     "assert_no_collectives kind": (lambda: jaxmp.assert_no_collectives(abs, allowed=[("psum", "x")]), ValueError, "assert_no_collectives: allowed has ('psum', 'x'); it takes all-gather, "),
     "explain compiled": (lambda: jaxmp.explain(abs, compiled="yes"), TypeError, "explain: compiled must be True or False, got 'yes'"),
-    "quantize to a type of scales": (lambda: quantize.tensor(A, jnp.float8_e8m0fnu), TypeError, "quantize: dtype must be a float8 or float4 type, got float8_e8m0fnu"),
+    "quantize to a type of scales": (lambda: quantize.tensor(A, jnp.float8_e8m0fnu), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float8_e8m0fnu"),
     "quantize complex": (lambda: quantize.tensor(A.astype(np.complex64)), TypeError, "quantize: takes an array of real numbers, got"),
-    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be a float8 or float4 type, got float32"),
+    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float32"),
     "quantize no array": (lambda: quantize.amax("x"), TypeError, "quantize: takes an array of real numbers, got 'x'"),
     "pack_fp4 type": (lambda: quantize.pack_fp4(A), TypeError, "quantize.pack_fp4: takes float4_e2m1fn, got float32[4,6]"),
     "pack_fp4 odd": (lambda: quantize.pack_fp4(A[:, :5].astype("float4_e2m1fn")), ValueError, "quantize.pack_fp4: the last dimension must be a multiple of 2, got shape (4, 5)"),
@@ -206,7 +206,7 @@ CALLS = {
     "mlp of float8": (lambda: jaxmp.mlp(A.astype("float8_e4m3fn"), B, None, B.T, None, activation="relu"), NotImplementedError, "call jaxmp.matmul for each product"),
     "mlp, second product": (lambda: jaxmp.mlp(A, B, None, B[:2], None, activation="relu"), ValueError, "mlp (hidden @ w_out): w_out has k=2 but hidden has k=8"),
     "mlp outside of shard_map": (lambda: jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y"), ValueError, "where an axis is named; outside, leave axis_name out, and pass out_sharding"),
-    "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), NotImplementedError, "einsum: operands of dtype int16 (b int32, a int16) are not supported, for JAX has no product of integers that is narrower"),
+    "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), NotImplementedError, "einsum: operands of dtype int16 (b int32, a int16) are not supported, because JAX has no product of integers that is narrower"),
     "explain": (lambda: jaxmp.explain(C), TypeError, "explain: takes a function, got ndarray; write explain(fn)(*args) for the calls of fn(*args)"),
     "draw": (lambda: jaxmp.draw(3), TypeError, "draw: takes a function, got int; write draw(fn)(*args)"),
     "profile": (lambda: jaxmp.profile([]), TypeError, "profile: takes a function, got list; write profile(fn)(*args)"),
@@ -281,7 +281,7 @@ def test_an_operand_in_host_memory(is_jitted):
     """As for jnp: a GPU's library would be given a pointer to the host."""
     a = in_host_memory(A)
     call = jax.jit(jaxmp.matmul) if is_jitted else jaxmp.matmul
-    message = "matmul: a lies in host memory, and products are taken in the memory of the devices; move it there first"
+    message = "matmul: a is in host memory, but products run in device memory; move it there first"
     with pytest.raises(ValueError, match=message):
         call(a, B)
     moved = jax.eval_shape(lambda a: jaxmp.matmul(jax.device_put(a, jax.memory.Space.Device), B), a)
@@ -295,13 +295,13 @@ def in_host_memory(x):
 
 def test_other_operands_in_host_memory():
     mask = in_host_memory(zeros(4, 16).astype(np.uint8))
-    with pytest.raises(ValueError, match="matmul: relu_aux lies in host memory"):
+    with pytest.raises(ValueError, match="matmul: relu_aux is in host memory"):
         jaxmp.matmul(A, B, epilog=Epilog.DRELU, epilog_inputs={"relu_aux": mask})
-    with pytest.raises(ValueError, match="matmul: bias lies in host memory"):
+    with pytest.raises(ValueError, match="matmul: bias is in host memory"):
         jaxmp.matmul(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": in_host_memory(BIAS)})
     float8 = jnp.zeros((128, 128), jnp.float8_e4m3fn)
     scaling = jaxmp.Scaling(a=in_host_memory(np.float32(1)))
-    with pytest.raises(ValueError, match=r"matmul: scaling\.a lies in host memory"):
+    with pytest.raises(ValueError, match=r"matmul: scaling\.a is in host memory"):
         jaxmp.matmul(float8, float8, transpose_b=True, scaling=scaling, preferred_element_type=jnp.float32)
 
 

@@ -7,18 +7,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
 #include <tuple>
-#include <type_traits>
-#include <vector>
 
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/handles/runtime.h"
-#include "tests/cpp/threads.h"
+#include "tests/fakes/cublasmp_product.h"
 #include "tests/fakes/cublasmp_state.h"
 #include "tests/fakes/fake.h"
 
@@ -29,7 +25,6 @@ FAKE(ncclMemFree);
 namespace {
 
 using namespace fakes;  // NOLINT
-using jaxmp::hostmp::AsStream;
 
 #define ENTER(name) \
   if (const cublasMpStatus_t entered = Enter(name); entered != CUBLASMP_STATUS_SUCCESS) return entered
@@ -62,92 +57,6 @@ const char* AlgorithmOf(cublasMpMatmulDescriptor_t matmul, const cublasMpGrid& g
   if (grid.nprow == nranks) return "AllGather + Matmul";
   return grid.npcol == nranks ? "Matmul + ReduceScatter" : "generic Matmul";
 }
-
-// What a rank brings to a product. It lies where each process of the job reads it.
-struct Arguments {
-  int64_t m, n, k;
-  std::array<char, 16> alpha, beta;  // the plan's scalars have 16 bytes whatever their type is
-  const void *a, *b, *c;
-  void *d, *work;
-  int64_t ia, ja, ib, jb, ic, jc, id, jd;
-  cublasMpMatrixDescriptor desc_a, desc_b, desc_c, desc_d;
-  bool has_c, fixed_reduction_order;
-  decltype(cublasMpMatmulDescriptor::values) values;
-  decltype(cublasMpMatmulDescriptor::is_set) is_set;
-  size_t bytes;
-};
-static_assert(std::is_trivially_copyable_v<Arguments>);
-
-[[noreturn]] void Fail(const std::string& why) {
-  std::fprintf(stderr, "fake cublasmp: %s\n", why.c_str());
-  std::abort();  // a device that fails: nothing that a test expects
-}
-
-cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
-  cublasMpHandle_t handle = nullptr;
-  (void)host().Create(&handle, stream);
-  cublasMpMatmulDescriptor matmul{x->values, x->is_set, x->fixed_reduction_order, nullptr};
-  const cublasMpStatus_t status =
-      host().Matmul(handle, &matmul, x->m, x->n, x->k, x->alpha.data(), x->a, x->ia, x->ja, &x->desc_a, x->b, x->ib,
-                    x->jb, &x->desc_b, x->beta.data(), x->c, x->ic, x->jc, x->has_c ? &x->desc_c : nullptr, x->d, x->id,
-                    x->jd, &x->desc_d, x->work, x->bytes, nullptr, 0);
-  (void)host().Destroy(handle);
-  return status;
-}
-
-// hostmp's product of all ranks: their memory is the host's.
-void Multiply(const jaxmp::hostmp::Group& group, const std::vector<Arguments*>& ranks) {
-  jaxmp::hostmp::Rendezvous rendezvous;
-  jaxmp::test::Streams streams(ranks.size());
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    Arguments x = *ranks[rank];
-    for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
-      desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
-    }
-    if (Start(&x, AsStream(streams.start(rank, &rendezvous))) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
-  }
-  streams.wait();
-  for (const std::string& error : streams.errors) {
-    if (!error.empty()) Fail(error);
-  }
-}
-
-// A product on its stream, which goes on when every rank has come and rank 0 has computed it.
-struct Product {
-  Arguments* arguments;
-  ncclComm_t comm;
-  int ordinal;
-
-  static void Run(void* data) {
-    const std::unique_ptr<Product> product(static_cast<Product*>(data));
-    Log(product->ordinal, "~Matmul");
-    product->Compute();
-    fake_cuda_unshare(product->arguments);
-    std::lock_guard<std::mutex> lock(state().mutex);
-    --state().running[product->comm];
-  }
-
-  // On a GPU that ranks share, the real library's ranks do not wait for each other from one call to the next.
-  void Count() const {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    const bool is_shared = Knob("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0 && fake_nccl_nranks(comm) > 1;
-    if (++state().running[comm] > 1 && is_shared)
-      Fail("ranks that share a GPU have begun a call before the last ended");
-  }
-
-  void Compute() const {
-    std::array<long long, kFakeMostRanks> given{};  // NOLINT
-    fake_nccl_gather(comm, kFakeOnStream, reinterpret_cast<long long>(arguments), given.data());
-    if (fake_nccl_rank(comm) == 0) {
-      std::vector<Arguments*> ranks;
-      for (size_t rank = 0; rank < static_cast<size_t>(fake_nccl_nranks(comm)); ++rank) {
-        ranks.push_back(reinterpret_cast<Arguments*>(given[rank]));
-      }
-      Multiply(GroupOf(comm), ranks);
-    }
-    fake_nccl_gather(comm, kFakeOnStream, 0, given.data());
-  }
-};
 
 bool IsExplicit(cublasMpMatmulDescriptor_t matmul) {
   const auto algo = matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE];
@@ -248,8 +157,10 @@ cublasMpStatus_t Register(const char* function, cublasMpGrid_t grid, void* point
   if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
   const cublasMpStatus_t status = host().BufferRegister(grid, pointer, size);
   if (status != CUBLASMP_STATUS_SUCCESS) return Report(status, function);
+  Windows windows{};
+  fake_nccl_gather(comm, kFakeOnHost, reinterpret_cast<long long>(pointer), windows.data());  // NOLINT
   std::lock_guard<std::mutex> lock(state().mutex);
-  state().buffers.insert({pointer, grid});
+  state().buffers[{pointer, grid}] = windows;
   return status;
 }
 cublasMpStatus_t Deregister(cublasMpGrid_t grid, void* pointer) {
@@ -340,7 +251,7 @@ cublasMpStatus_t cublasMpMatmul_bufferSize(cublasMpHandle_t handle, cublasMpMatm
                                desc_c, d, id, jd, desc_d, device_bytes, host_bytes);
   if (status != CUBLASMP_STATUS_SUCCESS) return Report(status, "cublasMpMatmul_bufferSize");
   // hostmp rarely asks for memory, the real library does.
-  *device_bytes = std::max(*device_bytes, static_cast<size_t>(8 * m * n));
+  *device_bytes = std::max({*device_bytes, static_cast<size_t>(8 * m * n), sizeof(void*) * kFakeMostRanks});
   *host_bytes = 64;
   return status;
 }

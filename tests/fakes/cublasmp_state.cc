@@ -82,7 +82,13 @@ Handle HandleOf(cublasMpHandle_t handle) {
 bool IsRegistered(void* work) {
   std::lock_guard<std::mutex> lock(state().mutex);
   const auto found = state().buffers.lower_bound({work, nullptr});
-  return found != state().buffers.end() && found->first == work;
+  return found != state().buffers.end() && found->first.first == work;
+}
+
+Windows WindowsOf(void* work, ncclComm_t comm) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const Windows windows = state().buffers.lower_bound({work, nullptr})->second;
+  return Knob("FAKE_CUBLASMP_ONE_BUFFER", 0) ? state().first_windows.try_emplace(comm, windows).first->second : windows;
 }
 
 bool IsSymmetric() { return Knob("FAKE_CUBLASMP_SYMMETRIC", 1) != 0; }

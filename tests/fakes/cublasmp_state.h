@@ -3,6 +3,7 @@
 #ifndef JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
 #define JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
 
+#include <array>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -30,13 +31,17 @@ struct Handle {
   CUstream stream;
 };
 
+// A registered buffer's addresses, by rank.
+using Windows = std::array<long long, kFakeMostRanks>;  // NOLINT
+
 struct State {
   std::mutex mutex;
   std::map<const void*, std::unique_ptr<jaxmp::hostmp::Group>> groups;  // by fake_nccl_group()
   std::map<cublasMpHandle_t, Handle> handles;
   std::map<cublasMpGrid_t, ncclComm_t> grids;
   std::map<std::pair<const void*, int>, ncclComm_t> comms;  // of a group's first grid, by hostmp's group and the rank
-  std::set<std::pair<void*, cublasMpGrid_t>> buffers;       // registered
+  std::map<std::pair<void*, cublasMpGrid_t>, Windows> buffers;  // registered
+  std::map<ncclComm_t, Windows> first_windows;                  // with FAKE_CUBLASMP_ONE_BUFFER
   std::set<const void*> descriptors;
   std::map<ncclComm_t, int> running;                    // products that have not ended, by the rank's communicator
   std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
@@ -68,7 +73,9 @@ Handle HandleOf(cublasMpHandle_t handle);  // {-1, null}
 
 // Whether ranks reach each other's memory. Where they do not, cublasMpMalloc says so at once and waits for nobody.
 bool IsSymmetric();
-bool IsRegistered(void* work);                // on any grid
+bool IsRegistered(void* work);  // on any grid
+// Of the workspace; with FAKE_CUBLASMP_ONE_BUFFER=1 of the communicator's first, whatever a call was given.
+Windows WindowsOf(void* work, ncclComm_t comm);
 bool HasWorkspace(void* work, size_t bytes);  // that, any memory where none is symmetric, or no bytes
 
 }  // namespace fakes

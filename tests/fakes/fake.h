@@ -55,6 +55,9 @@ jaxmp::abi::ncclComm_t fake_nccl_split(jaxmp::abi::ncclComm_t comm);
 // Takes every rank's value, by rank, once all have come. `channel` keeps host and stream apart, whose arrivals are not
 // ordered among each other.
 void fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value, long long* values);  // NOLINT
+// One more signal to the peer; waits until every rank has sent this one so many.
+void fake_nccl_signal(jaxmp::abi::ncclComm_t comm, int peer);
+void fake_nccl_await_signals(jaxmp::abi::ncclComm_t comm, unsigned long long count);  // NOLINT
 void fake_nccl_break(int result);               // every communicator reports it as its asynchronous error
 void fake_nccl_exhaust(int device, int times);  // so many of its next allocations fail there
 }

@@ -183,6 +183,15 @@ ncclComm_t fake_nccl_split(ncclComm_t comm) {
 void fake_nccl_gather(ncclComm_t comm, int channel, long long value, long long* values) {  // NOLINT
   comm->group->channels[static_cast<size_t>(channel)].Gather(comm->rank, comm->nranks, value, values);
 }
+void fake_nccl_signal(ncclComm_t comm, int peer) {
+  ++comm->group->signals[static_cast<size_t>(comm->rank)][static_cast<size_t>(peer)];
+}
+void fake_nccl_await_signals(ncclComm_t comm, unsigned long long count) {  // NOLINT
+  const auto& signals = comm->group->signals;
+  for (size_t peer = 0; peer < static_cast<size_t>(comm->nranks); ++peer) {
+    fakes::Await([&] { return signals[peer][static_cast<size_t>(comm->rank)] >= count; });
+  }
+}
 fakes::Mail* fake_nccl_mail(ncclComm_t comm, int from, int to) {
   return &comm->group->mail[static_cast<size_t>(from)][static_cast<size_t>(to)];
 }

@@ -35,7 +35,8 @@ struct Mail {
 
 struct Group {
   std::array<Channel, 2> channels;
-  std::array<std::array<Mail, kFakeMostRanks>, kFakeMostRanks> mail;  // by sender and receiver
+  std::array<std::array<Mail, kFakeMostRanks>, kFakeMostRanks> mail;                      // by sender and receiver
+  std::array<std::array<std::atomic<uint64_t>, kFakeMostRanks>, kFakeMostRanks> signals;  // likewise, how many
 };
 
 }  // namespace fakes

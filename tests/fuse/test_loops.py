@@ -62,25 +62,23 @@ def stacked(function, args):
     return sum(v.aval.shape[:2] == (LAYERS, ROWS) for v in scans[0].outvars)
 
 
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu], ids=["relu", "gelu"])
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["no mesh", "explicit"])
-def test_the_backward_scan_reads_the_aux_of_the_forward_one(activation, is_sharded):
-    name = activation.__name__.upper()
+def test_the_backward_scan_reads_the_aux_of_the_forward_one(is_sharded):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh) if is_sharded else jax.numpy_rank_promotion("allow"):
-        args, function = operands(mesh if is_sharded else None), step_of(activation, is_sharded=is_sharded)
+        args, function = operands(mesh if is_sharded else None), step_of(jax.nn.gelu, is_sharded=is_sharded)
         found = jaxmp.explain(jaxmp.fuse(function), quiet=True)(*args)
         epilogs = [row.epilog for row in found.rows if row.epilog not in ("", "NONE")]
-        assert epilogs == [f"{name}_AUX_BIAS", f"D{name}"], str(found)
+        assert epilogs == ["GELU_AUX_BIAS", "DGELU"], str(found)
         # x, the activation and the aux, and not what JAX's derivative of gelu reads.
         assert stacked(jaxmp.fuse(function), args) == 3
-        check(function, args, is_exact=activation is jax.nn.relu)
+        check(function, args, is_exact=False)
 
 
 def test_reversed_loops_and_activations_that_are_read_twice():
     args = operands()
-    check(step_of(jax.nn.relu, reverse=True), args, is_exact=True)
-    for activation in (lambda z: jax.nn.gelu(z) + z, jnp.tanh):
+    check(step_of(jax.nn.gelu, reverse=True), args, is_exact=False)
+    for activation in (lambda z: jax.nn.gelu(z) + z, jax.nn.relu):
         function = step_of(activation)
         assert stacked(jaxmp.fuse(function), args) == stacked(function, args)
         check(function, args, is_exact=False)
@@ -88,17 +86,17 @@ def test_reversed_loops_and_activations_that_are_read_twice():
 
 def flat(x, w_in, w_out, bias):
     """The value and the gradients of one layer, without a loop."""
-    return jax.value_and_grad(lambda x, w: jnp.sum((jax.nn.relu(x @ w + bias[0]) @ w_out[0]) ** 2), (0, 1))(x, w_in[0])
+    return jax.value_and_grad(lambda x, w: jnp.sum((jax.nn.gelu(x @ w + bias[0]) @ w_out[0]) ** 2), (0, 1))(x, w_in[0])
 
 
 @pytest.mark.parametrize("refused", ["call", "gradient"])
-@pytest.mark.parametrize("function", [step_of(jax.nn.relu), flat], ids=["loop", "layer"])
+@pytest.mark.parametrize("function", [step_of(jax.nn.gelu), flat], ids=["loop", "layer"])
 def test_where_one_of_both_calls_is_refused_the_program_runs_as_it_is(refused, function, monkeypatch):
     def refuse(*args, **kwargs):
         raise NotAvailable("refused")
 
     monkeypatch.setattr(emit, refused, refuse)
-    check(function, operands(), is_exact=True)
+    check(function, operands(), is_exact=False)
 
 
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}

@@ -1,7 +1,7 @@
 """The seeded faults: each stands in place of one function, and some test has to notice it.
 
 `seeded` puts a Python fault in place of `module:name` when the module is imported; the fault gets the original and its
-arguments. `CPP` names the function of each fault of faults.cc. Both name the tests in which the fault shows: a file of
+arguments. `CPP` names the function of each fault of faults.cc. Both name the tests that show the fault: a file of
 tests, one test of it, or `cpp:` and a C++ test. Faults that no test can see (another order of equal work, a slower way)
 do not belong here.
 """

@@ -66,7 +66,7 @@ def linked(name: str, fault: Fault) -> str:
     shown = checked("nm", "-p", "--defined-only", "--demangle", library).splitlines()
     mangled = checked("nm", "-p", "--defined-only", library).splitlines()
     begin, _, end = (fault.name if "(" in fault.name else f"{fault.name}(").partition("…")
-    pairs = [(line[19:], other[19:]) for line, other in zip(shown, mangled, strict=True)]  # behind address and kind
+    pairs = [(line[19:], other[19:]) for line, other in zip(shown, mangled, strict=True)]  # after address and kind
     methods = [(text.removesuffix(" const"), symbol) for text, symbol in pairs]
     found = {symbol for text, symbol in methods if text.startswith(begin) and text.endswith(end) and text[-1:] == ")"}
     if len(found) != 1:

@@ -1,4 +1,4 @@
-"""What `audit(vary="processes")` finds. Run by `ranks.py audited` on 4 devices of 2 processes, and on 2 of 2."""
+"""Results of `audit(vary="processes")`. Run by `ranks.py audited` on 4 devices of 2 processes, and on 2 of 2."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Each job draws a model, forward or with its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once
 or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
 one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause
-or a last line that names the victim, and the difference where there is one. Where somebody is late, all end with 0.
-Each rank, `ranks.py chaos`, prints COME and the time ahead of each step, FAULT and the time at the fault.
+or a last line that names the victim, and the difference if there is one. If a rank is only late, all end with 0.
+Each rank, `ranks.py chaos`, prints COME and the time before each step, FAULT and the time at the fault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import jaxmp
 KINDS = ("kill", "kill", "stop", "late", "raise", "leave", "rows", "k", "dtype")
 MODELS = ("gather", "reduce", "data", "grid")
 WITHIN = TIMEOUT + 5
-# Of a job that starts on two busy processors.
+# The seconds of a job that starts on two busy processors.
 DEADLINE = 120.0
 
 
@@ -54,7 +54,7 @@ def draw(rng: random.Random) -> dict:
 
 
 def run(fault: dict, folder: Path) -> str:
-    """What was wrong with the job, with its logs, or ""."""
+    """Returns what was wrong with the job, with its logs, or ""."""
     env = {"CHAOS_FAULT": json.dumps(fault), "JAXMP_SHARED_MEMORY": fault["memory"]}
     job = Job(folder, "chaos", fault["nprocesses"], env={"all": env})
     victim = fault["victim"]
@@ -111,7 +111,7 @@ def main(initialize, process: int) -> None:
     initialize()
     for step in range(STEPS):
         is_now = is_victim and step == fault["step"]
-        # Compiled ahead, so that the time from the last COME is the time in which a fault is seen.
+        # Compiled first, so that the time since the last COME is the delay until a fault is seen.
         run, operands = program(fault["model"], fault["is_backward"], fault["kind"] if is_now else "")
         compiled = run.lower(*operands).compile()
         if is_now:

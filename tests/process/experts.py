@@ -1,6 +1,6 @@
-"""Products of groups of rows whose rows and matrices lie in several processes. Run by `ranks.py experts`.
+"""Products of groups of rows, with rows and matrices in several processes. Run by `ranks.py experts`.
 
-What would be silently wrong without it: a row that comes back to another's place, and a sum that misses a rank's rows.
+It finds silent errors: a row that comes back to another's place, and a sum that misses a rank's rows.
 """
 
 import functools
@@ -85,7 +85,7 @@ def compare(got, want, case):
 
 
 def has_the_bits_of_one_device(mesh, kind):
-    """Rows are summed in the order of the global array, whoever holds them."""
+    """Checks that rows are summed in the order of the global array, independent of their process."""
     rng = np.random.default_rng(0)
     operands = [rng.normal(size=shape).astype(np.float32) for shape in ((M, 300), (GROUPS, 300, N), (M, N))]
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=np.array((3, 0, 4, 0, 1, 5, 0, 1)), determinism="topology")

@@ -1,7 +1,7 @@
-"""The same bits whichever process comes last: products with subnormal operands, and arithmetic behind them.
+"""The same bits for any arrival order of processes: products with subnormal operands, then arithmetic on them.
 
-Run by `ranks.py float_state`. XLA's threads take subnormal numbers as zero. Whoever waits for the other process resumes
-on a thread of ours, whoever comes last on XLA's; each process comes last in every second run, and every run has to give
+Run by `ranks.py float_state`. XLA's threads take subnormal numbers as zero. A process that waits for the other resumes
+on a thread of ours, the last one continues on XLA's; each is last in every second run, and every run has to give
 the same bits.
 """
 
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 
 RUNS = 6
-AHEAD = 0.4  # seconds by which a process comes before the other
+AHEAD = 0.4  # seconds between the arrivals of the two processes
 TINY, LARGE = 1e-40, 1e30  # their product is an ordinary number, or 0
 
 
@@ -43,7 +43,7 @@ def main(initialize, process):
 
 
 def programs():
-    """Each runs arithmetic behind a call, in which the bits of a subnormal number show."""
+    """Returns programs with arithmetic after a call that shows the bits of a subnormal number."""
     left, right = P(None, "x"), P("x", None)
     small, large = ((8, 16), (16, 8)), ((96, 256), (256, 64))
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Tests never wait for the default of 60 s.
 TIMEOUT = 4.0
-# What jaxmp writes where it ends a process, the last line of its log.
+# The last line of the log when jaxmp ends a process.
 ENDED_WITH = r"^jaxmp\.(DistributedError: rank \d+: .*)$"
 
 
@@ -46,7 +46,7 @@ class Job:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={ndevices}",
             "JAXMP_TIMEOUT": str(TIMEOUT),
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
-            # Two processors and four ranks: threads of BLAS beside them only wait for each other.
+            # Two processors and four ranks: more threads of BLAS would only wait for each other.
             "OPENBLAS_NUM_THREADS": "1",
         }
         self.processes, self.logs = [], []
@@ -67,7 +67,7 @@ class Job:
             self.logs.append(log)
 
     def wait(self, deadline: float = 60.0, *, stopped: tuple[int, ...] = ()) -> list[Rank]:
-        """Every rank's end; those in `stopped` are killed when the others have ended."""
+        """Waits for every rank's end; ranks in `stopped` are killed when the others have ended."""
         end = time.monotonic() + deadline
         late = []
         try:
@@ -107,7 +107,7 @@ class Job:
             process.wait()
 
     def orphans(self) -> list[int]:
-        """Sessions of the ranks in which something still runs; each rank led one of its own."""
+        """Returns sessions of ranks that still have processes; each rank led its own session."""
         left = []
         for process in self.processes:
             try:

@@ -1,4 +1,4 @@
-"""Products whose collectives go through memory that processes share, or, where that is off, over gloo. Run by
+"""Products with collectives through memory that processes share, or, if that is off, over gloo. Run by
 `ranks.py memory`."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import jaxmp
 from jaxmp._src.core.lowering import process_barrier
 from jaxmp._src.platform.runtime import native
 
-# Of one axis or two in either order, of rows and columns; an all-reduce of few bytes and of more, which ranks divide
-# or do not.
+# Over one axis or two in either order, of rows and columns; an all-reduce of few bytes and of more, with sizes that
+# ranks divide or do not.
 NAMES = ("ag", "ag-axes-reversed", "ag-transposed", "rs", "rs-two-axes", "rs-transposed", "ar-data", "ar-two-axes")
 SHARDS = {name: ((21, 34, 13), (3, 2, 5)) if name.startswith("ar") else ((21, 34, 13),) for name in NAMES}
 SHARDS["ar-two-axes"] = ((103, 101, 7),)
@@ -67,8 +67,8 @@ def multiply(case, is_on):
 
 
 def exported(kind):
-    """A program in which the devices have no names runs on meshes of any processes; of calls that one process shares,
-    in one process alone."""
+    """Checks that a program without device names runs on meshes of any processes; with calls for one process, in one
+    process only."""
     devices, layouts = np.array(jax.devices()), (P("x", None), P(None, "x"))
     meshes = [Mesh(each, ("x",), axis_types=(kind,)) for each in (devices, np.roll(devices, 1), jax.local_devices())]
     a, b = (np.random.default_rng(6).integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 12)))

@@ -1,8 +1,8 @@
-"""Collectives of XLA's inside and behind loops and branches with calls. Run by `ranks.py order`.
+"""Collectives of XLA's inside and after loops and branches with calls. Run by `ranks.py order`.
 
-One device comes late to each call of a body, so that the others' calls would be pending. XLA starts a collective behind
-a loop or branch once all in that has returned: what is pending in it lets both meet each other on the other ranks.
-Results behind the body are results of the program too, so that no memory of the body's makes them wait.
+One device comes late to each call of a body, so that the others' calls would be pending. XLA starts a collective after
+a loop or branch once all calls in it have returned: a pending call lets both collectives meet on the other ranks.
+Results after the body are results of the program too, so that no memory of the body's makes them wait.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def main(initialize, process):
                     for one, other in zip(got.addressable_shards, want.addressable_shards, strict=True):
                         np.testing.assert_array_equal(np.asarray(one.data), np.asarray(other.data))
             ran += 1
-    print(f"RAN {ran} programs with collectives behind their bodies")
+    print(f"RAN {ran} programs with collectives after their bodies")
 
 
 def program(mesh, axis, body, multiply):

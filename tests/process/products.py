@@ -91,7 +91,7 @@ def placed(case, mode_id, **options):
 
 
 def times_scales(case):
-    """int8, of which sums over processes are exact, times the scales of the rows and columns that each one holds."""
+    """int8, with exact sums over processes, times the scales of the rows and columns that each process holds."""
     rng, mode, (m, n, _) = np.random.default_rng(9), modes.BY_ID["explicit"], case.extents
     a, b = (rng.integers(-128, 128, x.shape, np.int8) for x in case.integers(rng))
     s, t = (np.exp2(rng.integers(-2, 3, rows)).astype(np.float32) for rows in (m, n))
@@ -243,7 +243,7 @@ def has_the_bits_of_one_device(case, per_shard=(3, 5, 7)):
 
 
 def with_epilog(case, epilog):
-    """alpha, bias, activation and aux output, on small integers: the sums are exact, and what is behind them is that of
+    """alpha, bias, activation and aux output, on small integers: the sums are exact, and the epilog has the values of
     one device."""
     case = case.replace(epilog=epilog, per_shard=(2, 3, 4))
     mode, rng = modes.BY_ID["explicit"], np.random.default_rng(3)
@@ -281,7 +281,7 @@ def empty(case):
 
 
 def gradients_of_a_layer():
-    """Of two dense layers with bias and relu, on small integers: the bias gradients of several ranks included."""
+    """Gradients of two dense layers with bias and relu, on small integers: also bias gradients of several ranks."""
     rng = np.random.default_rng(5)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     shapes = ((8, 4), (4, 8), (8,), (8, 4))

@@ -1,4 +1,4 @@
-"""What one rank of a test does: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
+"""The part of one rank in a test: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
 
 A scenario is a key of SCENARIOS or a module of this folder; several in one job, which begins once, are joined by "+".
 
@@ -40,7 +40,7 @@ def initialize(port=PORT, **options):
 
 
 def cut_all():
-    """Every product over gloo in as many chunks as it has, whatever that costs."""
+    """Cuts every product over gloo into as many chunks as it has, at any cost."""
     deferred, hardware = jaxmp._src.core.lowering.deferred, jaxmp._src.platform.hardware.hardware
     machine = hardware.Hardware("a test", dict.fromkeys(hardware.RATES, 1.0), memory_bandwidth=1.0, link_bandwidth=1.0)
     hardware.of_job = lambda: machine
@@ -80,7 +80,7 @@ def product(a, b):
 
 @jax.jit
 def step(a, b):
-    """A product that gathers rows, and its gradients: one scatters its rows, the other gathers rows beside its call."""
+    """A product that gathers rows, and its gradients: one scatters rows, the other gathers rows outside its call."""
 
     def loss(a, b):
         d = jaxmp.matmul(a, b, out_sharding=P(None, "x"))  # THE STEP
@@ -180,7 +180,7 @@ def gather_much():
 
 
 def catch_the_transport():
-    """What XLA's collective raises, caught by a program that asks for its cause."""
+    """Prints what XLA's collective raises, caught by a program that asks for its cause."""
     try:
         gather_much()
     except jax.errors.JaxRuntimeError as error:
@@ -198,7 +198,7 @@ def leave_early():
 
 
 def wait_in_a_sum(before):
-    """Two good steps, each with a collective of XLA's own first, and the victim's `before` ahead of the next."""
+    """Two good steps, each with a collective of XLA's own first; the victim runs `before` before the next."""
     initialize()
     a, b = operands(make_mesh())
     total = jax.jit(jnp.sum)
@@ -213,7 +213,7 @@ def be_slow():
 
 
 def dies_while_the_transport_opens():
-    """Rank 0, with JAX's store, ends once all have passed the barrier of the first product, ahead of its collective."""
+    """Rank 0, with JAX's store, ends once all have passed the barrier of the first product, before its collective."""
     initialize()
     a, b = operands(make_mesh(), 2048, 1024, 2048 * NPROCESSES)
     if PROCESS == 0:
@@ -248,7 +248,7 @@ def told():
 
 
 def dies_while_backends_start():
-    """Rank 0 ends at once; the others start their backends, for which JAX asks rank 0's store."""
+    """Rank 0 ends at once; the others start their backends, and JAX asks rank 0's store."""
     initialize()
     if PROCESS == 0:
         send(signal.SIGKILL)()
@@ -387,7 +387,7 @@ def begin_again():
     initialize(int(os.environ["NEXT_PORT"]), timeout=5)
     check(product(*operands(make_mesh())), 48)
     try:
-        jax.jit(product)(*operands(make_mesh()))  # nobody waits for it
+        jax.jit(product)(*operands(make_mesh()))  # nothing waits for it
     finally:
         jaxmp.distributed.shutdown()
     try:
@@ -397,7 +397,7 @@ def begin_again():
 
 
 def end_ahead_of_the_result():
-    """One rank starts a call, behind other work, and ends without waiting for it; the others wait."""
+    """One rank starts a call, after other work, and ends without waiting for it; the others wait."""
     initialize()
     a, b = operands(make_mesh())
     check(product(a, b), 48)
@@ -412,12 +412,12 @@ def end_ahead_of_the_result():
 
 
 def end_without_threads():
-    """As on CPython 3.12, which starts no thread once a process ends."""
+    """Imitates CPython 3.12, which starts no thread once a process ends."""
 
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    atexit.register(setattr, threading.Thread, "start", refuse)  # runs ahead of jaxmp's own
+    atexit.register(setattr, threading.Thread, "start", refuse)  # runs before jaxmp's own
     around_a_call()
 
 
@@ -442,24 +442,31 @@ def wait_for_a_signal():
 
 
 def catch_an_interrupt():
-    """Rank 0 gets a signal in a call for which it waits, and goes on; rank 1 comes to that call later."""
+    """Rank 0 gets a signal while it waits for a call to which rank 1 comes later, catches it and goes on."""
     initialize()
     a, b = operands(make_mesh())
     check(product(a, b), 48)
+    total = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P()).sum())
+    wait = {"block_until_ready": jax.block_until_ready, "asarray": np.asarray, "float": float}[os.environ["WAIT"]]
+    wait(total(a, b))
     print("READY")
     if PROCESS == 0:
         fault()
     else:
         time.sleep(3)
+    caught = None
     try:
-        check(product(a, b), 48)
+        wait(total(a, b))
     except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
-        print("CAUGHT", type(error).__name__, error)
+        caught = type(error).__name__
+        time.sleep(0.01)  # a second exception would come here
+    if caught:
+        print("CAUGHT", caught)
     check(product(a, b), 48)
 
 
 def many_groups_and_loops():
-    """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, none of which may be mixed up."""
+    """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, which must not be mixed up."""
     initialize()
     halves = [jax.devices()[:2], jax.devices()[2:]]
     mesh = make_mesh((2, 2), ("x", "y"))
@@ -485,7 +492,7 @@ def many_groups_and_loops():
 
 
 def raise_without_an_end():
-    """Exceptions that nobody catches, none of which ends the rank: at a prompt, printed by a library."""
+    """Uncaught exceptions that do not end the rank: at a prompt, printed by a library."""
     initialize()
     a, b = operands(make_mesh())
     if IS_VICTIM:
@@ -552,7 +559,7 @@ def share_under_a_limit():
 
 
 def of_signals(name, number):
-    """Scenarios in which the victim gets a signal."""
+    """Scenarios that send the victim a signal."""
     before, first = lambda: around_a_call(before=send(number)), lambda: first_step(send(number))
     return {
         f"{name}-before": before,

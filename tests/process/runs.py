@@ -51,7 +51,7 @@ def draw(rng: random.Random, nprocesses: int) -> dict:
 
 
 class Callbacks:
-    """What the callbacks of this rank do in each step of the schedule that is running."""
+    """The callbacks of this rank in each step of the schedule that is running."""
 
     def __init__(self, process: int) -> None:
         self.process, self.plan, self.running, self.interrupted = process, {}, None, None
@@ -182,7 +182,7 @@ def main(initialize, process):
                 told += 1
 
     def threads(name, steps):
-        """Two threads, whose calls begin in one order on every rank; the first may still run when the second begins."""
+        """Starts two threads; their calls begin in one order on every rank, and may overlap."""
         turn = threading.Condition()
         at = [0]
 

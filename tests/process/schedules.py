@@ -59,7 +59,7 @@ def main(initialize, process):
 
 
 def draw(rng: random.Random) -> dict:
-    """What a program is made of: for each input the statements that it goes through."""
+    """Draws a program: for each input the statements that it goes through."""
     kinds = ("layer", "inner", "remat", "scan", "loop", "cond", "towers", "wide", "sums", "own")
     ninputs = rng.choice((2, 3, 4))
     # One statement for all inputs half of the time: calls of equal fields that do not depend on each other.

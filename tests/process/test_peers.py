@@ -1,4 +1,4 @@
-"""Connections between processes: peers find each other, and nobody else gets in, holds up a job or costs a descriptor.
+"""Connections between processes: peers find each other, and strangers cannot join, delay or exhaust a job.
 
 Whoever is taken for a peer can end a job with one message; so a stranger must not become one.
 """
@@ -66,7 +66,7 @@ def is_joined(one, other):
 
 
 def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
-    """As at the end of a process of CPython 3.12. One that begins there is told, and does not wait for peers itself."""
+    """CPython 3.12 starts none at the end. A late wait gets an answer, and does not wait for peers itself."""
 
     def refuse(thread):
         raise RuntimeError("no thread")
@@ -82,7 +82,7 @@ def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
         late.start(list, None, None, None)
 
 
-def test_peers_that_connect_to_each_other_at_once_keep_one_connection():
+def test_simultaneous_connections_of_peers_become_one():
     for _ in range(20):
         with job(3) as processes:
             for process in processes:
@@ -105,7 +105,7 @@ def test_a_process_is_connected_only_when_it_is_wanted():
 
 
 def test_a_job_of_10000_processes_opens_few_connections():
-    """Those of its neighbours, and these reach everybody, so an end is passed on to all."""
+    """Each connects to its neighbours, and these reach every process, so an end is passed on to all."""
     assert [bootstrap.neighbours(i, 4) for i in range(4)] == [[1, 2], [2, 3], [3, 0], [0, 1]]
     assert bootstrap.neighbours(0, 1) == []
     assert len(bootstrap.neighbours(9_999, 10_000)) == 14
@@ -145,7 +145,7 @@ def hello(sender=0, receiver=1, magic=b"jaxmp 2\n"):
 
 
 def prove(connection, secret, greeting):
-    """What a peer answers, made with `secret`."""
+    """Returns a peer's answer, made with `secret`."""
     number = connection.recv(64, socket.MSG_WAITALL)[:32]
     connection.sendall(hmac.digest(secret, b"connects" + greeting + number, "sha256"))
 
@@ -193,7 +193,7 @@ def listener(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("attack", [*ATTACKS, "silence", "slow bytes"])
-def test_a_stranger_is_turned_away_within_the_time_of_a_handshake(listener, attack, caplog):
+def test_a_stranger_is_refused_within_a_handshakes_time(listener, attack, caplog):
     attacks = ATTACKS | {"silence": lambda connection: None, "slow bytes": slow}
     with socket.create_connection(("127.0.0.1", listener.peers.port), timeout=5) as stranger:
         began = time.monotonic()
@@ -241,7 +241,7 @@ def test_strangers_leak_nothing_and_keep_no_peer_out(listener, caplog):
 
 
 def test_a_listener_that_is_not_of_the_job_is_no_peer():
-    """It answers whatever it likes; who connects goes away, and finds the peer when that is there."""
+    """It answers something wrong; the peer that connects leaves, and finds the right one when it is there."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         ports = {0: impostor.getsockname()[1]}
         asking = Process(ports, 1, 2)

@@ -8,19 +8,19 @@ import json
 import pytest
 from job import run
 
-# Over gloo, gathers of weight gradients met in the order in which XLA started them, another one on each rank: some 40
-# results were wrong in silence.
+# Over gloo, gathers of weight gradients met in the order in which XLA started them, which differed between ranks: some
+# 40 results were wrong in silence.
 BRANCHES = {"inputs": [["inner", "cond"], ["cond"], ["inner", "cond"]], "axes": "explicit", "grad": True, "mesh": "x"}
 # Without a number for each call, 93 of 100 steps of four microbatches were wrong in silence.
 DRAWN = {"seed": 40, "programs": 8}
-# Gradients in a scan gather within a process, beside a loop and a tower that do not depend on them.
+# Gradients in a scan gather within a process, next to an independent loop and tower.
 BESIDE_LOOPS = {
     "inputs": [["towers"], ["loop"], ["scan", "remat"]],
     "axes": "explicit",
     "grad": True,
     "mesh": "data and x",
 }
-# While a loop counted as started before its collectives had, those behind it exchanged data with those inside.
+# While a loop counted as started before its collectives had, those after it exchanged data with those inside.
 BODIES = {"inputs": [["towers"], ["inner"], ["loop"], ["cond"]], "axes": "explicit", "grad": False, "mesh": "x"}
 AUTO = {"axes": "auto", "grad": True}
 # By processes x devices of each: the scenarios of one job, and the programs that schedules.py runs.
@@ -33,7 +33,7 @@ JOBS = {
     ),
     "4x1 over gloo": ("memory+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
     "2x2 over gloo": ("order+memory+experts+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
-    # Each product is multiplied in chunks behind its collectives.
+    # Each product is multiplied in chunks after its collectives.
     "4x1 over gloo in chunks": ("products+schedules", {"given": [BODIES, BODIES | AUTO], "runs": 10}),
     "2x2 over gloo in chunks": ("order+schedules", {"given": [BESIDE_LOOPS, BESIDE_LOOPS | AUTO], "runs": 10}),
 }

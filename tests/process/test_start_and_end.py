@@ -75,7 +75,7 @@ def test_a_rank_that_ends_late_is_waited_for_by_all(tmp_path):
     ids=["addresses", "one rank's files", "all ranks' files", "one rank's large files"],
 )
 def test_a_job_does_without_shared_memory_where_there_is_none(tmp_path, limits, is_shared):
-    """As schedulers limit processes: too few addresses for the whole machine's memory, no file of a block's size."""
+    """Limits as schedulers set them: too few addresses for the whole machine's memory, no file of a block's size."""
     job, ranks = run(tmp_path, "limited", 2, env={rank: {"LIMIT": limit} for rank, limit in limits.items()})
     assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
     for rank in ranks:
@@ -127,8 +127,8 @@ def test_a_port_in_use_is_refused():
 
 
 def test_a_proxy_of_http_is_not_between_the_processes(tmp_path):
-    """As at sites that set http_proxy, and no_proxy for the machines of a job alone. One process without shared memory
-    is enough for none to use it."""
+    """Sites set http_proxy, and no_proxy only for the machines of a job. One process without shared memory is enough
+    for none to use it."""
     env = {"HOST": "localhost", "http_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
     job, ranks = run(tmp_path, "fine", 2, env={"all": env, 1: {"JAXMP_SHARED_MEMORY": "off"}})
     assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
@@ -145,8 +145,8 @@ def test_a_machine_without_a_network_is_named(monkeypatch, process):
         jaxmp.distributed.initialize(f"127.0.0.1:{free_port()}", 2, process)
 
 
-def test_a_machine_that_calls_itself_loopback_is_reached_from_elsewhere(monkeypatch):
-    """As Debian's installer writes /etc/hosts: the machine's own name stands for 127.0.1.1."""
+def test_a_machine_with_a_loopback_name_is_reached(monkeypatch):
+    """Debian's installer writes /etc/hosts so: the machine's own name stands for 127.0.1.1."""
     monkeypatch.setattr(bootstrap, "route_to", lambda host: "127.0.1.1" if host == "node1" else "192.168.7.1")
     assert bootstrap.bind_address("node1", free_port()) is None
     assert bootstrap._own_address("node1") == "192.168.7.1"
@@ -191,3 +191,12 @@ def test_launchers_are_known_by_what_they_set():
     assert config.launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == ("mpi", 2)
     assert config.launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == ("slurm", 3)
     assert config.launcher({"SLURM_NTASKS": "3"}) is None  # inside an allocation, but not started by srun
+
+
+def test_xla_gives_up_collectives_without_their_ranks():
+    """Ten times our deadline, on CPUs and on GPUs, where XLA would wait for the ranks of NCCL's for ever."""
+    start = f"import os, jaxmp; jaxmp.distributed.initialize('127.0.0.1:{free_port()}', 1, 0, timeout=7)"
+    program = f"{start}; print(os.environ['XLA_FLAGS'])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+    for flag in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        assert f"--{flag}=70" in ended.stdout, ended.stderr

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from compiled import calls_of, collectives_of, compiled_text, other_products_of
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -55,9 +56,9 @@ def test_one_product_and_one_collective(pattern, rng):
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern)
-        np.testing.assert_array_equal(jax.jit(f)(*placed), a @ b)
-        text = compiled_text(f, *placed)
-        (row,) = jaxmp.explain(f)(*placed).rows
+        (row,), compiled = transfers.check(f, *placed)
+        np.testing.assert_array_equal(*compiled(*placed), a @ b)
+    text = compiled.as_text()
     assert not calls_of(text)
     assert " while(" not in text
     assert collectives_of(text) == PATTERNS[pattern][3]
@@ -72,8 +73,9 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
     with jax.set_mesh(mesh_of()):
         (a, b), placed = operands(mesh_of(), pattern, rng)
         f = product(pattern, **options)
-        np.testing.assert_array_equal(jax.jit(f)(*placed), a @ b)
-        text = compiled_text(f, *placed)
+        _, compiled = transfers.check(f, *placed)
+        np.testing.assert_array_equal(*compiled(*placed), a @ b)
+    text = compiled.as_text()
     assert calls_of(text) == [pattern]
     assert not other_products_of(text)
 

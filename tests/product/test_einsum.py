@@ -56,13 +56,9 @@ def test_the_order_of_products_may_be_given(rng):
         jaxmp.einsum(*given, optimize="typo")
     with pytest.raises(ValueError, match="optimize must "):
         jaxmp.einsum(*given, optimize=[(0, 1)])
-    for wrong in ("typo", 3, [0, 1], [(0, 1, 2), (0, 1)], [(0, 7)], ["typo"], [("a", 1)]):
-        errors = []
-        for module in (jnp, jaxmp):
-            with pytest.raises(Exception) as raised:  # noqa: PT011
-                module.einsum(*given, optimize=wrong)
-            errors.append(raised.value)
-        assert isinstance(errors[1], type(errors[0])), wrong
+    for wrong in ([(0, 1, 2), (0, 1)], [(0, 7)], ["typo"], [("a", 1)]):
+        with pytest.raises(ValueError, match="optimize must "):
+            jaxmp.einsum(*given, optimize=wrong)
     for wrong in ([], [(0, 0), (0, 1), (0, 1)]):  # of which jnp makes something else
         with pytest.raises(ValueError, match="optimize must have 3 pairs for 4 operands"):
             jaxmp.einsum(*given, optimize=wrong)
@@ -148,5 +144,5 @@ def test_a_product_on_the_way_that_is_ambiguous_is_named(mesh_of, rng):
             ValueError, match=r"'y' and it is ambiguous.* \(this is the product 'jk,kl->jl' of operands"
         ):
             jaxmp.einsum("ij,jk,kl->il", a, b, c)
-    with pytest.raises(ValueError, match="einsum: in_shardings are of two operands, got 3; write one call for each"):
+    with pytest.raises(ValueError, match="einsum: in_shardings takes two operands, got 3; write one call for each"):
         jaxmp.einsum("ij,jk,kl->il", *operands, in_shardings=(P(), P()), mesh=mesh)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ragged import assert_same, derivatives, integers, reference
@@ -53,8 +54,24 @@ def test_derivatives(case, ndevices, kind):
     x, w = operands()
     mesh, ours = of(kind, ndevices, SIZES[case])
     with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(derivatives, ours))(*sharded(mesh, x, w))
+        shards = sharded(mesh, x, w)
+        _, compiled = transfers.check(functools.partial(derivatives, ours), *shards)
+        got = compiled(*shards)
     assert_same(got, derivatives(functools.partial(reference, sizes=SIZES[case]), x, w))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_w"),
+    [(AxisType.Auto, P("p")), *((AxisType.Explicit, spec) for spec in (P("p"), P(None, "p"), P(None, None, "p")))],
+    ids=str,
+)
+def test_explain_says_what_integers_of_xla_move(kind, of_w):
+    """On automatic axes XLA's partitioner splits the call."""
+    x, w, mesh = integers((M, 4), 0, np.int32), integers((GROUPS, 4, 8), 1, np.int32), mesh_of(4, kind)
+    out = {"out_sharding": P("p")} if kind == AxisType.Explicit else {}
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, P("p")), (w, of_w)))
+        transfers.check(functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(SIZES["even"]), **out), x, w)
 
 
 def test_offset_and_bfloat16():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import transfers
 from compiled import calls_of, collectives_of, compiled_text, other_products_of
 
 import jaxmp
@@ -65,8 +66,8 @@ def check_compiled(mode, case, name):
     case = case.replace(per_shard=(4, 4, 4))
     with mode.scope(case):
         program, arguments = programs(mode, case)[name]
-        text = compiled_text(program, *arguments)
-        rows = jaxmp.explain(program)(*arguments).rows
+        rows, compiled = transfers.check(program, *arguments)
+        text = compiled.as_text()
     calls, collectives = COMPILED[case.name][PROGRAMS.index(name)]
     assert calls_of(text) == calls
     assert collectives_of(text) == collectives
@@ -109,15 +110,18 @@ def test_no_forward_product_communicates_beside_the_call(case, transposition):
     assert not collectives_of(text)
 
 
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
-def test_xla_is_made_of_collectives_and_no_call(case):
+@pytest.mark.small("values", of=lambda case, name: (case.name, (case.pattern, name)))
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.CASES if case.ndevices > 1]))
+def test_xla_is_made_of_collectives_and_no_call(case, name):
     case = case.replace(per_shard=(4, 4, 4))
     mode = modes.BY_ID["explicit"]
     with mode.scope(case):
-        program, arguments = programs(mode, case, implementation="xla")["forward"]
-        text = compiled_text(program, *arguments)
+        program, arguments = programs(mode, case, implementation="xla")[name]
+        _, compiled = transfers.check(program, *arguments)
+    text = compiled.as_text()
     assert not calls_of(text)
-    assert bool(collectives_of(text)) == (case.name != "local")
+    assert name != "forward" or bool(collectives_of(text)) == (not case.name.startswith("local"))
 
 
 # A grid has the sum in its call where b is stored (k, n).

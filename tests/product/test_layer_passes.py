@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled import collectives_of, compiled_text
+import transfers
+from compiled import collectives_of
 from jax.sharding import PartitionSpec as P
-from layer_cases import MESH, SHAPES, data, operands_of, place, specs_of
+from layer_cases import LAYOUTS, MESH, SHAPES, data, operands_of, place, specs_of
 
 import jaxmp
 from jaxmp import Scaling
@@ -26,7 +27,8 @@ def passes(layer, layout, dtype, rng, **options):
         x = operands_of(place(mesh, data(layer, layout, rng, dtype), specs))
         f = functools.partial(getattr(jaxmp, layer), out_sharding=out, **options)
         gradient = jax.grad(lambda *operands: jnp.sum(f(*operands).astype(jnp.float32) ** 2), range(len(x)))
-        return jaxmp.explain(gradient)(*x).rows, collectives_of(compiled_text(gradient, *x))
+        rows, compiled = transfers.check(gradient, *x)
+        return rows, collectives_of(compiled.as_text())
 
 
 # Layout: the patterns of the forward pass, that of the fused derivative, and the collectives beside the calls.
@@ -70,6 +72,16 @@ def test_x_travels_once(dtype, layout, rng):
     assert others == collectives == OF_GATED[layout]
     assert len(calls) == 9
     assert [row.epilog for row in calls].count("BGRADB") == 3
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layer", SHAPES)
+def test_explain_says_what_every_layer_moves(layer, layout, dtype, implementation, rng):
+    options = {"activation": "gelu"} if layer == "mlp" else {}
+    passes(layer, layout, dtype, rng, implementation=implementation, **options)
 
 
 # How many hidden layers reverse mode keeps.

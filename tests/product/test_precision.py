@@ -243,8 +243,8 @@ WRONG_COMM = [
     ("ar-data", CommOptions(algorithm="atomic_multicast"), ValueError, "comm.algorithm='atomic_multicast' needs the pattern reduce_scatter, but this call is all_reduce"),
     ("ag-data", CommOptions(algorithm="split_multicast"), ValueError, "comm.algorithm='split_multicast' needs the pattern reduce_scatter or all_reduce, but this call is all_gather"),
     ("local", CommOptions(algorithm="split_p2p"), ValueError, "needs the pattern all_gather or reduce_scatter or all_reduce, but this call is local"),
-    ("grid", CommOptions(dtype="float32"), ValueError, "comm.dtype=float32 is of partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
-    ("rs-data", CommOptions(dtype="bfloat16"), ValueError, "comm.dtype must be no smaller than the result's float32 and no larger than float32, in which products are summed, got bfloat16"),
+    ("grid", CommOptions(dtype="float32"), ValueError, "comm.dtype=float32 applies to partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
+    ("rs-data", CommOptions(dtype="bfloat16"), ValueError, "comm.dtype must be no smaller than the result's float32 and no larger than float32, the type of the sums, got bfloat16"),
     ("rs-data", CommOptions(dtype="complex64"), ValueError, "got complex64"),
     ("rs-data", CommOptions(dtype="int32"), ValueError, "got int32"),
     ("rs-data", CommOptions(sm_count=0), ValueError, "comm.sm_count must be at least 1, the number of multiprocessors that communicate, got 0"),
@@ -262,7 +262,7 @@ def test_communication_options_that_the_call_does_not_take(name, comm, exception
 @pytest.mark.parametrize("comm", [CommOptions(algorithm="split_p2p"), CommOptions(dtype="float32")])
 def test_communication_options_ahead_of_a_pattern(comm):
     a, b = jnp.ones((4, 4)), jnp.ones((4, 4))
-    with pytest.raises(ValueError, match=r"but no mesh is known to this call, which is local then; drop it, or give"):
+    with pytest.raises(ValueError, match=r"but no mesh is known to this call, so it is local; drop it, or give"):
         jaxmp.matmul(a, b, comm=comm)
     message = "XLA's partitioner has not chosen one yet; pass in_shardings"
     with jax.set_mesh(cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)), pytest.raises(ValueError, match=message):

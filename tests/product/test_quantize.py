@@ -63,6 +63,21 @@ SIZES = (
 )
 
 
+@pytest.mark.parametrize("quantizer", [quantize.tensor, quantize.rows])
+def test_int8_rounds_to_the_nearest_of_255_numbers(quantizer, rng):
+    x = jnp.asarray(rng.standard_normal((32, 64)), jnp.float32).at[0].set(0).at[1, 0].set(jnp.nan)
+    q, scale = jax.jit(functools.partial(quantizer, dtype=jnp.int8))(x)
+    wide, step = np.asarray(x, np.float64), np.broadcast_to(np.asarray(scale).reshape(-1, 1), (32, 1))
+    want = np.clip(np.round(np.nan_to_num(wide) / step), -127, 127)
+    assert q.dtype == jnp.int8
+    assert np.abs(np.asarray(q) - want).max() <= 1  # a tie may fall to the other side in float32
+    error = np.abs(np.asarray(quantize.dequantize(q, scale)) - np.nan_to_num(wide))
+    is_finite = quantizer is quantize.rows  # a NaN makes the scale of the whole tensor 1
+    assert (error[2:] <= 0.5001 * step[2:]).all() or not is_finite
+    with pytest.raises(TypeError, match="int8 has one scale"):
+        quantize.mxfp8(x, jnp.int8)
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_numbers_of_every_size(name, rng):
     """Zeros stay 0 and numbers keep their digits over all normal float32 numbers, and the product with their scales is

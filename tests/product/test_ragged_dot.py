@@ -201,3 +201,39 @@ def test_checkify_finds_sizes_that_do_not_fit(sizes):
         error, _ = checkify.checkify(jax.jit(f))(x, w)
         assert (error.get() is None) == (sizes == (2, 4))
         assert sizes == (2, 4) or "group_sizes must not be negative, nor sum to more than the rows" in error.get()
+
+
+# A function of the user's ---------------------------------------------------------------------------------------------
+
+
+def test_a_function_multiplies_rows_and_derivatives():
+    """As on GPUs a kernel of tokamax's: it gets what `lax.ragged_dot_general` would, sums in float32."""
+    calls = []
+
+    def kernel(lhs, rhs, sizes, numbers, *, preferred_element_type):
+        calls.append((tuple(numbers.lhs_ragged_dimensions), preferred_element_type))
+        return jax.lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=preferred_element_type)
+
+    x, w, sizes = integers((8, 3)), integers((4, 3, 5), 1), SIZES["too large"]
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), implementation=kernel)
+    assert_same(derivatives(ours, x, w), derivatives(lambda x, w: reference(x, w, sizes), x, w))
+    assert len(calls) >= 3  # the product and both cotangents
+    assert set(calls) == {((0,), np.dtype("float32"))}
+    (row,) = jaxmp.explain(ours)(x, w).rows
+    assert (row.implementation, row.algorithm) == ("kernel", "kernel")
+    with pytest.raises(NotImplementedError, match="a function is asked for"):
+        jax.jit(functools.partial(ours, determinism="batch"))(x, w)
+
+
+def test_experts_take_a_function():
+    calls = []
+
+    def kernel(*operands, **options):
+        calls.append(options)
+        return jax.lax.ragged_dot_general(*operands, **options)
+
+    x, w, down = integers((6, 3)), integers((2, 3, 4), 1), integers((2, 4, 3), 2)
+    given = (x, w, w, down, jnp.array([2, 3]))
+    got = jaxmp.moe_mlp(*given, activation="relu", implementation=kernel)
+    assert_same(got, jaxmp.moe_mlp(*given, activation="relu"))
+    assert len(calls) >= 2  # equal products are lowered once

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ragged import activated, assert_same, derivatives, integers, reference, shardings, with_bias
@@ -60,12 +61,12 @@ def check_on_mesh(axes, kind, of_x, of_w, of_d):
         x, w, ct = (jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, of_x), (w, of_w), (ct, of_d)))
         ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), out_sharding=of_d, **options)
 
-        @jax.jit
         def run(x, w, ct):
             d, pull = jax.vjp(ours, x, w)
             return d, *pull(ct)
 
-        got = run(x, w, ct)
+        _, compiled = transfers.check(run, x, w, ct)
+        got = compiled(x, w, ct)
     assert_same(got, want)
     for y, spec in zip(got, (of_d, of_x, of_w), strict=True):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
@@ -90,6 +91,28 @@ def test_a_level_on_a_mesh(specs):
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     assert_same(ours(x, w, mesh=mesh, in_shardings=specs[:2], out_sharding=specs[2]), ours(x, w))
+
+
+def test_integers_take_every_level_on_every_sharding():
+    """Their sums are exact, in whichever order XLA adds them."""
+    x, w, sizes = integers((8, 4), 0, np.int32), integers((4, 4, 8), 1, np.int32), (3, 0, 4, 0)
+    ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), determinism="topology")
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        shards = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in ((x, P("p")), (w, P(None, None, "q")))]
+        assert_same(jax.jit(ours)(*shards), reference(x, w, sizes))
+
+
+def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
+    """XLA's own all-gather on CPUs would be of float32."""
+    mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        kinds = ((8, 4), P("q")), ((4, 4, 8), P("p")), ((8, 8), P("q", "p"))
+        x, w, ct = (jax.device_put(integers(shape, 0, jnp.bfloat16), NamedSharding(mesh, s)) for shape, s in kinds)
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array((3, 0, 4, 0)), implementation="xla")
+        ours = functools.partial(ours, out_sharding=P("q", "p"))
+        rows, _ = transfers.check(lambda x, w, ct: jax.vjp(ours, x, w)[1](ct), x, w, ct)
+    assert "all_gather" in [row.operation for row in rows]
 
 
 def test_it_is_local_inside_shard_map():

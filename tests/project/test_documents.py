@@ -29,7 +29,7 @@ def train_step(params, batch): return batch @ params
 """,
 }
 # Pages of Python sessions run as doctests; architecture and others have no Python.
-SESSIONS = ["matmul"]
+SESSIONS = ["epilogs", "experts", "low-precision", "matmul"]
 PAGES = [
     page for page in DOCUMENTS if documents.blocks(page) and page.stem not in SESSIONS and page.name != "CHANGELOG.md"
 ]
@@ -56,7 +56,7 @@ def test_the_examples_of_the_docstrings_run(name, standard_promotion):
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_sessions_of_a_page_run(name, standard_promotion):
-    assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 10
+    assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 2
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

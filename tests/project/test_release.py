@@ -97,7 +97,7 @@ def test_the_repository_has_one_version_and_its_notes(tree, capsys):
 @pytest.mark.parametrize(
     ("tag", "changes", "said"),
     [
-        ("v0.3.0", [RELEASED], "the tag is v0.3.0, but pyproject.toml has version 0.2.0, whose tag is v0.2.0"),
+        ("v0.3.0", [RELEASED], "the tag is v0.3.0, but pyproject.toml has version 0.2.0; its tag is v0.2.0"),
         ("0.2.0", [RELEASED], "the tag is 0.2.0, but pyproject.toml"),
         ("v0.2.0rc1", [RELEASED], "the tag is v0.2.0rc1, but pyproject.toml"),
         ("v0.2.0", [], 'CHANGELOG.md has entries under "Unreleased", which v0.2.0 would release'),

@@ -208,6 +208,17 @@ def test_deadlines(opening, monkeypatch):
     assert ("set_timeout", 3.0) in module.calls
 
 
+@pytest.mark.parametrize(("major", "count", "is_open"), [("cu12", 2, False), ("cu12", 1, True), ("cu13", 2, True)])
+def test_cuda_12_serves_one_gpu_per_process(opening, monkeypatch, major, count, is_open):
+    opening()
+    monkeypatch.setattr(cuda_libraries, "find", lambda: cuda_libraries.Libraries("mp", "nccl", "cuda"))
+    monkeypatch.setattr(cuda_libraries, "_plugins", lambda: (major,))
+    gpu = types.SimpleNamespace(client=types.SimpleNamespace(devices=lambda: [gpu] * count), local_hardware_id=0, id=0)
+    monkeypatch.setattr(native, "cuda_devices", lambda: [gpu])
+    why = native.why_no_cublasmp()
+    assert why == "" if is_open else why.startswith("cuBLASMp for CUDA 12 serves one GPU per process; start a process")
+
+
 def test_why_it_cannot_be_opened_stays(opening, monkeypatch):
     module = opening(why := "libcuda.so.1 cannot be opened")
     assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == (why, why)

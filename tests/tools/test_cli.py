@@ -278,7 +278,7 @@ ERRORS = {
     "no GPU": (("selftest", "--implementation", "cublasmp"), "cublasmp needs a CUDA device, JAX's backend is cpu"),
     "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
     "advise, none": (("advise", "7", "7", "7", "--devices", "4"), "no sharding over 4 devices divides m=7, k=7, n=7"),
-    "advise, no product": (("advise", "{program}:alone"), "alone has no product whose time is predicted"),
+    "advise, no product": (("advise", "{program}:alone"), "alone has no product with a predicted time"),
     "advise, dtype": (("advise", "{program}:plain", *TYPES, "--dtype", "f32"), "--dtype is of one product"),
     "advise, no mesh": (("advise", "{program}:mlp", *TYPES), "(for this command --mesh x=8 sets it)"),
     "advise, a mesh": (("advise", "{program}:mlp", *TYPES, "--mesh", "8"), "--mesh takes axes as x=2,y=2, got '8'"),

@@ -166,5 +166,5 @@ def test_groups_lie_where_jax_puts_them(of_x, of_w, of_d, mesh_of):
     groups = holders(mesh, P(of_w[0], *of_w[2:]), (4, 6))
     assert drawn_holders(forward[1]) == drawn_holders(backward[2]) == groups
     assert drawn_holders(forward[0]) == holders(mesh, of_x, (8, 4))
-    assert ("reads those of other devices where they lie" in str(drawing)) == (of_x == of_w)
+    assert ("reads the rows of other devices in place" in str(drawing)) == (of_x == of_w)
     assert ET.fromstring(drawing.svg).tag.endswith("svg")

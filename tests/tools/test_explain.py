@@ -1,5 +1,7 @@
 """`explain` tells what the compiled program does: each number of its rows against a count made by hand."""
 
+import functools
+
 import cases
 import jax
 import jax.export
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import transfers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -178,10 +181,27 @@ def test_experts_of_xla_have_the_bytes_of_its_collectives(mesh_of):
     """It gathers matrices; other experts read rows."""
     with jax.set_mesh(mesh_of({"x": 4}, AxisType.Explicit)):
         x, w = (jax.device_put(jnp.ones(shape, "int32"), P("x")) for shape in ((32, 16), (8, 16, 24)))
-        found = jaxmp.explain(lambda x, w: jaxmp.ragged_dot(x, w, jnp.full(8, 4)), compiled=True)(x, w)
-    (row,) = found.calls.rows
+        (row,), _ = transfers.check(lambda x, w: jaxmp.ragged_dot(x, w, jnp.full(8, 4)), x, w)
     assert (row.pattern, row.implementation) == ("experts", "xla")
-    assert found.collectives[0].nbytes == row.bytes_moved == 3 * 2 * 16 * 24 * 4
+    assert row.bytes_moved == 3 * 2 * 16 * 24 * 4
+
+
+def test_bare_jit_names_the_sums_inside_a_settled_call(mesh_of):
+    mesh = mesh_of({"x": 2}, AxisType.Auto)
+    x, w = (cases.put(np.ones(shape, "f4"), mesh, P(None, "x")) for shape in ((8, 4), (4, 4, 8)))
+    with jax.set_mesh(mesh):
+        rows, _ = transfers.check(lambda x, w: jaxmp.ragged_dot(x, w, jnp.full(4, 2)), x, w)
+    assert [row.operation for row in rows] == ["ragged_dot", "all_reduce"]
+
+
+def test_explain_refuses_what_the_program_refuses(mesh_of):
+    """On one device there is nothing to split, so a level is kept there."""
+    multiply = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.full(4, 2), determinism="topology")
+    (row,) = jaxmp.explain(multiply)(jnp.ones((8, 4)), jnp.ones((4, 4, 8))).rows
+    assert (row.implementation, row.pattern) == ("host", "local")
+    mesh = mesh_of({"x": 2}, AxisType.Auto)
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="because XLA's partitioner chooses"):
+        jaxmp.explain(multiply)(cases.typed(mesh, (8, 4), "x"), cases.typed(mesh, (4, 4, 8), "x"))
 
 
 def test_a_batch_of_narrow_types_is_a_product_of_groups():

@@ -1,4 +1,4 @@
-"""What users write, with the types that a checker has to find. `make lint` runs `mypy --strict` over it.
+"""Code as users write it, with the types that a checker has to find. `make lint` runs `mypy --strict` over it.
 
 Without it a wider annotation, or an overload that no longer matches, would turn results into Any and go unseen.
 """
@@ -39,7 +39,7 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     assert_type(jaxmp.matmul(x, y, scaling=scaling), Any)
     assert_type(jaxmp.matmul(x, y, epilog=Epilog.ALLREDUCE | Epilog.BIAS, epilog_inputs=bias), Any)
 
-    # Where, how and by whom.
+    # The sharding, the method and the implementation.
     assert_type(jaxmp.matmul(x, y, in_shardings=(rows, cols), out_sharding=cols, mesh=mesh, comm=comm), jax.Array)
     assert_type(jaxmp.matmul(x, y, in_shardings=[tiles, tiles], out_sharding=tiles, determinism="batch"), jax.Array)
     assert_type(jaxmp.matmul(x, y, implementation="host", precision=jax.lax.Precision.HIGHEST), jax.Array)

@@ -1,4 +1,4 @@
-"""What a checker has to refuse: each line has the code of its error, and `mypy --strict` reports an unused `ignore`."""
+"""Wrong uses that a checker must refuse: each has its error code, and `mypy --strict` reports an unused `ignore`."""
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -22,7 +22,7 @@ def use(x: jax.Array, laid: jaxmp.BlockCyclicArray, spec: P) -> None:
     jaxmp.from_block_cyclic(x)  # type: ignore[arg-type]
     jaxmp.to_block_cyclic(x, (2, 2))  # type: ignore[arg-type]
 
-    # Options whose values are few.
+    # Options with few values.
     jaxmp.matmul(x, x, determinism="typo")  # type: ignore[call-overload]
     jaxmp.matmul(x, x, implementation="cuda")  # type: ignore[call-overload]
     jaxmp.linear(x, x, activation="elu")  # type: ignore[call-overload]

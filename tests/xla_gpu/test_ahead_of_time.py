@@ -125,7 +125,7 @@ def test_explain_reads_programs_for_gpus_without_one(limit):
     flags = f"{os.environ['XLA_FLAGS']} --xla_gpu_gemm_rewrite_size_threshold={limit}"
     rows = [ast.literal_eval(line) for line in without_a_gpu(EXPLAINS, CARD, XLA_FLAGS=flags).splitlines()]
     assert rows == [
-        ["all-gather", ("y",), 64 * 256 * 4, 1, "f32[64,512]", 0, "shared axis", True],
+        ["all-gather", ("y",), 64 * 256 * 4, 1, "f32[64,512]", 0, "product", True],
         ["dot", (), 0, 1, "f32[32,256]", 2 * 32 * 512 * 256, "product", False],
         ["dot", (), 0, 1, "f32[64,256]", 2 * 64 * 512 * 256, "product", False],
     ]

@@ -13,9 +13,9 @@
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/exec/collective_call.h"
+#include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
-#include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/tiling/tiling.h"
 
 namespace jaxmp::hostmp {
@@ -48,7 +48,7 @@ struct Rows {
 };
 
 // A part of column-major d^T, which is w^T x^T or, of a contraction, w^T x of the group's rows.
-struct Tile {
+struct GroupTile {
   const char* w;   // the matrices of the rank that has the group's; of a contraction null
   char* d;         // the matrix of a contraction, else null
   int64_t matrix;  // the element of w with which the group's begins
@@ -67,7 +67,7 @@ class GroupedWork final : public SharedWork {
     }
     operations_ = 2.0 * static_cast<double>(rows) * static_cast<double>(p_.n) * static_cast<double>(p_.k);
     for (int64_t index = 0; index < p_.batch; ++index) CutGroups(index);
-    for (const Tile& tile : tiles_) Measure(tile);
+    for (const GroupTile& tile : tiles_) Measure(tile);
     const int64_t bytes = area_bytes() * machine_threads();
     if (bytes == 0) return;
     areas_.reset(static_cast<char*>(std::aligned_alloc(kLine, static_cast<size_t>(bytes))));
@@ -78,7 +78,7 @@ class GroupedWork final : public SharedWork {
   double operations() const override { return operations_; }
 
   void Run(size_t piece, int area) override {
-    const Tile& tile = tiles_[piece];
+    const GroupTile& tile = tiles_[piece];
     if (tile.depth == 0) return FillZero(tile);
     char* const sums = areas_.get() + area * area_bytes();
     char* const scratch = sums + sums_bytes_;
@@ -95,7 +95,7 @@ class GroupedWork final : public SharedWork {
     }
     if (is_in_d) return;
     if (tile.d) return Store(c, tile.nrows, tile.ncols, InMatrix(tile));
-    const char* from = c;
+    char* from = c;
     for (size_t i = tile.first; i < tile.last; ++i) {
       Store(from, tile.nrows, rows_[i].count, InRows(tile, rows_[i]));
       from += BytesOf(sums_, rows_[i].count * tile.nrows);
@@ -200,7 +200,7 @@ class GroupedWork final : public SharedWork {
     }
   }
 
-  void CutColumn(Tile tile, int64_t row_pieces) {
+  void CutColumn(GroupTile tile, int64_t row_pieces) {
     const int64_t nrows = RoundUp(CeilDiv(p_.n, row_pieces), kRowUnit);
     for (tile.row = 0; tile.row < p_.n; tile.row += nrows) {
       tile.nrows = std::min(nrows, p_.n - tile.row);
@@ -216,7 +216,7 @@ class GroupedWork final : public SharedWork {
     return std::max<int64_t>(1, CeilDiv(nrows * ncols, std::max(area, kSmallestTile)));
   }
 
-  void Measure(const Tile& tile) {
+  void Measure(const GroupTile& tile) {
     if (tile.depth == 0) return;
     const auto grow = [](int64_t* most, int64_t bytes) { *most = std::max(*most, RoundUp(bytes, kLine)); };
     if (!IsSummedInD(tile)) grow(&sums_bytes_, BytesOf(sums_, tile.nrows * tile.ncols));
@@ -233,23 +233,23 @@ class GroupedWork final : public SharedWork {
 
   // ---- the work
 
-  KernelChoice KernelFor(const Tile& tile) const {
+  KernelChoice KernelFor(const GroupTile& tile) const {
     const auto trans_a = p_.is_transposed ? kTransposed : kPlain;
     return KernelOf({p_.type_w, p_.type, trans_a, tile.ncols, p_.is_fixed_order, /*is_alpha_one=*/true});
   }
 
-  bool IsSummedInD(const Tile& tile) const {
+  bool IsSummedInD(const GroupTile& tile) const {
     return p_.out == sums_ && (p_.is_contraction || tile.last - tile.first == 1);
   }
 
-  char* InMatrix(const Tile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
-  char* InRows(const Tile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
+  char* InMatrix(const GroupTile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
+  char* InRows(const GroupTile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
 
   // The element of w with which the rows of a tile begin.
-  int64_t FirstOf(const Tile& tile) const { return tile.matrix + (p_.is_transposed ? tile.row * p_.k : tile.row); }
+  int64_t FirstOf(const GroupTile& tile) const { return tile.matrix + (p_.is_transposed ? tile.row * p_.k : tile.row); }
 
   // Rows times the matrix of their group. Rows of several ranks are first copied behind each other to `copied`.
-  Product ProductOf(const Tile& tile, char* copied) const {
+  Product ProductOf(const GroupTile& tile, char* copied) const {
     const int64_t ld = p_.is_transposed ? p_.k : p_.n;
     const char* x = rows_[tile.first].x;
     if (tile.last - tile.first > 1) {
@@ -274,7 +274,7 @@ class GroupedWork final : public SharedWork {
   }
 
   // Likewise, of a narrow w, which is decoded a K block at a time. Rows of several ranks are read where they lie.
-  ScaledProduct DecodedProductOf(const Tile& tile, char* c, int64_t ldc) const {
+  ScaledProduct DecodedProductOf(const GroupTile& tile, char* c, int64_t ldc) const {
     const int64_t ld = p_.is_transposed ? p_.k : p_.n;
     const ScaledOperand w = {p_.type_w, tile.w, FirstOf(tile), ld, p_.is_transposed, {}, 0, 0, 0, 0};
     ScaledProduct product = {tile.nrows, tile.ncols, p_.k, w, {}, c, ldc};
@@ -284,61 +284,42 @@ class GroupedWork final : public SharedWork {
     return product;
   }
 
-  // The rows of each rank, summed one behind the other. An instruction sums a whole unit of rows: that around the end
-  // of a rank's rows is put together in `copied`.
-  KSegments SegmentsOf(const Tile& tile, char* copied) const {
-    const int64_t unit = KUnit(KernelFor(tile).kernel);
-    const auto product_of = [&](int64_t depth, const char* w, int64_t lda, const char* x, int64_t ldb) {
-      return Product{kPlain, kTransposed, tile.nrows, tile.ncols, depth, w, lda, x, ldb, nullptr, 0};
+  // The rows of each rank, summed one behind the other.
+  KSegments SegmentsOf(const GroupTile& tile, char* copied) const {
+    std::vector<int64_t> ends;
+    for (size_t i = tile.first; i < tile.last; ++i) ends.push_back((i > tile.first ? ends.back() : 0) + rows_[i].count);
+    const auto product_of = [&](size_t i, int64_t begin, int64_t end) {
+      const Rows& rows = rows_[tile.first + i];
+      const int64_t row = begin - (ends[i] - rows.count);
+      return Product{kPlain,
+                     kTransposed,
+                     tile.nrows,
+                     tile.ncols,
+                     end - begin,
+                     At(rows.w, p_.type, row * p_.n + tile.row),
+                     p_.n,
+                     At(rows.x, p_.type, row * p_.k + tile.col),
+                     p_.k,
+                     nullptr,
+                     0};
     };
-    const auto w_of = [&](size_t i, int64_t row) { return At(rows_[i].w, p_.type, row * p_.n + tile.row); };
-    const auto x_of = [&](size_t i, int64_t row) { return At(rows_[i].x, p_.type, row * p_.k + tile.col); };
-    KSegments segments;
-    int64_t begin = 0, at = 0;  // of rank i's rows, and of what the segments do not have yet
-    for (size_t i = tile.first; i < tile.last; begin += rows_[i++].count) {
-      const int64_t end = begin + rows_[i].count;
-      const int64_t whole = end == tile.depth ? end : end / unit * unit;
-      if (at < whole) {
-        segments.push_back(product_of(whole - at, w_of(i, at - begin), p_.n, x_of(i, at - begin), p_.k));
-        at = whole;
-      }
-      if (at >= end) continue;
-      const int64_t depth = std::min(unit, tile.depth - at);
-      char* const w = copied;
-      char* const x = At(w, p_.type, depth * tile.nrows);
-      copied = At(x, p_.type, depth * tile.ncols);
-      segments.push_back(product_of(depth, w, tile.nrows, x, tile.ncols));
-      int64_t row = at - begin;
-      size_t rank = i;
-      for (int64_t k = 0; k < depth; ++k, ++row) {
-        while (row == rows_[rank].count) ++rank, row = 0;
-        CopyView(p_.type, {const_cast<char*>(w_of(rank, row)), 0}, tile.nrows, 1, {At(w, p_.type, k * tile.nrows), 0});
-        CopyView(p_.type, {const_cast<char*>(x_of(rank, row)), 0}, tile.ncols, 1, {At(x, p_.type, k * tile.ncols), 0});
-      }
-      at += depth;
-    }
-    return segments;
+    return CutAtUnits(ends, KUnit(KernelFor(tile).kernel), product_of, copied);
   }
 
-  void FillZero(const Tile& tile) const {
+  void FillZero(const GroupTile& tile) const {
     const auto bytes = static_cast<size_t>(BytesOf(p_.out, tile.nrows));
     char* const to = tile.d ? InMatrix(tile) : InRows(tile, rows_[tile.first]);
     for (int64_t col = 0; col < tile.ncols; ++col) std::memset(At(to, p_.out, col * p_.n), 0, bytes);
   }
 
   // Sums of so many columns to d, whose columns are n apart.
-  void Store(const char* from, int64_t nrows, int64_t ncols, char* to) const {
-    for (int64_t col = 0; col < ncols; ++col) {
-      const char* const sums = from + BytesOf(sums_, col * nrows);
-      char* const column = At(to, p_.out, col * p_.n);
-      if (p_.out == sums_) {
-        std::memcpy(column, sums, static_cast<size_t>(BytesOf(sums_, nrows)));
-      } else if (p_.out == abi::CUDA_R_16BF) {
-        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<BFloat16*>(column), nrows);
-      } else {
-        Downconvert(reinterpret_cast<const float*>(sums), reinterpret_cast<Float16*>(column), nrows);
-      }
-    }
+  void Store(char* from, int64_t nrows, int64_t ncols, char* to) const {
+    hostmp::Finish finish{};
+    finish.epilog = FindEpilog(abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT);
+    finish.rows = nrows, finish.cols = ncols;
+    finish.z = from, finish.ldz = nrows;
+    finish.d = to, finish.ldd = p_.n;
+    FinishTile(finish, sums_, p_.out);
   }
 
   const std::vector<const GroupedProduct*> ranks_;
@@ -346,7 +327,7 @@ class GroupedWork final : public SharedWork {
   const abi::cudaDataType_t sums_;
   double operations_ = 0;
   std::vector<Rows> rows_;
-  std::vector<Tile> tiles_;
+  std::vector<GroupTile> tiles_;
   int64_t sums_bytes_ = 0, scratch_bytes_ = 0, copied_bytes_ = 0;
   std::unique_ptr<char, void (*)(void*)> areas_{nullptr, std::free};  // by area
 };

@@ -125,46 +125,12 @@ class TileTask {
   }
 
   KSegments SegmentsOfWholeUnits() {
-    const int64_t unit = KUnit(kernel_.kernel);
-    KSegments segments;
-    char* boundary = boundary_;
-    int64_t at = 0;  // k that the segments cover so far
-    for (const CommonRange& range : product_.tiling().k) {
-      const int64_t end = range.begin + range.size;
-      const int64_t whole = end == call_.k ? end : end / unit * unit;
-      if (at < whole) segments.push_back(ProductOf(SubRange(range, at, whole)));
-      at = std::max(at, whole);
-      if (at >= end) continue;
-      segments.push_back(BoundarySegment(at, std::min(at + unit, call_.k), boundary));
-      boundary += BoundaryBytes(call_, segments.back().k, tile_.rows, tile_.cols);
-      at += segments.back().k;
-    }
-    return segments;
-  }
-
-  // The k unit around the end of a range of k, copied together: an instruction sums a whole unit. Only 16-bit types
-  // need this.
-  Product BoundarySegment(int64_t begin, int64_t end, char* memory) {
-    const int64_t size = end - begin;
-    uint16_t* const a = reinterpret_cast<uint16_t*>(memory);
-    uint16_t* const b = a + tile_.rows * size;
-    for (const CommonRange& range : product_.tiling().k) {
-      const int64_t from = std::max(begin, range.begin), to = std::min(end, range.begin + range.size);
-      if (from >= to) continue;
-      const Product p = ProductOf(SubRange(range, from, to));
-      const bool is_a_plain = p.trans_a == abi::CUBLAS_OP_N, is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
-      for (int64_t k = 0; k < p.k; ++k) {
-        for (int64_t row = 0; row < p.m; ++row) {
-          a[(from - begin + k) * p.m + row] =
-              static_cast<const uint16_t*>(p.a)[is_a_plain ? k * p.lda + row : row * p.lda + k];
-        }
-        for (int64_t col = 0; col < p.n; ++col) {
-          b[col * size + from - begin + k] =
-              static_cast<const uint16_t*>(p.b)[is_b_plain ? col * p.ldb + k : k * p.ldb + col];
-        }
-      }
-    }
-    return {abi::CUBLAS_OP_N, abi::CUBLAS_OP_N, tile_.rows, tile_.cols, size, a, tile_.rows, b, size, z_.data, z_.ld};
+    const std::vector<CommonRange>& ranges = product_.tiling().k;
+    std::vector<int64_t> ends;
+    for (const CommonRange& range : ranges) ends.push_back(range.begin + range.size);
+    return CutAtUnits(
+        ends, KUnit(kernel_.kernel),
+        [&](size_t i, int64_t begin, int64_t end) { return ProductOf(SubRange(ranges[i], begin, end)); }, boundary_);
   }
 
   Product ProductOf(const CommonRange& k) const {

@@ -1,5 +1,7 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 
+#include <algorithm>
+
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
@@ -77,7 +79,48 @@ void MultiplyBatches(const KSegments& segments, int64_t unit, bool adds, Gemm ge
   }
 }
 
+// Products that follow each other in k as one, copied together.
+Product Joined(const KSegments& parts, char* memory) {
+  Product all = parts.front();
+  all.k = 0;
+  for (const Product& p : parts) all.k += p.k;
+  auto *const a = reinterpret_cast<uint16_t*>(memory), *const b = a + all.m * all.k;
+  int64_t at = 0;
+  for (const Product& p : parts) {
+    const bool is_a_plain = p.trans_a == abi::CUBLAS_OP_N, is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
+    const auto *const from_a = static_cast<const uint16_t*>(p.a), *const from_b = static_cast<const uint16_t*>(p.b);
+    for (int64_t k = 0; k < p.k; ++k, ++at) {
+      for (int64_t row = 0; row < p.m; ++row) {
+        a[at * p.m + row] = from_a[is_a_plain ? k * p.lda + row : row * p.lda + k];
+      }
+      for (int64_t col = 0; col < p.n; ++col) {
+        b[col * all.k + at] = from_b[is_b_plain ? col * p.ldb + k : k * p.ldb + col];
+      }
+    }
+  }
+  return {abi::CUBLAS_OP_N, abi::CUBLAS_OP_N, all.m, all.n, all.k, a, all.m, b, all.k, all.c, all.ldc};
+}
+
 }  // namespace
+
+KSegments CutAtUnits(const std::vector<int64_t>& ends, int64_t unit,
+                     const std::function<Product(size_t, int64_t, int64_t)>& product_of, char* memory) {
+  KSegments segments;
+  int64_t at = 0;  // k that the segments cover so far
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const int64_t whole = ends[i] == ends.back() ? ends[i] : ends[i] / unit * unit;
+    if (at < whole) segments.push_back(product_of(i, at, whole));
+    at = std::max(at, whole);
+    if (at >= ends[i]) continue;
+    KSegments parts;
+    const int64_t end = std::min(at + unit, ends.back());
+    for (size_t j = i; at < end; at = std::min(end, ends[j++]))
+      parts.push_back(product_of(j, at, std::min(end, ends[j])));
+    segments.push_back(Joined(parts, memory));
+    memory += 2 * segments.back().k * (segments.back().m + segments.back().n);
+  }
+  return segments;
+}
 
 void Multiply(const KernelChoice& choice, const KSegments& segments, std::complex<double> alpha, bool adds,
               char* scratch) {

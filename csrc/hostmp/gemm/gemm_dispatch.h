@@ -2,7 +2,10 @@
 #pragma once
 
 #include <complex>
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/kernels/k_blocks.h"
@@ -15,5 +18,11 @@ namespace jaxmp::hostmp {
 void Multiply(const KernelChoice& choice, const KSegments& segments, std::complex<double> alpha, bool adds,
               char* scratch);
 int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k);
+
+// Segments for a fixed order, of ranges of k that end at `ends`: product_of(i, begin, end) is the product of the k
+// [begin, end) in range i. An instruction sums a whole unit of k, so the unit around the end of a range is copied
+// together to `memory`, which only products of 16 bits need: `unit` k of both operands for each end but the last.
+KSegments CutAtUnits(const std::vector<int64_t>& ends, int64_t unit,
+                     const std::function<Product(size_t, int64_t, int64_t)>& product_of, char* memory);
 
 }  // namespace jaxmp::hostmp

@@ -1,5 +1,5 @@
-// The body of simd_gemm.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of every
-// function, and with Simd<T> in scope. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB),
+// The kernels of an instruction set: included into its file behind simd_kernels.h, JAXMP_TARGET, the attribute of every
+// function, and Simd<T>. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB),
 // op(B) in micro-panels of kCols columns, and a register tile of kVectors x kCols vectors of accumulators runs over a
 // K block. Numbers of op(B) that are adjacent in k are read where they lie instead. Complex numbers are packed with
 // real and imaginary parts apart. Rows and columns beyond the operand are packed as zeros, and what they give is
@@ -191,8 +191,8 @@ JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, in
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
       T* const to = c + col * ldc + v * kLanes;
-      const V term = Simd<T>::Mul(sums[col][v], factor);
-      Simd<T>::Store(to, adds ? Simd<T>::Add(Simd<T>::Load(to), term) : term);
+      const V term = sums[col][v] * factor;
+      Simd<T>::Store(to, adds ? Simd<T>::Load(to) + term : term);
     }
   }
 }
@@ -348,25 +348,17 @@ struct Kernel {
   bool adds;
 };
 
-// This instruction set, for WithLevel().
-struct Isa {
-  template <typename From>
-  static void Gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
+void Gemm(abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds, char* scratch) {
+  WithType(type, [&](auto number) {
+    using From = decltype(number);
     BlockedGemm(Kernel<From>{segments.front(), static_cast<Real<From>>(alpha), adds}, segments, scratch);
-  }
-  template <typename From>
-  static void SmallNGemm(const KSegments& segments, double alpha, bool adds) {
-    SmallN<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
-  }
-  template <typename From>
-  static int64_t ScratchBytes(int64_t m, int64_t n, int64_t k) {
-    return ScratchOf(Kernel<From>{}, m, n, k).bytes();
-  }
-  template <typename From>
-  static void AddColumnsToC(const Product& product) {
-    AddColumns<From>(product);
-  }
-};
+  });
+}
 
-#undef JAXMP_INLINE
-#undef JAXMP_TARGET
+int64_t ScratchBytes(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+  int64_t bytes = 0;
+  WithType(type, [&](auto number) { bytes = ScratchOf(Kernel<decltype(number)>{}, m, n, k).bytes(); });
+  return bytes;
+}
+
+constexpr SimdKernels kKernels = {Gemm, ScratchBytes, SmallNGemm, AddColumnsToC};

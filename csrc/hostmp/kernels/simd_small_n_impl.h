@@ -1,21 +1,20 @@
-// Products of few columns, where packing op(A) takes longer than multiplying it. A part of simd_gemm_impl.h, which
-// includes it once for each instruction set.
+// Products of few columns, where packing op(A) takes longer than multiplying it. A part of simd_gemm_impl.h.
 
 // Few columns, op(A) = A, which is then read once, in the order in which it lies. `Steps` k at a time for `Cols`
 // columns: each number of A serves Cols products, and each sum takes Steps of them between its load and its store.
+// The first `rows` rows, which fill vectors, and the few that follow them.
 //
 // The first columns ask for the numbers of the next `Steps` k: those lie a leading dimension further, where the
 // processor does not look ahead.
 template <typename From, typename T, int Steps, int Cols, bool IsFirst>
-JAXMP_INLINE void AddColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
+JAXMP_INLINE void AddVectors(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
   V weights[Cols][Steps];
   for (int col = 0; col < Cols; ++col) {
     for (int k = 0; k < Steps; ++k) weights[col][k] = Simd<T>::Broadcast(*b.At(col, k).data);
   }
-  int64_t row = 0;
-  for (; row + kLanes <= rows; row += kLanes) {
+  for (int64_t row = 0; row < rows; row += kLanes) {
     V sums[Cols];
     for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::Load(c + col * ldc + row);
     for (int k = 0; k < Steps; ++k) {
@@ -25,40 +24,57 @@ JAXMP_INLINE void AddColumns(const From* a, int64_t lda, const View<T>& b, int64
     }
     for (int col = 0; col < Cols; ++col) Simd<T>::Store(c + col * ldc + row, sums[col]);
   }
-  if (row == rows) return;
+}
+
+template <typename From, typename T, int Steps, int Cols>
+JAXMP_TARGET __attribute__((noinline)) void AddRest(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c,
+                                                    int64_t ldc) {
+  using V = typename Simd<T>::V;
+  constexpr int kLanes = Simd<T>::kLanes;
   alignas(64) T rest[Steps][kLanes] = {}, rest_c[kLanes] = {};
-  for (int k = 0; k < Steps; ++k) LoadRun(a + k * lda + row, rest[k], rows - row);
-  for (int col = 0; col < Cols; ++col) {
-    std::copy_n(c + col * ldc + row, rows - row, rest_c);
+  for (int k = 0; k < Steps; ++k) LoadRun(a + k * lda, rest[k], rows);
+  for (int col = 0; col < Cols; ++col, c += ldc) {
+    std::copy_n(c, rows, rest_c);
     V sum = Simd<T>::Load(rest_c);
-    for (int k = 0; k < Steps; ++k) sum = Simd<T>::Fma(Simd<T>::Load(rest[k]), weights[col][k], sum);
+    for (int k = 0; k < Steps; ++k) {
+      sum = Simd<T>::Fma(Simd<T>::Load(rest[k]), Simd<T>::Broadcast(*b.At(col, k).data), sum);
+    }
     Simd<T>::Store(rest_c, sum);
-    std::copy_n(rest_c, rows - row, c + col * ldc + row);
+    std::copy_n(rest_c, rows, c);
   }
 }
 
+template <typename From, typename T, int Steps, int Cols, bool IsFirst>
+JAXMP_INLINE void AddColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
+  const int64_t whole = rows / Simd<T>::kLanes * Simd<T>::kLanes;
+  if (whole > 0) AddVectors<From, T, Steps, Cols, IsFirst>(a, lda, b, whole, c, ldc);
+  if (whole < rows) AddRest<From, T, Steps, Cols>(a + whole, lda, b, rows - whole, c + whole, ldc);
+}
+
+// Of the rest of k, one at a time, all columns ask.
 template <typename From, typename T, int Steps>
 JAXMP_INLINE void AddAllColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
                                 int64_t ldc) {
   constexpr int kCols = 4;
+  constexpr bool kAlwaysAsks = Steps == 1;
   int64_t col = 0;
   if (cols >= kCols) {
     AddColumns<From, T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
     col = kCols;
   }
   for (; col + kCols <= cols; col += kCols) {
-    AddColumns<From, T, Steps, kCols, false>(a, lda, b.At(col, 0), rows, c + col * ldc, ldc);
+    AddColumns<From, T, Steps, kCols, kAlwaysAsks>(a, lda, b.At(col, 0), rows, c + col * ldc, ldc);
   }
   for (; col < cols; ++col) {
-    const auto add = col == 0 ? AddColumns<From, T, Steps, 1, true> : AddColumns<From, T, Steps, 1, false>;
+    const auto add = col == 0 ? AddColumns<From, T, Steps, 1, true> : AddColumns<From, T, Steps, 1, kAlwaysAsks>;
     add(a, lda, b.At(col, 0), rows, c + col * ldc, ldc);
   }
 }
 
 // c += op(a) op(b) for the given rows and k.
 template <typename From, typename T>
-JAXMP_TARGET void AddRows(const View<From>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
-                          int64_t ldc) {
+JAXMP_TARGET __attribute__((noinline)) void AddRows(const View<From>& a, const View<T>& b, int64_t rows, int64_t cols,
+                                                    int64_t depth, T* c, int64_t ldc) {
   constexpr int64_t kSteps = 4;
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
@@ -111,8 +127,26 @@ JAXMP_TARGET void SmallN(const Product* segments, size_t count, T alpha, bool ad
   }
 }
 
+void SmallNGemm(abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
+  WithType(type, [&](auto number) {
+    using From = decltype(number);
+    if constexpr (kParts<From> == 1)
+      SmallN<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
+  });
+}
+
 template <typename From>
-JAXMP_TARGET void AddColumns(const Product& p) {
+void AddColumnsAs(const Product& p) {
   const KSlice<Product> whole = {&p, 0, 0, p.k};
   AddRows(ViewOfA<From>(whole), ViewOfB<float>(whole), p.m, p.n, p.k, static_cast<float*>(p.c), p.ldc);
+}
+
+void AddColumnsToC(abi::cudaDataType_t type, const Product& p) {
+  if constexpr (Simd<float>::kReadsBytes) {
+    if (type == abi::CUDA_R_8I) return AddColumnsAs<int8_t>(p);
+    if (type == abi::CUDA_R_8U) return AddColumnsAs<uint8_t>(p);
+    if (type == abi::CUDA_R_8F_E4M3) return AddColumnsAs<Float8E4m3>(p);
+    if (type == abi::CUDA_R_8F_E5M2) return AddColumnsAs<Float8E5m2>(p);
+  }
+  AddColumnsAs<float>(p);
 }

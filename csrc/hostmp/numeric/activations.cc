@@ -1,7 +1,6 @@
 #include "csrc/hostmp/numeric/activations.h"
 
 #include <cmath>
-#include <cstring>
 
 #include "csrc/hostmp/cpu/dispatch.h"
 
@@ -25,11 +24,7 @@ JAXMP_INLINE float ExpOfNegative(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  uint32_t power;
-  std::memcpy(&power, &shifted, sizeof(power));
-  power = (power + 127) << 23;  // the low bits of `shifted` are n in two's complement
-  float scale;
-  std::memcpy(&scale, &power, sizeof(scale));
+  const float scale = FloatOf((BitsOf(shifted) + 127) << 23);  // the low bits of `shifted` are n in two's complement
   return is_tiny ? 0.0f : p * scale;
 }
 JAXMP_INLINE double ExpOfNegative(double x) { return std::exp(x); }

@@ -1,7 +1,5 @@
 #include "csrc/hostmp/numeric/convert.h"
 
-#include <cstring>
-
 #include "csrc/hostmp/cpu/dispatch.h"
 
 #if defined(__x86_64__)
@@ -16,16 +14,12 @@ namespace {
 // The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
 
 JAXMP_INLINE void WidenBody(const BFloat16* from, float* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
-    std::memcpy(to + i, &bits, sizeof(bits));
-  }
+  for (int64_t i = 0; i < count; ++i) to[i] = FloatOf(uint32_t{from[i].bits} << 16);
 }
 
 JAXMP_INLINE void DownconvertBody(const float* from, BFloat16* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
+    const uint32_t bits = BitsOf(from[i]);
     const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const uint32_t quiet_nan = bits | 0x400000;  // rounding could carry a NaN's mantissa into an infinity
     to[i].bits = static_cast<uint16_t>(((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded) >> 16);

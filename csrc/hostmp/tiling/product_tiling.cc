@@ -50,7 +50,7 @@ void Extend(const MatmulCall& call, const Tiling& tiling, bool is_one_matrix, Ar
     int64_t boundary = 0;
     if (call.fixed_reduction_order && !call.is_decoded()) {
       const int64_t depth = DepthOfBoundaries(call, tiling, KUnit(kernel.kernel));
-      boundary = BoundaryBytes(call, depth, tile.rows, tile.cols);
+      boundary = depth * Facts(type).bytes * (tile.rows + tile.cols);
     }
     const int64_t scratch = ScratchBytes(call, tile, kernel);
     const bool is_copied = !call.is_decoded() && !tiling.IsTogetherInB(tile);
@@ -80,10 +80,6 @@ KernelChoice KernelOf(const MatmulCall& call, int64_t cols, bool is_one_matrix) 
 bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
   const bool reads_c_last = call.scales_last() && call.has_c;
   return call.accumulator() == call.d.desc.type && !reads_c_last && tiling.IsTogetherInD(tile);
-}
-
-int64_t BoundaryBytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols) {
-  return depth * Facts(call.a.desc.type).bytes * (rows + cols);
 }
 
 std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {

@@ -29,9 +29,6 @@ KernelChoice KernelOf(const MatmulCall& call, int64_t cols, bool is_one_matrix);
 // where several ranks hold it.
 bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile);
 
-// Of operands around one cut, `depth` k of a tile.
-int64_t BoundaryBytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols);
-
 // Everything of a call that a tiling and its workspace depend on.
 using TilingKey = std::array<int64_t, 47>;
 

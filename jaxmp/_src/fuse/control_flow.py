@@ -161,22 +161,11 @@ def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], e
 
 def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
     """What a rule of differentiation gives, with its products rewritten. Its zeros and flags stay as they are."""
-    arrays = [x for x in args if isinstance(x, jax.Array)]
-    results: list[Any] = []
-    tree: Any = None
-
-    def of_arrays(*arrays: jax.Array) -> list[jax.Array]:
-        nonlocal results, tree
-        given = iter(arrays)
-        results, tree = jax.tree.flatten(rule(*(next(given) if isinstance(x, jax.Array) else x for x in args)))
-        return [x for x in results if isinstance(x, jax.Array)]
-
     try:
-        jaxpr, consts = jax_tracing.trace(of_arrays, [jax.typeof(x) for x in arrays])
+        traced = jax_tracing.Traced(rule, args, {})
     except Exception:  # the user's, as of a rule that asks for values
         return rule(*args)
-    found = iter(functions.evaluate(jaxpr, consts, *arrays))
-    return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in results])
+    return traced.result(functions.evaluate(traced.jaxpr, traced.consts, *traced.arrays))
 
 
 def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:

@@ -45,8 +45,7 @@ def inputs(product: Product) -> tuple[Any, ...]:
 
 
 def outputs(product: Product) -> tuple[Any, ...]:
-    kept = product.preactivation if product.aux is None else product.aux
-    return (product.result, *(() if kept is None else (kept,)))
+    return (product.result, *(() if product.preactivation is None else (product.preactivation,)))
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
@@ -79,7 +78,7 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
     if c is not None:
         shared |= {"epilog": epilogs.for_activation(None, bias is not None), "epilog_inputs": inputs, "beta": 1.0}
         return [matmul(x, w, c, **shared)]
-    if product.preactivation is not None or product.aux is not None:
+    if product.preactivation is not None:
         rule = epilogs.RULES[epilogs.for_activation(product.activation, bias is not None)]
         shared |= {"epilog": rule.with_aux, "epilog_inputs": inputs}
         d, more = matmul(x, w, **shared)
@@ -100,13 +99,11 @@ def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
     return Scaling(found.get("a"), found.get("b")) if found else None
 
 
-def gradient(product: Product, kept: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
-    """The cotangent of an activation's argument: a product that the epilog multiplies by the derivative, which it reads
-    from the `aux` of the product `kept`."""
-    is_relu = kept.activation == "relu"
+def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
+    """The cotangent of gelu's argument `aux`: a product that the epilog multiplies by the derivative."""
     given = _shared(product, options) | {
-        "epilog": Epilog.DRELU if is_relu else Epilog.DGELU,
-        "epilog_inputs": {"relu_aux" if is_relu else "gelu_aux": aux},
+        "epilog": Epilog.DGELU,
+        "epilog_inputs": {"gelu_aux": aux},
         "transpose_b": product.w.contract == (1,),
         "out_sharding": out_sharding(product.result.aval),
     }

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
 
 from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.core.validation.operand_checks import check_flag, check_implementation
 from jaxmp._src.core.validation.public import public
-from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.platform.jax_internals import jax_tracing
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
+
+_TAG = "jaxmp.fuse"  # of what Flax remembers of a call
+_REMEDY = "jaxmp.fuse: pass a module to the fused function as an argument; a module that it closes over cannot change"
 
 
 @public
@@ -38,18 +43,18 @@ def fuse(
 
     It composes with jit, grad, vmap, scan, cond, remat and custom rules. `grad(fuse(fn))` fuses more than
     `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`: each call
-    traces `fn`. Objects that `fn` changes in place, such as modules of Flax NNX, change as without `fuse`. Under
-    `jax.disable_jit`, `fn` runs as it is.
+    traces `fn` again, as `jax.checkpoint` does: what `fn` changes has to be an argument and a result, a `jax.Ref`, or
+    an object of Flax NNX that is an argument. Under `jax.disable_jit`, `fn` runs as it is.
 
     Args:
-      fn: a function. It gets the arguments themselves, whatever they are.
+      fn: a function of pytrees, with objects of Flax NNX in them. Leaves that are not `jax.Array`s keep their values.
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
       epilogs: whether to take in biases, activations, additions and scalar factors.
       strict: whether a product that does not keep the level asked for by `determinism` is an error. With False JAX
         computes that product alone, and a warning names its line and the reason.
 
     Returns:
-      A function with the signature, results, types, shardings and side effects of `fn`.
+      A function with the signature, results, types and shardings of `fn`.
 
     Raises: TypeError where `fn` is no function; ValueError for an unknown option; NotImplementedError, which names the
       line of each, for products that do not keep the level; and what `fn` raises.
@@ -70,13 +75,49 @@ def fuse(
     def fused(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if jax_tracing.is_untraced():
             return fn(*args, **kwargs)
-        results: list[Result] = []
-        recording = jax_tracing.Recording(fn, args, kwargs)
-        try:
-            with recording:
-                results.append(fn(*args, **kwargs))
-        finally:
-            holders.settle(recording, results, Rewriter(options).results)
-        return results[0]
+        nnx = sys.modules.get("flax.nnx")  # only a program that has imported Flax holds its state
+        result: Result = (
+            _evaluated(fn, args, kwargs, options) if nnx is None else _with_state(nnx, fn, args, kwargs, options)
+        )
+        return result
 
     return fused
+
+
+def _evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
+    """Traces a function of pytrees, and returns its result with the products of the trace as calls."""
+    traced = jax_tracing.Traced(fn, args, kwargs)
+    return traced.result(Rewriter(options).evaluate(traced.jaxpr, traced.consts, *traced.arrays))
+
+
+def _with_state(
+    nnx: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> Any:
+    """As `_evaluated`, for arguments and results that may be objects of Flax NNX, which change in place.
+
+    Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it.
+    If `fn` changes no object, nothing is updated: the objects may be of another trace, as static arguments of jit are.
+    """
+    errors = sys.modules["flax.errors"]
+
+    def contents(given: Any) -> tuple[Any, list[int]]:
+        graph, state = nnx.split(given)
+        return graph, [id(leaf) for leaf in jax.tree.leaves(state)]
+
+    @functools.wraps(fn)
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        given = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=_TAG)
+        before = contents(given)
+        result = fn(*given[0], **given[1])
+        changed = () if contents(given) == before else given
+        return nnx.to_tree((changed, result), ctxtag=_TAG)
+
+    try:
+        with nnx.update_context(_TAG):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+            results = _evaluated(pure, pure_args, pure_kwargs, options)
+            return nnx.from_tree(results, is_inner=False, ctxtag=_TAG)[-1]
+    except (errors.TraceContextError, errors.JaxTransformError) as error:
+        if _REMEDY not in getattr(error, "__notes__", ()):
+            error.add_note(_REMEDY)
+        raise

@@ -25,10 +25,6 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 SUMS = ("psum", "psum_invariant")
 
 
-class Aux:
-    """The aux of an epilog, which no value of the jaxpr is."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One `dot_general` with what one call does of its surroundings; `result` is the value that the call gives."""
@@ -49,7 +45,6 @@ class Product:
     bias: Any = None
     activation: ActivationName | None = None
     preactivation: Any = None  # where other equations read it as well
-    aux: Any = None  # of the activation, where another product's epilog reads it
     c: Any = None
     before: Product | None = None  # without the activation, or c
 

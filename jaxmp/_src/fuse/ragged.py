@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.ops.ragged_all_to_all import ragged_all_to_all
 from jaxmp._src.core.ops.ragged_dot_general import ragged_dot_general
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.operands import is_auto
-from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def is_of_xla(eqn: Any, options: Options) -> bool:
     """Whether a call would be XLA's product too."""
-    is_elsewhere = jax_compat.default_platform() != "cpu" or options.implementation == "xla"
-    return is_elsewhere or (options.level.global_order and is_auto(eqn.invars[0].aval))
+    where = dataclasses.replace(decide.here(), is_on_shards=not is_auto(eqn.invars[0].aval))
+    return bool(decide.why_xla(options.implementation, options.level, where, is_global=True))
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:

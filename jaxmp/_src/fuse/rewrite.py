@@ -35,8 +35,8 @@ from jaxmp._src.fuse.graph import (
     without_batches_of_one,
 )
 from jaxmp._src.fuse.operands import is_auto
-from jaxmp._src.fuse.products import Aux, Product
-from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
+from jaxmp._src.fuse.products import Product
+from jaxmp._src.fuse.templates import GELU, Match, gelu_cotangent
 from jaxmp._src.fuse.weights import with_narrow_weights
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
@@ -107,12 +107,12 @@ class Rewriter:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._functions = control_flow.Functions(self._evaluate)
+        self._functions = control_flow.Functions(self.evaluate)
         self._depth = 0  # of jaxprs that are being evaluated
         self._around: list[Any] = []  # equations that hold the one that is being evaluated
         self._lost: dict[str, None] = {}  # products that do not keep the level, each with its line and the reason
 
-    def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         return self.results(Graph.of(jaxpr), known)
@@ -219,28 +219,26 @@ class Rewriter:
         return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
     def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:
-        """Products with relu or gelu behind them, each with the product behind which its derivative stands: the first
-        keeps what the epilog of the other reads."""
+        """Products with gelu after them, each with the product after which its derivative stands: the first keeps what
+        the epilog of the other reads."""
         groups: list[Group] = []
         firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
         plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
         seconds = {product.result: product for product in plain}
         cotangents = frozenset(seconds)
         for forward in firsts:
-            for activation, cotangent in DIFFERENTIATED:
-                match = templates.find_activation(graph, activation, forward.result)
-                back = match and templates.find_cotangent(graph, cotangent, match, cotangents)
-                if match is None or back is None:
-                    continue
-                backward = seconds[back.arguments[1]]
-                active = dataclasses.replace(forward, activation=activation.name)
-                pair = _pair(graph, active, match, backward, back)
-                if pair is None or backward is forward:
-                    continue
-                kept, after = pair
-                call, inputs = functools.partial(emit.gradient, after, kept, self.options), emit.inputs(after)
-                gradient = Group(after.equations, (kept.aux, *inputs), (after.result,), call, "gradient")
-                groups += [self._product(kept), gradient]
+            match = templates.find_activation(graph, GELU, forward.result)
+            back = match and templates.find_cotangent(graph, gelu_cotangent, match, cotangents)
+            if match is None or back is None:
+                continue
+            backward = seconds[back.arguments[1]]
+            pair = _pair(graph, forward, match, backward, back)
+            if pair is None or backward is forward:
+                continue
+            kept, after = pair
+            call, inputs = functools.partial(emit.gradient, after, self.options), emit.inputs(after)
+            gradient = Group(after.equations, (kept.preactivation, *inputs), (after.result,), call, "gradient")
+            groups += [self._product(kept), gradient]
         return groups
 
     def _why_left(self, product: Product) -> str | None:
@@ -269,14 +267,11 @@ class Rewriter:
         """Evaluates a group by its call. Where jaxmp does not take it, a level takes the products alone, and JAX's own
         equations give the rest."""
         last = graph.equations[graph.last_product(group)]
-        if not values.keys() >= set(group.variables):  # the aux of another group, refused too
-            self._without(graph, group, values, "refused")
-            return
         try:
             with jax_tracing.traced_as(last):
                 results = group.emit(*(jax_tracing.array_of(v, values) for v in group.inputs))
             for v, x in zip(group.outputs, results, strict=True):
-                if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
+                if not jax_tracing.is_type_of(v.aval, x):
                     raise NotAvailable(f"{v.aval} became {jax.typeof(x)}")
             values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
         except Exception as error:
@@ -289,7 +284,7 @@ class Rewriter:
         if self.options.level.fixed_order and group.what != "bare":
             dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
             parts = [dataclasses.replace(self._product(products.bare(graph, i)), what="bare") for i in sorted(dots)]
-        steps = schedule(graph, parts, [v for v in group.outputs if v in graph.producer], values)
+        steps = schedule(graph, parts, group.outputs, values)
         read_first = {v for step in steps for v in graph.inputs(step) if not jax_tracing.is_literal(v)}
         if not values.keys() >= read_first - graph.producer.keys():
             raise UnknownError("its equations read what the body of another scan reads")
@@ -412,7 +407,7 @@ def _gains_by_symmetry(product: Product) -> bool:
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
     """`x` as the value of `v`, by which others choose their type if it is weak."""
-    weak: jax.Array = jax_compat.convert(x, x.dtype, v.aval.weak_type) if hasattr(v, "aval") else x
+    weak: jax.Array = jax_compat.convert(x, x.dtype, v.aval.weak_type)
     return weak
 
 
@@ -422,18 +417,14 @@ def _pair(
     """(the first product up to its activation, the second with the derivative behind it), or None where others read
     what neither gives."""
     both = match.equations | back.equations
-    is_needed = not both.issuperset(graph.readers(forward.result))
     if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
-        return None
-    is_gelu = forward.activation == "gelu"
-    if is_needed and not is_gelu:  # whose aux is its argument
         return None
     kept = dataclasses.replace(
         forward,
         result=match.output,
         equations=forward.equations | both - back.equations | back.equations & match.equations,
-        preactivation=forward.result if is_gelu else None,
-        aux=forward.result if is_gelu else Aux(),
+        activation="gelu",
+        preactivation=forward.result,
     )
     after = dataclasses.replace(backward, result=back.output, equations=backward.equations | back.equations)
     return kept, after

@@ -30,11 +30,11 @@ class Activation:
     reader: str
 
 
-_RELU, _GELU = Activation("relu", jax.nn.relu, "custom_jvp_call"), Activation("gelu", jax.nn.gelu, "integer_pow")
+GELU = Activation("gelu", jax.nn.gelu, "integer_pow")
 ACTIVATIONS = (
-    _RELU,
+    Activation("relu", jax.nn.relu, "custom_jvp_call"),
     Activation("relu", lambda z: jnp.maximum(z, 0), "max"),
-    _GELU,
+    GELU,
     Activation("gelu_exact", lambda z: jax.nn.gelu(z, approximate=False), "neg"),
     Activation("silu", jax.nn.silu, "jit"),
     Activation("silu", lambda z: z * jax.nn.sigmoid(z), "logistic"),
@@ -53,18 +53,9 @@ class Match:
     arguments: tuple[Any, ...]
 
 
-def _cotangent_of(function: Function) -> Function:
-    """The cotangent of a function's argument, of the argument and the cotangent of the result."""
-    return lambda z, ct: jax.vjp(function, z)[1](ct)[0]
-
-
-# Activations whose derivatives are epilogs, each with the cotangent of its argument.
-DIFFERENTIATED: tuple[tuple[Activation, Function], ...] = (
-    (_GELU, _cotangent_of(jax.nn.gelu)),
-    (_RELU, _cotangent_of(jax.nn.relu)),
-    # As JAX 0.10 differentiates it.
-    (Activation("relu", jax.jit(lambda z: jnp.maximum(z, 0)), "jit"), _cotangent_of(jax.nn.relu)),
-)
+def gelu_cotangent(z: Any, cotangent: Any) -> Any:
+    """The cotangent of gelu's argument `z`, of the cotangent of its result."""
+    return jax.vjp(jax.nn.gelu, z)[1](cotangent)[0]
 
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
@@ -95,7 +86,7 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
     """The jaxpr of a function of values of these types; None where it does not take them."""
     try:
-        jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals, as_recorded=True)
+        jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
     except (TypeError, ValueError):  # JAX's: a type that its function does not take
         return None
     return None if consts else jax_compat.without_dead_code(jaxpr)

@@ -1,4 +1,4 @@
-"""Who a process is in its job, and what all of them have to know to begin."""
+"""A process's rank in its job, and what all processes must know before they begin."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 
 
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
-    """What the launcher says, through JAX's own detection."""
+    """Returns what the launcher says about this process, through JAX's own detection."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -94,10 +94,10 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """What the processes know of each other once all of them have met.
+    """A process's knowledge of the others once all of them have met.
 
-    `peers` answers and opens their connections, `address_of(process)` is where it listens, `refusal` says why the job
-    cannot run, or "", and `told` is what rank 0 had to tell; both are the same on every process.
+    `peers` answers and opens this process's connections. `address_of(process)` is where a process listens. `refusal`
+    says why the job cannot run, or ""; `told` is rank 0's message. Both are the same on every process.
     """
 
     peers: Peers
@@ -107,10 +107,10 @@ class Membership:
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
-    """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached;
-    `tells`: what this process tells the others if it is rank 0.
+    """Waits until every process of the job is here, for `timeout` seconds. `reach`: seconds to reach a peer. `tells`:
+    the message of this process to the others if it is rank 0.
 
-    What a process publishes and reads in JAX's store does not grow with the number of processes.
+    The data that a process publishes and reads in JAX's store does not grow with the number of processes.
     """
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
     key = "jaxmp/"
@@ -142,7 +142,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:
-    """Publish this process's memory for the others of its machine, and return the machine's name; "" to share none."""
+    """Shares this process's memory with others on its machine; returns the machine's name, or "" to share none."""
     if not config().shares_memory:
         return ""
     try:
@@ -162,15 +162,15 @@ def _share_arena(client: Any, key: str, process: int) -> str:
 
 
 def _check_file_limit() -> None:
-    """Raise RuntimeError where the memory of a later call may be more than a file may have (`ulimit -f`)."""
+    """Raises RuntimeError if a later call may need more memory than a file may have (`ulimit -f`)."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if 0 <= limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # -1 is none
+    if 0 <= limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # -1: no limit
         raise RuntimeError(f"File too large: this process may write {limit} bytes to a file, see ulimit -f")
 
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
-    """The processes of this machine that run as this one does, once each has opened the memory of all; none where one
-    process of the machine cannot, and the first of them warns of that."""
+    """Returns the processes of this machine that share memory with this one, once each has opened all arenas; none if
+    one process cannot, and the first process of the machine then logs a warning."""
     published: dict[int, list[str]] = {}
     if machine:
         found = client.key_value_dir_get(f"{key}memory/{machine}/")
@@ -196,17 +196,17 @@ _NOT_SHARED = "rank %d shares no memory with the others of its machine, so that 
 
 
 def neighbours(process: int, nprocesses: int) -> list[int]:
-    """The processes with which this one stays connected from the start, so that an end is noticed, and passed on, also
-    where no call joins the two: those 1, 2, 4, ... places further on. There are few of them in the largest job."""
+    """Returns the processes 1, 2, 4, ... ranks further on. This process stays connected to them from the start, so that
+    its end is noticed and passed on without a common call. There are few of them even in the largest job."""
     distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
     return [(process + distance) % nprocesses for distance in distances]
 
 
 def bind_address(host: str, port: int) -> str | None:
-    """Where rank 0's coordination service listens: at the one address at which it is reached. None for JAX's default,
-    all of them, where the host's own name for itself does not tell which that is.
+    """Returns where rank 0's coordination service listens: the address at which others reach it. None selects JAX's
+    default, all addresses, if the host's own name for itself does not give that address.
 
-    Raises RuntimeError where nobody can listen there, for JAX's service would crash.
+    Raises RuntimeError if the address cannot be used, because JAX's service would crash.
     """
     own = route_to(host)
     try:
@@ -214,21 +214,21 @@ def bind_address(host: str, port: int) -> str | None:
     except OSError as error:
         raise RuntimeError(
             f"initialize: rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); "
-            "pass the address of its machine and a port that nobody uses"
+            "pass the address of its machine and a free port"
         ) from error
     if _is_loopback(own) and not _is_loopback(host):
         return None
     return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
 
 
-# Reserved for documentation (RFC 5737), so the way there is that to any other network.
+# Reserved for documentation (RFC 5737), so the route to it is the route to any other network.
 _ELSEWHERE = "192.0.2.1"
 
 
 def _own_address(host: str) -> str:
-    """The address of this machine at which the other processes reach it: that from which it reaches the coordinator.
+    """Returns this machine's address for the other processes: its address on the route to the coordinator.
 
-    A machine's name often stands for 127.0.1.1 on the machine itself. Then it is that from which it reaches others.
+    If the coordinator's name stands for 127.0.1.1, as on the machine itself, the route to other networks decides.
     """
     own = route_to(host)
     if _is_loopback(own) and not _is_loopback(host):
@@ -238,7 +238,7 @@ def _own_address(host: str) -> str:
 
 
 def route_to(host: str) -> str:
-    """The address of this machine from which `host` is reached; RuntimeError where no network leads there."""
+    """Returns this machine's address on the route to `host`; RuntimeError if no network leads there."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
@@ -249,7 +249,7 @@ def route_to(host: str) -> str:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of datagrams: sends nothing
+                probe.connect(address)  # a datagram socket: sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:  # IPv6 is off, perhaps
             why = why or os.strerror(error.errno or 0)
@@ -262,7 +262,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is named as this machine for itself alone."""
+    """True if a host is named by an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a name

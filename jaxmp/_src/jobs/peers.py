@@ -1,8 +1,8 @@
 """This process's connections to the other processes of its job: opened when first needed, each end proved to the other.
 
-Each process listens at one address, that from which it reaches the coordinator. Rank 0 makes a secret, and JAX's
-coordination service hands it out. Who connects shows that it has the secret, and so does who listens, by HMAC-SHA256
-(RFC 2104) over numbers that both have drawn; the secret itself never travels here:
+Each process listens at one address, its own on the route to the coordinator. Rank 0 makes a secret, and JAX's
+coordination service hands it out. The process that connects and the process that listens prove to each other that they
+have it, by HMAC-SHA256 (RFC 2104) over random numbers of both; the secret itself never travels here:
 
     who connects                                    who listens
     HELLO: magic, from, to, number 1       ->
@@ -10,8 +10,8 @@ coordination service hands it out. Who connects shows that it has the secret, an
     HMAC("connects", HELLO, number 2)      ->
 
 Two processes may connect to each other at the same time. Then the lower rank decides: it ends each handshake with one
-byte, 1 for the connection that both keep and 0 for any other. Whoever does not get that far within a few seconds is a
-stranger, is closed and counted. docs/faults.md says what processes see, SECURITY.md what this protects.
+byte, 1 for the connection that both keep and 0 for any other. A connection that does not get that far within a few
+seconds is a stranger's: it is closed and counted. docs/faults.md: what processes see; SECURITY.md: what this protects.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _HELLO = struct.Struct(">8sII32s")
 _MAGIC = b"jaxmp 2\n"
 _NUMBER = 32
 _HMAC = hashlib.sha256().digest_size
-# Seconds that a handshake may take, of which a peer needs milliseconds.
+# Seconds that a handshake may take; a peer needs milliseconds.
 _HANDSHAKE = 5.0
-# Handshakes under way at once; one more ends the oldest. A peer that this hits connects again.
+# Handshakes under way at once; one more ends the oldest. A peer that loses its handshake connects again.
 _MOST_HANDSHAKES = 64
 _RETRY = 0.1
 
 
 def _begin(name: str, work: Callable[[], object]) -> None:
-    """On a thread of its own, or here: CPython 3.12 starts none at the end of a process."""
+    """Runs `work` on a new thread, or here: CPython 3.12 starts no thread at the end of a process."""
     try:
         threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
     except RuntimeError:
@@ -54,10 +54,10 @@ class Peers:
     """The listener of one process, and the sockets that have proved to belong to a peer.
 
     Args:
-      address: of this machine, as peers reach it; the only one that is listened at.
-      process, nprocesses: this process and how many there are.
-      secret: the job's, the same in all processes.
-      timeout: seconds in which a peer has to be reached.
+      address: the address at which this machine listens and peers reach it.
+      process, nprocesses: the rank of this process, and the number of processes.
+      secret: the job's secret, the same in all processes.
+      timeout: seconds within which a peer must be reached.
     """
 
     def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float) -> None:
@@ -79,17 +79,17 @@ class Peers:
         connect: Callable[[int, int], object],
         lose: Callable[[int, str], object],
     ) -> None:
-        """Answer peers, and connect those that `wanted()` lists, which waits for some and lists none at the end.
+        """Answers peers, and connects to the peers that `wanted()` returns; it waits for some, and an empty one ends.
 
-        `address_of(process)` is the (host, port) at which it listens; `connect(process, descriptor)` takes a socket
-        over, and `lose(process, why)` hears why there is none.
+        `address_of(process)` is the (host, port) where it listens. `connect(process, descriptor)` takes over a socket;
+        `lose(process, why)` is called if there is none.
         """
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
-        """Wait until all of these are connected; "" or what hinders, with the rank."""
+        """Waits until all of these are connected; returns "", or what went wrong, with the rank."""
         missing: list[int] = []
 
         def is_settled() -> bool:
@@ -104,11 +104,11 @@ class Peers:
         return f"rank {missing[0]} does not answer" if missing else ""
 
     def close(self) -> None:
-        """Listen no more; connections that were handed on stay."""
+        """Stops listening; connections that were handed on stay open."""
         with self._changed:
             self._is_open = False
             pending = list(self._handshakes)
-        # Wakes the thread that accepts, which close alone does not.
+        # Wakes the thread in accept, which close alone does not do.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -116,7 +116,7 @@ class Peers:
             _shut(connection)
 
     def forget(self) -> None:
-        """In a forked child: close its copies of the sockets, which stay open in its parent."""
+        """In a forked child, closes its copies of the sockets; the parent's stay open."""
         self._is_open = False
         for connection in (self._listener, *self._handshakes):
             connection.close()
@@ -179,7 +179,7 @@ class Peers:
                 _begin(f"reach-{peer}", functools.partial(self._reach, peer))
 
     def _reach(self, peer: int) -> None:
-        """Connect to `peer`, again and again until the deadline, unless it connects first or has ended."""
+        """Tries to connect to `peer` until the deadline, unless it connects first or has ended."""
         end = time.monotonic() + self.timeout
         address = None
         while self._is_open and peer not in self._connected and time.monotonic() < end:
@@ -190,7 +190,7 @@ class Peers:
                 host, port = address or ("?", 0)
                 self._give_up(peer, f"has ended: nothing listens at {host}:{port} any more")
                 return
-            except Exception as error:  # what JAX's store raises has no common type
+            except Exception as error:  # the errors of JAX's store have no common type
                 logger.debug("rank %d: rank %d is not reached: %s", self.process, peer, error)
                 time.sleep(_RETRY)
                 continue
@@ -199,7 +199,7 @@ class Peers:
             time.sleep(_RETRY)
 
     def _greet(self, peer: int, connection: socket.socket) -> bool:
-        """Whether the handshake came to its end."""
+        """Returns True if the handshake succeeded."""
         deadline = time.monotonic() + _HANDSHAKE
         hello = _HELLO.pack(_MAGIC, self.process, peer, secrets.token_bytes(_NUMBER))
         try:
@@ -207,7 +207,7 @@ class Peers:
             reply = _receive(connection, _NUMBER + _HMAC, deadline)
             number, proof = reply[:_NUMBER], reply[_NUMBER:]
             if not hmac.compare_digest(proof, self._proof(b"listens", hello, number)):
-                raise ConnectionError("whoever listens there is not of this job")
+                raise ConnectionError("the listener does not belong to this job")
             _send(connection, self._proof(b"connects", hello, number), deadline)
         except OSError as error:
             logger.debug("rank %d: rank %d is not reached: %s", self.process, peer, error)
@@ -226,7 +226,7 @@ class Peers:
     # Both ----------------------------------------------------------------------------------------------------------
 
     def _settle(self, peer: int, connection: socket.socket, deadline: float) -> bool:
-        """Keep this connection to `peer`, which has proved itself, or close it, as the lower rank says."""
+        """Keeps this proven connection to `peer`, or closes it, as the lower rank decides."""
         try:
             if self.process < peer:
                 with self._changed:
@@ -259,7 +259,7 @@ class Peers:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly `size` bytes, however slowly they come, until the deadline."""
+    """Receives exactly `size` bytes before the deadline, in any number of parts."""
     received = b""
     while len(received) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -278,6 +278,6 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End what another thread waits for on this socket, which stays that thread's to close."""
+    """Ends another thread's wait on this socket; that thread closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""Waits that end when a peer is gone, and processes that end with them.
+"""Waits that end when a peer is gone, and a watch that ends the process if JAX waits for such a peer.
 
-XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank ends
-meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that are none
-of jaxmp's. docs/faults.md says after how long such a wait ends.
+XLA opens the transport of a set of devices when its first collective runs, through rank 0's store. If a rank ends
+meanwhile, the others wait for half a minute, and for rank 0 forever. The same holds for collectives outside jaxmp.
+docs/faults.md says after how long such a wait ends.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxmp._src.platform.runtime import native
 
 NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
 SILENT = "does not answer: it is stopped, or its machine or network is gone"
-# How often a wait looks after the peers, in seconds.
+# How often a wait checks the peers, in seconds.
 _PERIOD = 0.25
-# Seconds for which shared memory is kept for the next call: new pages cost about as much as copying to them.
+# Seconds that shared memory is kept for the next call: new pages cost about as much as copying to them.
 _KEPT = 2.0
-# By how much a failure, or a deadline, may run ahead of the error that says more.
+# Seconds that a failure, or a deadline, may come before the error that says more.
 _SETTLES = 1.5
 
 
@@ -42,7 +42,7 @@ DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
 def idle_thread() -> Callable[[Callable[[], None]], None]:
-    """What has a new thread do one thing; CPython 3.12 starts no thread at the end of a process."""
+    """Starts a thread that waits for one task; returns what gives it the task. Python 3.12 starts none at the end."""
     tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     threading.Thread(target=lambda: tasks.get()(), name="jaxmp-wait", daemon=True).start()
     return tasks.put
@@ -51,13 +51,13 @@ def idle_thread() -> Callable[[Callable[[], None]], None]:
 def on_waiter(
     wait: Callable[[], Any], why_not: Callable[[], str], thread: Callable[[Callable[[], None]], None] | None = None
 ) -> Any:
-    """`wait()` on a thread of its own, given up with a DistributedError once `why_not()` says why."""
+    """Returns `wait()`, run on a thread of its own; raises DistributedError once `why_not()` gives a reason."""
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             done.put((wait(), None))
-        except BaseException as error:  # handed on as it is
+        except BaseException as error:  # passed on unchanged
             done.put((None, error))
 
     (thread or idle_thread())(run)
@@ -74,7 +74,7 @@ def on_waiter(
 
 
 def troubles() -> Iterator[tuple[str, float]]:
-    """(what, for how many seconds) of every peer that is gone without a good end, or silent."""
+    """Yields (what happened, for how many seconds) of every peer that is silent or gone without a proper end."""
     module = native.extension()
     for i, peer in module.peers().items():
         if not peer["gone"]:
@@ -86,11 +86,11 @@ def troubles() -> Iterator[tuple[str, float]]:
 
 
 def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool]) -> None:
-    """End the process, with the reason, where the main thread waits for JAX and a peer is why it waits on; for as long
-    as `is_member()`, so on a thread of its own, which gives unused memory back too.
+    """Ends the process, with the reason, if its main thread waits for JAX because of a peer. Runs on a thread of its
+    own while `is_member()`; it also gives unused memory back.
 
     No exception can be raised into such a wait: for rank 0's store while JAX starts its backend or XLA opens a
-    transport, or within a collective of XLA's.
+    transport, or inside a collective of XLA.
     """
     main, limit = threading.main_thread().ident, timeout + _SETTLES
     place, since, failed = None, 0.0, 0.0
@@ -111,7 +111,7 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
             for what, seconds in troubles()  # asks for signs of life, so each time
             if min(seconds, waited) > limit
         ]
-        # A late failure comes out of no call: the collective is waiting already.
+        # A late failure comes from no call: the collective is already waiting.
         if failure and min(now - failed, waited) > (_SETTLES if module.late_failure() else limit):
             reasons = [failure]
         if reasons and _waits_for_jax(frame):
@@ -120,7 +120,7 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
 
 
 def _waits_for_jax(frame: types.FrameType | None) -> bool:
-    """Whether a thread that has stood still at this frame is in JAX's code, or may wait for an array."""
+    """True if a thread that has stood still at this frame is in JAX's code, or may wait for an array."""
     own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     if frame is not None and frame.f_code.co_filename.startswith(own):
         return True
@@ -128,7 +128,7 @@ def _waits_for_jax(frame: types.FrameType | None) -> bool:
 
 
 def end_process(process: int, reason: str, is_told: bool = False) -> None:
-    """End this process of a job that has failed, with status 1: tell the user, unless that `is_told`, and the peers."""
+    """Ends this process of a failed job with status 1, and tells the peers and, unless `is_told`, the user."""
     if not is_told:
         print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
     native.extension().leave_barrier(reason[:500])

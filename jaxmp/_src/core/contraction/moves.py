@@ -25,12 +25,14 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
     axes = call.row_axes + call.col_axes
     p = size_of(mesh, axes)
     if call.gathered:
-        nbytes = (a if call.gathered[0] == "a" else b) * (p - 1)
+        kind, nbytes = "all_gather", (a if call.gathered[0] == "a" else b) * (p - 1)
+    elif call.is_reduced:
+        kind, nbytes = "all_reduce", 2 * sums * (p - 1) // p
     elif call.sums:
-        nbytes = 2 * sums * (p - 1) // p if call.is_reduced else sums * (p - 1)
+        kind, nbytes = "reduce_scatter", sums * (p - 1)
     else:
         return in_grid(call, mesh, a, b)
-    return (Transfer.over(mesh, axes, nbytes),) if nbytes else ()
+    return (Transfer.over(mesh, axes, nbytes, kind),) if nbytes else ()
 
 
 def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
@@ -39,7 +41,7 @@ def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple
         (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
         (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
     )
-    return tuple(Transfer.over(mesh, axes, nbytes) for nbytes, axes in parts if nbytes)
+    return tuple(Transfer.over(mesh, axes, nbytes, "all_gather") for nbytes, axes in parts if nbytes)
 
 
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
@@ -78,6 +80,13 @@ def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
         is_permutation = all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(now, want, strict=True))
         found.append(step or (want if is_permutation else _all_gather(now, want, is_wanted=True)) or want)
     return tuple(found)
+
+
+def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
+    """The collective of one step."""
+    if all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(have, want, strict=True)):
+        return "collective_permute"
+    return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
 
 
 def _slice(now: Dims, want: Dims) -> Dims | None:

@@ -1,7 +1,6 @@
 """One resolved call: what a product is, who computes it, in which form, and why.
 
-`resolve` decides all of it, once and before anything is lowered, from the spec, the shards' types and the platform.
-`rules` emits what it says, and `explain` prints it.
+`resolve` finds the form of a product for the implementation that `decide` has chosen.
 
 A form is how a call reaches its library: one class each, in order of preference in `FORMS`. cuBLASMp all-reduces with
 op(A) = A^T, op(B) = B and without C only, and has its epilogs on one-dimensional layouts and of real numbers only.
@@ -12,7 +11,6 @@ takes: `inner` is the call that a form contains.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -31,7 +29,7 @@ from jaxmp._src.core.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accu
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.core.validation.epilog_checks import check_gathered_scales
-from jaxmp._src.platform.runtime import logs, native
+from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import ArrayType, Operands
 
 
@@ -309,23 +307,11 @@ class Xla(ResolvedCall):
 FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, MaskOfResult, TransposedCopy, Direct)
 
 
-def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, apart: str) -> ResolvedCall:
-    """The call for shards like `a` and `b`; `apart` says why the ranks of its group share no call, or "".
+def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
+    """The call for shards like `a` and `b`, by the implementation that was chosen.
 
-    Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
+    Raises NotImplementedError for what the form cannot keep.
     """
-    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, apart, (a.dtype, b.dtype)))
-    if logs.logger("backend").isEnabledFor(logging.DEBUG):
-        shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
-        form = f"; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
-        logs.logger("backend").debug(
-            "%s of shards %s: %s, %s%s", call.spec.group.pattern, shards, call.implementation, call.why, form
-        )
-    return call
-
-
-def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
-    """As `resolve`, for the implementation that was chosen."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand itself, elsewhere it is converted
         wide = low_precision.operand_type(*types)

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._src.core.lowering import process_barrier, rules
+from jaxmp._src.core.lowering import decide, process_barrier, rules
 from jaxmp._src.core.lowering.ffi_call import mesh_position
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.core.spec import low_precision
-from jaxmp._src.core.spec.matmul_spec import INTEGERS, accumulator
-from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.platform.jax_internals.jax_lowering import mlir
 from jaxmp._src.platform.runtime import native
@@ -31,40 +30,28 @@ from jaxmp._src.platform.runtime import native
 
 def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
-        why = "" if platform == "cpu" else f"the platform is {jax_lowering.platform(ctx)!r}"
-        why = why or ("" if jax_lowering.is_on_shards(ctx) else "XLA's partitioner chooses the shardings")
-        operands: Any = ctx.avals_in
-        is_integer = operands[0].dtype.name in INTEGERS
-        why = why or ("XLA multiplies integers other than int8" if is_integer else "")
-        if why and spec.implementation == "host":
-            raise NotAvailable(f'implementation="host" is not available, for {why}; pass implementation=None')
-        is_host = not why and spec.implementation != "xla"
-        if spec.level.fixed_order and not is_host and not is_integer:  # whose sums are exact in any order
-            raise spec.level.refusal(f"is not available, for {why or 'XLA is asked for'}")
-
-        apart = process_barrier.why_lowered_apart(ctx, spec.mesh, spec.experts)
-        is_together = is_host and not apart
+        where = decide.in_rule(ctx, platform, spec.mesh, spec.experts)
+        decision = decide.grouped(spec, [*ctx.avals_in, *ctx.avals_out], where)
+        local = _custom_call if decision.implementation == "host" else _of_xla
+        is_alone = decision.form in ("local", "shared")
         site = None
-        if platform == "cpu" and spec.experts and not is_together:
+        if platform == "cpu" and not is_alone:
             site = process_barrier.site(ctx, spec.mesh, spec.experts, is_collective=True)
 
-        def local(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-            return (_custom_call if is_host else _of_xla)(x, w, bounds, spec)
-
         def lower(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-            if is_together or not spec.experts:
+            if is_alone:
                 return local(x, w, bounds, spec)
             alone = dataclasses.replace(spec, experts=(), mesh=())
-            if site and site.shares_memory and batch_of((x, w, bounds)) == 1:
-                fields = {"shapes of shards": (x.shape, w.shape), "dtype": x.dtype.name, "spec": spec}
+            if decision.form == "exchange":
+                assert site is not None
+                same = dataclasses.replace(spec, implementation=None)
+                fields = {"shapes of shards": (x.shape, w.shape), "dtype": x.dtype.name, "spec": same}
                 memory = SharedMemory(site, spec.function, fields)
                 shards = [y[0] for y in (x, w, bounds)]
                 return _exchanged(memory, shards, spec, functools.partial(local, spec=alone))[None]
             move = functools.partial(rules.communicated, site, axes=spec.experts, dimensions=(1,), platform=platform)
             if not spec.is_contraction:
                 return local(x, move("all_gather", w, caller=spec.function), bounds, alone)
-            if spec.level.global_order:
-                raise spec.level.mesh_refusal(f"is not available, for {apart}", "run it on one machine, not exported")
             sums = local(x, w, bounds, dataclasses.replace(alone, out_dtype=accumulator(x.dtype)))
             return move("reduce_scatter", sums, caller=spec.function).astype(spec.out_dtype)
 
@@ -131,14 +118,19 @@ def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpe
     return d
 
 
+_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,)
+)
 _CONTRACTION = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
 )
 
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """By `lax.ragged_dot_general`, whose first group begins with the first row."""
+    """By `lax.ragged_dot_general`, whose first group begins with the first row, or by the user's function."""
     x, w = low_precision.widened(x, w)
+    given = spec.implementation
+    multiply = given if callable(given) else lax.ragged_dot_general
 
     def product(x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
         bounds = jnp.clip(bounds, 0, x.shape[0])
@@ -146,9 +138,9 @@ def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) ->
         x = jnp.roll(x, -first, 0)
         if spec.is_contraction:
             w = jnp.roll(w, -first, 0)
-            return lax.ragged_dot_general(x, w, sizes, _CONTRACTION, preferred_element_type=sums)
+            return multiply(x, w, sizes, _CONTRACTION, preferred_element_type=sums)
         w = w.swapaxes(1, 2) if spec.is_transposed else w
-        return jnp.roll(lax.ragged_dot(x, w, sizes, preferred_element_type=sums), first, 0)
+        return jnp.roll(multiply(x, w, sizes, _ROWS, preferred_element_type=sums), first, 0)
 
     batch = batch_of((x, w, bounds))
     if batch == 1:

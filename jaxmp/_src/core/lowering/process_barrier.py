@@ -91,34 +91,27 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
     return tuple(device.id for device in mesh.devices.flat)
 
 
-def why_apart(axes: MeshAxes, group_axes: tuple[str, ...], find_mesh: Callable[[], jax.sharding.Mesh | None]) -> str:
-    """Why CPU devices of a group over `group_axes` of a mesh with these axes share no call, or "".
+def unshared_reason(
+    axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None, *, is_for_export: bool = False
+) -> tuple[str, bool]:
+    """Returns (why CPU devices of a group share no call, or ""; whether all processes of the mesh share memory).
 
     A call that ranks share is pending until all have come, and a loop or branch with such a call counts for XLA as
-    started before the collectives in it have. Those over gloo must start in one order on every rank.
+    started before the collectives in it have. Calls over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
-        return ""
-    mesh = find_mesh()
+        return "", False
+    if is_for_export:  # the processes that will run it are not known
+        return "a job of several processes exports the program", False
     found = span(axes, group_axes, mesh)
+    shares_memory = _shares_memory(found, axes, mesh)
     nprocesses = jax.process_count() if found is None else found.group_processes
     if nprocesses > 1:
-        return f"the ranks of a group live in {nprocesses} processes"
+        return f"the ranks of a group live in {nprocesses} processes", shares_memory
     if jax_lowering.is_in_body():
-        return "the call is in a loop or branch of a program of several processes"
-    return "" if _shares_memory(found, axes, mesh) else "processes communicate over gloo, in the order of XLA's program"
-
-
-def why_lowered_apart(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> str:
-    """`why_apart`, in a lowering rule: which processes will run an exported program is not known."""
-    if jax.process_count() > 1 and jax_lowering.is_for_export(ctx):
-        return "a job of several processes exports the program"
-    return why_apart(axes, group_axes, lambda: jax_lowering.lowering_mesh(ctx))
-
-
-def may_exchange(axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
-    """Whether all processes of a mesh with these axes share memory."""
-    return jax.process_count() > 1 and _shares_memory(span(axes, (), mesh), axes, mesh)
+        return "the call is in a loop or branch of a program of several processes", shares_memory
+    why = "processes communicate over gloo, in the order of XLA's program"
+    return "" if shares_memory else why, shares_memory
 
 
 def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:

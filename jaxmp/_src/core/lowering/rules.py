@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,16 +13,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.core.lowering import backend, process_barrier, xla_matmul
-from jaxmp._src.core.lowering.forms import Xla, resolve, resolve_activation_grad
+from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
+from jaxmp._src.core.lowering.decide import Decision
+from jaxmp._src.core.lowering.forms import Xla, resolve_activation_grad
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
-from jaxmp._src.core.primitive.batching import may_batch
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
-from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices, of_one_index, over_batch
+from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices, over_batch
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.activations import multiply_by_slope
-from jaxmp._src.core.spec.extents import operations
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
@@ -29,85 +29,84 @@ from jaxmp._src.platform.jax_internals.jax_lowering import mlir
 
 
 def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
-    of_batch = _batch_rule(platform)
-
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        if spec.batch:
-            return of_batch(ctx, *nodes, spec=spec)
-        avals: Any = ctx.avals_in
-        a, b, *_ = avals
-        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
-        call = resolve(spec, a, b, platform, apart)
-        # Naming its devices ties the lowering to this process.
-        is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx) and needs_devices(spec)
-        devices = process_barrier.mesh_devices(spec, jax_lowering.lowering_mesh(ctx)) if is_named else ()
-        if devices:  # binding has asked for them, unless the backend has started since
-            jax_lowering.require_devices([matmul_p])
-        is_barred = platform == "cpu" and call.implementation != "host"
-        site = None
-        if is_barred:
-            site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=isinstance(call, Xla))
-
-        def lower(*operands: jax.Array) -> list[jax.Array]:
-            named, processes = dict(zip(spec.names, operands, strict=True)), None
-            for name, like in (("a", call.a), ("b", call.b)):
-                if named[name].dtype != like.dtype:
-                    named[name] = jax_compat.convert(named[name], like.dtype)
-            if site:
-                fields = process_barrier.fields(spec, named["a"], named["b"])
-                barrier = functools.partial(site.barrier, spec.source_line, fields)
-                if isinstance(call, Xla):
-                    memory = SharedMemory(site, spec.source_line, fields) if site.shares_memory else None
-                    processes = xla_matmul.Processes(barrier, memory, call.chunks())
-                else:
-                    named["a"], named["b"] = barrier([named["a"], named["b"]])
-            outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
-            return [outputs[name] for name in spec.output_names]
-
+        types: Any = ctx.avals_in
+        where = decide.in_rule(ctx, platform, spec.group.mesh, spec.group.axes)
+        decision = decide.product(spec, types[0], types[1], where)
+        lower = (_batch if spec.batch else _product)(ctx, decision, spec, platform)
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
 
     return rule
 
 
-def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        avals: Any = ctx.avals_in
-        (a, b), front, spec = of_one_index(spec, *avals[:2]), spec.batch, spec.replace(batch=0)
-        apart = process_barrier.why_lowered_apart(ctx, spec.group.mesh, spec.group.axes)
-        work = operations(spec, a.shape, b.shape)
-        choice, is_one_product = backend.choose_for_batch(spec, platform, apart, (a.dtype, b.dtype), work)
-        is_one_product = is_one_product and may_batch(spec)
-        is_barred = platform == "cpu" and is_one_product
-        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
-        # XLA may shard each dimension of a batch that is its own.
-        stays_apart = is_one_product and choice.implementation == "xla" and not site
+def _product(
+    ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
+) -> Callable[..., Any]:
+    """The function of shards that computes a product."""
+    call = decision.call
+    assert call is not None
+    # Naming its devices ties the lowering to this process.
+    is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx) and needs_devices(spec)
+    devices = process_barrier.mesh_devices(spec, jax_lowering.lowering_mesh(ctx)) if is_named else ()
+    if devices:  # binding has asked for them, unless the backend has started since
+        jax_lowering.require_devices([matmul_p])
+    site = None
+    if platform == "cpu" and call.implementation != "host":
+        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=isinstance(call, Xla))
 
-        def lower(*operands: jax.Array) -> Any:
-            sizes = operands[0].shape[:front]
-            if stays_apart:
-                return over_batch(multiply, front)(*operands)
-            outputs = of_batch(*(x.reshape(math.prod(sizes), *x.shape[front:]) for x in operands))
-            return [x.reshape(*sizes, *x.shape[1:]) for x in outputs]
+    def lower(*operands: jax.Array) -> list[jax.Array]:
+        named, processes = dict(zip(spec.names, operands, strict=True)), None
+        for name, like in (("a", call.a), ("b", call.b)):
+            if named[name].dtype != like.dtype:
+                named[name] = jax_compat.convert(named[name], like.dtype)
+        if site:
+            fields = process_barrier.fields(spec, named["a"], named["b"])
+            barrier = functools.partial(site.barrier, spec.source_line, fields)
+            if isinstance(call, Xla):
+                memory = SharedMemory(site, spec.source_line, fields) if site.shares_memory else None
+                processes = xla_matmul.Processes(barrier, memory, call.chunks())
+            else:
+                named["a"], named["b"] = barrier([named["a"], named["b"]])
+        outputs = call.emit(named, devices=devices, platform=platform, processes=processes)
+        return [outputs[name] for name in spec.output_names]
 
-        def of_batch(*operands: jax.Array) -> Any:
-            if not is_one_product:
-                return lax.map(lambda each: bind_operands(spec, *each), operands)
-            a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
-            if site:
-                fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
-                a, b = site.barrier(spec.source_line, fields, [a, b])
-            is_ours = choice.implementation != "xla" and isinstance(a.shape[0], int)
-            return jax.vmap(functools.partial(multiply, local=batch_product if is_ours else None))(a, b, *rest)
+    return lower
 
-        def multiply(*operands: jax.Array, local: Any = None) -> list[jax.Array]:
-            outputs = xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, platform, local)
-            return [outputs[name] for name in spec.output_names]
 
-        with jax_compat.off_explicit_mesh():
-            return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
+def _batch(
+    ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
+) -> Callable[..., Any]:
+    """The function of shards that computes a batch of products."""
+    front, spec = spec.batch, spec.replace(batch=0)
+    site = (
+        process_barrier.site(ctx, spec.group.mesh, spec.group.axes)
+        if platform == "cpu" and decision.form != "each"
+        else None
+    )
+    local = batch_product if decision.form == "groups" else None
 
-    return rule
+    def lower(*operands: jax.Array) -> Any:
+        if decision.form == "xla" and not site:  # which may shard each dimension
+            return over_batch(multiply, front)(*operands)
+        sizes = operands[0].shape[:front]
+        outputs = of_batch(*(x.reshape(math.prod(sizes), *x.shape[front:]) for x in operands))
+        return [x.reshape(*sizes, *x.shape[1:]) for x in outputs]
+
+    def of_batch(*operands: jax.Array) -> Any:
+        if decision.form == "each":
+            return lax.map(lambda each: bind_operands(spec, *each), operands)
+        a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
+        if site:
+            fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
+            a, b = site.barrier(spec.source_line, fields, [a, b])
+        return jax.vmap(multiply)(a, b, *rest)
+
+    def multiply(*operands: jax.Array) -> list[jax.Array]:
+        outputs = xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, platform, local)
+        return [outputs[name] for name in spec.output_names]
+
+    return lower
 
 
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:

@@ -1,8 +1,8 @@
-"""Activations that no epilog has: XLA applies them to the accumulated product, ahead of its one rounding.
+"""Activations that no epilog has: XLA applies them to the accumulated product, which is rounded once, afterwards.
 
-With z the product and its bias in the accumulator's type, d = act(z) rounded once. Its derivative is taken at z in d's
-type, as the derivative of a fused gelu is: products of tangents and cotangents are then of d's type, and that z is all
-that reverse mode keeps of the activation.
+With z the product and its bias in the accumulator's type, d = act(z) rounded once. The derivative is taken at z rounded
+to d's type, as for a fused gelu. So products of tangents and cotangents have d's type, and reverse mode keeps only that
+z of the activation.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands
 
-# From the operands by name to products of one shape, each with its bias, in a type.
+# Computes products of one shape, each with its bias, in a given type, from the operands by name.
 Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
-# The products in d's type, and in the accumulator's where that is another.
+# The products in d's type, and in the accumulator's type if that is another.
 Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
 def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
-    """(arrays whose cotangents are as weak as in a plain program of them, what gives results its result's type)."""
+    """Returns (arrays with cotangents as weak as in the plain program, a function that converts the result)."""
     given = [x for x in arrays if x is not None]
     if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
         return arrays, lambda y: y
-    # Types do not depend on extents, so one element of each will do.
+    # Types do not depend on extents, so one element of each array is enough.
     kinds = [x if x is None else jax.typeof(x).update(shape=(1, 1), sharding=None) for x in arrays]
 
     def passes(*arrays: Any) -> Any:
@@ -57,16 +57,16 @@ def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[
 
 
 def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
-    """`x`, strongly typed, with a cotangent of this type."""
-    if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # of integers float0
+    """Returns `x`, strongly typed, with a cotangent of this type."""
+    if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # integers have float0
         return x
     if cotangent.weak_type:
-        return jax_compat.convert(x, x.dtype)  # whose cotangent is as weak as its operand
+        return jax_compat.convert(x, x.dtype)  # its cotangent is weak if its operand is
     return lax.mul(x, lax.full_like(x, 1, x.dtype))
 
 
 def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
-    """The layer of a vector, as that of a matrix of one row."""
+    """Applies a layer to a vector, as to a matrix of one row."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
     row: jax.Array = rows[0]
@@ -78,7 +78,7 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 
 def check_spec(spec: MatmulSpec) -> None:
-    """Raise NotImplementedError for a product that XLA cannot activate as the library would."""
+    """Raises NotImplementedError for a product that XLA cannot activate as the library would."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -95,23 +95,23 @@ def check_spec(spec: MatmulSpec) -> None:
 
 
 def refuse_integers(spec: MatmulSpec) -> None:
-    """Raise NotImplementedError for a result of integers, to which an activation would be cut."""
+    """Raises NotImplementedError for a result of integers, which would truncate the activation."""
     out = np.dtype(spec.out_dtype).name
     if out in INTEGERS:
         raise NotAvailable(
-            f'with a result of {out} activation is "relu" or None, for the values of others are no integers; '
+            f'with a result of {out} activation is "relu" or None, because other activations give fractions; '
             "convert an operand, for example with .astype(jnp.float32)"
         )
 
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """`f` of a planned call's d."""
+    """Applies `f` to a planned call's d."""
     result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
     return result
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:
-    """`run`, which `jax.jit` compiles for each activation; what it wraps where that is a function of the user's.
+    """Returns `run`, compiled by `jax.jit` for each activation; uncompiled if the user passed a function.
 
     Such a function may close over what is being traced, which no cache of compiled programs may keep.
     """
@@ -128,21 +128,21 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
-    """A product, whose epilog adds a bias at most, with a result of `dtype`, and its operands."""
+    """Returns the spec and operands of a product, with at most a bias in its epilog, for a result of `dtype`."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
 
 
 def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
-    """The products, for `activate`."""
+    """Computes the products that `activate` takes."""
     if accumulator(dtype) == dtype:
         return list(products(dtype, operands)), []
     return _rounded_and_wide(products, dtype, operands)
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """`f` of the products, elementwise, in their type; reverse mode keeps the products in it, and evaluates f again."""
+    """Applies `f`, elementwise, to the products in their type; reverse mode keeps them rounded, and reruns f."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 
@@ -168,7 +168,7 @@ def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -
 def _rounded_and_wide_jvp_rule(
     products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[Any, Any]:
-    """Of the rounded products alone, by products of that type; nobody differentiates the others."""
+    """Differentiates the rounded products only, by products of their type."""
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     rounded, wide = _rounded_and_wide(products, dtype, operands)
     varied = {name: operands[name] for name in moved}
@@ -181,7 +181,7 @@ _rounded_and_wide.defjvp(_rounded_and_wide_jvp_rule, symbolic_zeros=True)
 
 @jax.custom_jvp
 def _with_tangent(value: jax.Array, like: jax.Array) -> jax.Array:
-    """`value`, with the derivatives of `like`."""
+    """Returns `value`, with the derivatives of `like`."""
     return value
 
 

@@ -1,8 +1,8 @@
 """Block-cyclic matrices: arrays of ScaLAPACK's local parts, made from global arrays and back, and their products.
 
 A product is one call on the local parts, and its derivatives are such products again. A redistribution is one
-all-to-all per dimension, of parts padded to the largest: what each process holds of a contiguous sharding is sorted by
-who is to have it, exchanged, and put in place. It is a permutation, so its transpose is the way back.
+all-to-all per dimension, of parts padded to the largest: each process sorts its part of a contiguous sharding by
+receiver, exchanges it, and puts what arrives in place. It is a permutation, so its transpose is the way back.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class BlockCyclicArray:
 
     Attributes:
       data: (p * rows, q * columns), sharded P(*axes), where (rows, columns) is the largest part that a process holds:
-        each device has its ScaLAPACK buffer, row-major, the rest of it zeros.
-      shape: of the matrix.
+        each device has its ScaLAPACK buffer, row-major, padded with zeros.
+      shape: the shape of the matrix.
       layout: a `jaxmp.BlockCyclic`.
       mesh: the mesh; axes: the mesh axes of the process rows and of the process columns.
     """
@@ -76,8 +76,8 @@ class BlockCyclicArray:
             return matmul(Request("matmul", self, other))
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NoReturn:
-        """Refused, for NumPy would make an array of one object of it without a word."""
-        raise InvalidType("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
+        """Raises, because NumPy would silently make an array with this one object in it."""
+        raise InvalidType("BlockCyclicArray: is not an array in the global order; pass jaxmp.from_block_cyclic(x)")
 
 
 @public
@@ -88,11 +88,11 @@ def to_block_cyclic(
     mesh: Mesh | None = None,
     axes: tuple[AxisName, AxisName] | None = None,
 ) -> BlockCyclicArray:
-    """Lay a matrix out block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
+    """Distributes a matrix block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
 
     Args:
       x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
-      layout: a `jaxmp.BlockCyclic` whose grid is that of the mesh axes.
+      layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
       mesh: the mesh; by default x's own, else the ambient one.
       axes: the mesh axes of the process rows and of the process columns, each a name or a tuple of names (slowest
         first); by default the two axes of a mesh that has two.
@@ -101,7 +101,7 @@ def to_block_cyclic(
       A `BlockCyclicArray` of shape (m, n).
 
     Raises:
-      TypeError, ValueError: x is no matrix, there is no mesh, or the grid is not that of the axes.
+      TypeError, ValueError: x is not a matrix, there is no mesh, or the axes have another grid.
 
     Communicates by one all-to-all per dimension over the axes, after bringing x to the sharding P(*axes).
 
@@ -116,8 +116,7 @@ def to_block_cyclic(
     if isinstance(x, BlockCyclicArray):
         if layout.grid != x.layout.grid:
             raise InvalidValue(
-                f"x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
-                "of the mesh axes"
+                f"x is on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which the mesh axes give"
             )
         data = move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
@@ -135,16 +134,16 @@ def to_block_cyclic(
 
 @public
 def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
-    """The matrix that `x` holds, as an ordinary array.
+    """Returns the matrix that `x` holds, as an ordinary array.
 
     Args:
       x: a `BlockCyclicArray` of shape (m, n).
 
     Returns:
-      (m, n), sharded P(*x.axes) where the grid divides it; on a mesh with explicit axes replicated where it does not.
+      (m, n), sharded P(*x.axes) if the grid divides it. If not, it is replicated on a mesh with explicit axes.
 
     Raises:
-      TypeError: x is no BlockCyclicArray.
+      TypeError: x is not a BlockCyclicArray.
 
     Communicates by one all-to-all per dimension.
 
@@ -188,7 +187,7 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
 
 
 def _as_axes(axes: Any) -> Any:
-    """The axes of each pair entry as a tuple of names."""
+    """Returns the axes of both entries as tuples of names."""
     return tuple((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
 
 
@@ -197,7 +196,7 @@ def _as_axes(axes: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Global array to data."""
+    """Converts a global array to block-cyclic data."""
     shape = (x.shape[0], x.shape[1])
     plain = process_grid.contiguous(shape, layout.grid)
     padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
@@ -212,7 +211,7 @@ def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Data to global array."""
+    """Converts block-cyclic data to a global array."""
     if 0 in shape:
         return jnp.zeros(shape, data.dtype)
     x = move(data, mesh, axes, Distributed(shape, layout), process_grid.contiguous(shape, layout.grid))
@@ -225,7 +224,7 @@ def empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.A
 
 
 def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
+    """Returns `x` in this sharding if shardings are part of types; otherwise shard_map reshards it."""
     if not meshes.has_explicit_axes(mesh):
         return x
     return meshes.reshard(x, mesh, meshes.type_spec(x), spec, is_explicit=True)
@@ -233,7 +232,7 @@ def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
-    """Data in one layout to data in another on the same grid."""
+    """Converts data from one layout to another on the same grid."""
     shape = source.shape
     if 0 in shape:
         return empty(shape, target, data.dtype)
@@ -257,7 +256,7 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
 
 
 def matmul(request: Request) -> BlockCyclicArray:
-    """`jaxmp.matmul` for block-cyclic operands; its documentation is there."""
+    """Computes `jaxmp.matmul` for block-cyclic operands; its documentation is there."""
     a, b, c = request.a, request.b, request.c
     for argument in _OF_ARRAYS:
         if getattr(request, argument) != Request._field_defaults[argument]:
@@ -305,7 +304,7 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
 
     def multiply(a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
-        extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # and so its cotangent has none
+        extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # so its cotangent has no padding either
         return bind(spec.replace(is_typed=jax_compat.is_vma_checked()), a, b, extra)["d"]
 
     operands = (a, b) if c is None else (a, b, c)
@@ -317,22 +316,22 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
         if not isinstance(x, BlockCyclicArray):
             raise InvalidType(
                 f"{argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
-                f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
+                f"{type(x).__name__}; convert it with jaxmp.to_block_cyclic"
             )
         operand_checks.check_array(argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
         operand_checks.check_memory(argument, x.data)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise InvalidValue(
-                f"a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
+                f"a is on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
                 f"{dict(x.mesh.shape)}; use one mesh and one pair of axes"
             )
     if manual_mesh() is not None:
-        raise InvalidValue("takes block-cyclic arrays outside of shard_map only, for they are global")
+        raise InvalidValue("takes block-cyclic arrays outside of shard_map only, because they are global")
 
 
 def _result(request: Request, product: Contraction) -> tuple[Distributed, Distributed, Distributed]:
-    """a, b and the result as they lie. The result is as asked for or as c, else in the blocks of m and n, from the
-    process that a's rows and b's columns start at where those lie along the same dimension of the grid."""
+    """Returns the shapes and layouts of a, b and the result. The result has the layout asked for, or c's; by default
+    the blocks of m and n, from the process where a's rows and b's columns start if they are not stored transposed."""
     a, b, c, asked = request.a, request.b, request.c, request.out_sharding
     of_a, of_b = dict(zip(product.a, a.shape, strict=True)), dict(zip(product.b, b.shape, strict=True))
     if of_a["k"] != of_b["k"]:
@@ -343,7 +342,7 @@ def _result(request: Request, product: Contraction) -> tuple[Distributed, Distri
     first = 0 if request.transpose_a else a.layout.first[0], 0 if request.transpose_b else b.layout.first[1]
     layout: BlockCyclic = asked or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
     if layout.grid != a.layout.grid:
-        raise InvalidValue(f"out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
+        raise InvalidValue(f"out_sharding has the grid {layout.grid} but a is on {a.layout.grid}")
     if c is not None and c.layout != layout:
         raise InvalidValue(f"c has the layout {c.layout} but the result {layout}; they must be equal")
     d = Distributed((of_a["m"], of_b["n"]), layout)
@@ -351,12 +350,12 @@ def _result(request: Request, product: Contraction) -> tuple[Distributed, Distri
 
 
 def _check_blocks(product: Contraction, matrices: tuple[Distributed, Distributed, Distributed]) -> None:
-    """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
+    """Raises ValueError unless blocks along each of m, n and k have one size: cuBLASMp's block contract."""
     names = "a", "b", "the result"
     for index, one, other in (("k", 0, 1), ("m", 0, 2), ("n", 1, 2)):
         x, y = (matrices[i].layout.block[product.indices[i].index(index)] for i in (one, other))
         if x != y:
             raise InvalidValue(
-                f"along {index}, {names[one]} has blocks of {x} but {names[other]} has {y}; they must be equal: lay "
-                f"{names[other]} out in blocks of {x}, or {names[one]} in blocks of {y} (jaxmp.to_block_cyclic)"
+                f"along {index}, {names[one]} has blocks of {x} but {names[other]} has {y}; they must be equal: put "
+                f"{names[other]} in blocks of {x}, or {names[one]} in blocks of {y} (jaxmp.to_block_cyclic)"
             )

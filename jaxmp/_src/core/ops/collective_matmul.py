@@ -1,4 +1,4 @@
-"""Products inside `jax.shard_map` whose ranks share the work over named mesh axes."""
+"""Products inside `jax.shard_map`: the ranks share the work over named mesh axes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OnAxis(Protocol):
 
 
 class OnGrid(Protocol):
-    """A product over two axes, likewise."""
+    """A product over two axes, as a type checker sees it."""
 
     @overload
     def __call__(
@@ -78,7 +78,7 @@ def _on_grid(fn: Callable[..., Any]) -> OnGrid:
 def _on_axis(
     name: str, pattern: Pattern, does: str, *, operands: str, of_c: str, result: str, source: str, shardings: str
 ) -> OnAxis:
-    """The public function of a pattern; the others are what its documentation says of it."""
+    """Returns the public function of a pattern; the texts are parts of its docstring."""
 
     def call(
         x: ArrayLike,
@@ -99,11 +99,11 @@ def _on_axis(
 
     Args:
       {operands}
-      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
-        Each combination of the other axes' indices is a group of its own.
+      axis_name: a mesh axis, or a tuple of them, slowest first: the P ranks of a group along it share the product.
+        Each combination of the other axes' indices is another group.
       c: like the result, with `beta`{of_c}
 
-    The other options are those of `matmul`.
+    The other options are as in `matmul`.
 
     Returns:
       {result}
@@ -170,7 +170,7 @@ def block_matmul(
     scaling: Scaling | None = None,
     **options: Unpack[ShardOptions],
 ) -> jax.Array | WithResults:
-    """Product of matrices in 2-D blocks on a p x q mesh.
+    """Multiplies matrices in 2-D blocks on a p x q mesh.
 
     Inside a full-manual `jax.shard_map`; collective over both axes: every rank calls it with an equal spec.
 
@@ -181,12 +181,12 @@ def block_matmul(
       axis_names: (axis of the rows, axis of the columns); each may be a tuple of axes, slowest first.
       c: (m/p, n/q), with `beta`. A `bias` holds the n/q values of this rank's columns.
 
-    The other options are those of `matmul`.
+    The other options are as in `matmul`.
 
     Returns:
       (m/p, n/q): block (i, j) of d.
 
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for axes that are no pair.
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or unless axis_names is a pair.
 
     Source: cuBLASMp's 2-D matmul (cublasMpMatmul, "generic"), after van de Geijn and Watts, SUMMA (1997).
 

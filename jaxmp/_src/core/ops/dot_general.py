@@ -1,8 +1,8 @@
 """`dot_general` with any dimension numbers.
 
-It becomes products of matrices, a (rows..., k) and b (k, n), one per index of the batch dimensions. The dimensions are
-put together inside `shard_map`, on each device's shards, so that no reshape moves data between devices: all that
-the pattern has to know of contracted dimensions, or of columns, is over which axes they are split.
+It becomes products of matrices, a (rows..., k) and b (k, n), one per index of the batch dimensions. Dimensions are
+merged inside `shard_map`, on each device's shards, so that no reshape moves data between devices. The pattern only
+needs to know the axes that shard the contracted dimensions and the columns.
 
 Worked example: x (batch, seq, d) on P("data", "model", None), w (d, heads, size) on P(None, "model", None) and a result
 on P("data", None, "model", None) on a 2x2 mesh. Rows (batch, seq) are on ("data"), ("model"), columns on "model", so
@@ -38,23 +38,23 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     **options: Unpack[ContractionOptions],
 ) -> jax.Array:
-    """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
+    """Multiplies arrays over devices with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
 
         result[batch..., lhs free..., rhs free...] = sum over the contracted dimensions of lhs * rhs
 
-    Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns.
+    Shardings and communication are as in `matmul`: free dimensions of lhs are rows, free dimensions of rhs are columns.
 
     Args:
       lhs, rhs: arrays of any rank, of the types that `matmul` takes.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
         batch dimensions see docs/matmul.md.
-      out_sharding: sharding of the result; required where a contracted dimension is sharded in both operands.
+      out_sharding: sharding of the result; required if a contracted dimension is sharded in both operands.
       in_shardings: a pair of shardings for lhs and rhs (auto axes).
 
-    The other options are those of `matmul`, `determinism` without "topology".
+    The other options are as in `matmul`, but `determinism` has no "topology".
 
     Returns:
-      The dimensions of the batch, then the free ones of lhs, then the free ones of rhs; sharded as `out_sharding` says.
+      The dimensions of the batch, then the free ones of lhs, then the free ones of rhs; sharded as `out_sharding`.
 
     Raises: as `matmul`; ValueError for dimension numbers that do not fit.
 
@@ -71,7 +71,7 @@ def dot_general(
 
 
 def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
-    """The result of `jaxmp.dot_general`; `is_part` as in `eager_calls.find`."""
+    """Computes `jaxmp.dot_general`; `is_part` as in `eager_calls.find`."""
     operands = {"a": request.a, "b": request.b}
     entry = eager_calls.find(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)
@@ -82,12 +82,12 @@ def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool 
 
 
 def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[..., Any]:
-    """The product as a function of lhs and rhs."""
+    """Plans the product; returns a function of lhs and rhs."""
     lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
     if request.level.global_order:
         raise request.level.mesh_refusal(
-            "is not available, for ranks may hold several contracted dimensions interleaved",
+            "is not available, because ranks may hold several contracted dimensions interleaved",
             "use jaxmp.matmul on matrices",
         )
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
@@ -99,7 +99,7 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[...,
     stays = types.is_low_precision or types.is_mixed
     dtypes = tuple((name, x.dtype if stays else types.operand) for name, x in arrays.items())
     placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
-    a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for _, dtype in dtypes)  # the matrices into which they fold
+    a, b = (jax.ShapeDtypeStruct((1, 1), dtype) for _, dtype in dtypes)  # the matrices made by folding
     spec, *_ = validated(request._replace(a=a, b=b, transpose_b=low_precision.is_scaled(a.dtype)))
     call = make_call(spec, placement, arrays, numbers)
     return of_arrays(call, conversion, dtypes, arrays.values())

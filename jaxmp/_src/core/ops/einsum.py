@@ -1,4 +1,4 @@
-"""`einsum` as `dot_general`s of two operands each: from subscripts to dimension numbers."""
+"""`einsum` as `dot_general`s of two operands each: converts subscripts to dimension numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxmp._src.core.sharding import eager_calls, meshes
 from jaxmp._src.core.sharding.meshes import partition_spec
 from jaxmp._src.core.sharding.shardings import to_dims
 from jaxmp._src.core.spec.options import Precision, Sharding
-from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidPath, InvalidType, InvalidValue, NotAvailable, naming
+from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, naming
 from jaxmp._src.core.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.core.validation import result_types
 from jaxmp._src.core.validation.operand_checks import check_array, check_preferred
@@ -44,25 +44,25 @@ def einsum(
 ) -> jax.Array:
     """Distributed `jnp.einsum`, such as `einsum("bsd,dhk->bshk", x, w)`.
 
-    Two operands are one `dot_general`. More are multiplied two by two, in the order of opt_einsum's path; where one of
-    these products contracts a sharded index, `out_sharding` is needed. One operand is summed and transposed.
+    Two operands are one `dot_general`. More operands are multiplied two by two, in the order of opt_einsum's path; if
+    one of these products contracts a sharded index, `out_sharding` is needed. One operand is summed and transposed.
 
-    An index that an operand has twice, or that no other operand and not the result has, is taken out of the operand
-    first, by its diagonal or its sum. An extent of 1 is broadcast to that of the same index in another operand.
+    An index that occurs twice in one operand is first reduced to the diagonal; an index that is in no other operand and
+    not in the result is first summed. An extent of 1 is broadcast to the extent of the same index in another operand.
 
     Args:
       subscripts: as in `jnp.einsum`, with or without "->" and "..."; or operands and lists of indices in turn, as in
         `einsum(x, [0, 1], w, [1, 2])`.
       operands: arrays of any rank, or Python numbers; types as in `dot_general`. Messages call two of them a and b.
-      optimize: of more than two operands, how opt_einsum chooses the order of products, or the order, pairs of numbers
-        of operands as `jnp.einsum_path` gives them. False: from left to right.
-      out_sharding: as in `dot_general`, for the result as it is written here.
-      in_shardings: a pair of shardings for two operands as they are written here (auto axes).
+      optimize: for more than two operands, how opt_einsum chooses the order of products; or the order itself, pairs of
+        operands as `jnp.einsum_path` gives them. False: from left to right.
+      out_sharding: as in `dot_general`, in the order of the result's dimensions here.
+      in_shardings: a pair of shardings for two operands, in the order of their dimensions here (auto axes).
 
-    The other options are those of `dot_general`, for each product.
+    The other options are as in `dot_general` and apply to each product.
 
     Returns:
-      The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
+      The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding`.
 
     Raises: as `dot_general`; ValueError for subscripts that do not fit.
 
@@ -104,15 +104,15 @@ def contract(
     operands: tuple[Any, ...],
     optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
-    """The result of `jaxmp.einsum`, for a request without operands."""
+    """Computes `jaxmp.einsum`; the request has no operands."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
-        raise InvalidValue(f"in_shardings are of two operands, got {len(terms)}; write one call for each product")
+        raise InvalidValue(f"in_shardings takes two operands, got {len(terms)}; write one call for each product")
     dtype, is_weak = result_types.of_jnp(
         [term.array for term in terms], check_preferred(request.preferred_element_type)
     )
-    request = request._replace(preferred_element_type=dtype)  # of every product on the way
+    request = request._replace(preferred_element_type=dtype)  # for every intermediate product too
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
         placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
@@ -137,7 +137,7 @@ def contract(
 
 @dataclasses.dataclass(frozen=True)
 class _Term:
-    """An operand: what messages call it, and its indices, one letter a dimension."""
+    """An operand: its name in messages, the array, and its indices, one letter a dimension."""
 
     name: str
     array: jax.Array
@@ -148,12 +148,12 @@ class _Term:
 
 
 def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
-    """(the operands with their indices, the indices of the result)."""
+    """Returns (the operands with their indices, the indices of the result)."""
     written: list[Any] = [subscripts, *operands]
     if isinstance(subscripts, str):
         places = range(1, len(written))
     elif len(written) > 1 and all(isinstance(indices, list | tuple) for indices in written[1::2]):
-        places = range(0, len(written) // 2 * 2, 2)  # a list that is left over is of the result
+        places = range(0, len(written) // 2 * 2, 2)  # a last list without an operand belongs to the result
     else:
         raise InvalidType(
             f"subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
@@ -175,7 +175,7 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
 
 
 def _check_extents(text: str, terms: Sequence[_Term]) -> None:
-    """Raise ValueError where operands do not have the dimensions, and the extents, that the subscripts say."""
+    """Raises ValueError if dimensions or extents of operands do not fit the subscripts."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
@@ -196,10 +196,10 @@ def _check_extents(text: str, terms: Sequence[_Term]) -> None:
 
 
 def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
-    """The operands with the indices that their product needs, once each; sums are of `dtype`, or wider operands."""
+    """Returns the operands with the indices that their product needs, once each; sums have type `dtype` or wider."""
     found_in = Counter(output + "".join(term.indices for term in terms))
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
-    if is_plain and 1 not in found_in.values():  # as most are
+    if is_plain and 1 not in found_in.values():  # the usual case
         return list(terms)
     squeezed = []
     for term in terms:
@@ -222,10 +222,10 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
 
 
 def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
-    """`x` with zeros wherever dimensions of one index differ, and indices of which each occurs once.
+    """Returns `x` with zeros off the diagonals of repeated indices, and its indices with each of them once.
 
-    The index stays with a dimension that is sharded, if one is: a sum over the others then moves nothing. Where extents
-    differ it has that of the last dimension, as in `jnp.einsum`.
+    An index stays with its sharded dimension, if there is one, so that the sum over its other dimensions moves nothing.
+    If extents differ, the index has the extent of its last dimension, as in `jnp.einsum`.
     """
     renamed = list(indices)
     sharding = jax.typeof(x).sharding
@@ -244,31 +244,27 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
 
 
 def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
-    """The two operands of each product, the last of which is the result; each is put at the end of those left over."""
+    """Returns the two operands of each product, by position; each product is appended to the remaining operands."""
     if len(terms) == 2:
         return [(0, 1)]
     if optimize is False:
         return [(0, 1), *((0, left - 1) for left in range(len(terms) - 1, 1, -1))]
-    # The choice needs numbers: an extent that an export leaves open counts as a large one.
+    # The choice needs numbers: a symbolic extent of an export counts as a large one.
     shapes = [tuple(n if isinstance(n, int) else 1024 for n in term.array.shape) for term in terms]
     written = f"{','.join(term.indices for term in terms)}->{output}"
     # jnp.einsum_path gives a path that begins with its own name.
     given = [step for step in optimize if step != tuple("einsum_path")] if isinstance(optimize, tuple) else optimize
     try:
         path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
-        if any(len(step) > 2 for step in path):
-            raise NotAvailable(
-                f"optimize must have a pair of operands for each product, got more at once: {optimize!r}"
-            )
         steps = (sorted(i % left for i in step) for left, step in zip(range(len(terms), 0, -1), path, strict=False))
         pairs = [(i, j) for i, j in steps]
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InvalidPath(
+        raise InvalidValue(
             f"optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
             f" got {optimize!r}: {error}"
         ) from None
     if len(pairs) != len(terms) - 1 or any(i == j for i, j in pairs):
-        raise InvalidPath(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
+        raise InvalidValue(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
     return pairs
 
 
@@ -276,7 +272,7 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
 
 
 def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
-    """The product of two of several operands, with the indices that are `needed`, on the way to `output`."""
+    """Multiplies two of several operands, with the indices that are `needed`, on the way to `output`."""
     batch = "".join(index for index in left.indices if index in right.indices)  # in the order of `dot_general`
     indices = "".join(index for index in dict.fromkeys(batch + left.indices + right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
@@ -293,14 +289,14 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
 
 
 def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
-    """The product of two operands that have each index of `output`, and contract all others."""
+    """Multiplies two operands; the indices of `output` stay, all others are contracted."""
     batch = "".join(index for index in output if index in left.indices and index in right.indices)
 
     def given_order(left: _Term, right: _Term) -> str:
         return batch + "".join(x for x in left.indices + right.indices if x in output and x not in batch)
 
     if output != given_order(left, right) and output == given_order(right, left):
-        # The product of the operands in the other order is the one that needs no transposition.
+        # The product of the operands in the other order needs no transposition.
         left, right = right, left
         request = request._replace(in_shardings=request.in_shardings and request.in_shardings[1::-1])
     given = given_order(left, right)
@@ -319,7 +315,7 @@ def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.A
 
 
 def _placed(request: Request, x: jax.Array) -> jax.Array:
-    """The result of one operand, sharded as `out_sharding` says."""
+    """Returns the result of a single operand, sharded as `out_sharding`."""
     if request.out_sharding is None:
         return x
     placement = meshes.place(request._replace(a=x, b=x), x.shape)
@@ -332,9 +328,9 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
 
 
 def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
-    """The sharding of a product on the way to a result that is to be sharded as `out_sharding`, None for the usual one.
+    """Returns the sharding of an intermediate product towards `out_sharding`; None for the usual one.
 
-    What is sharded stays so. The axes of the contraction go where the result has them, if nothing is there yet.
+    Sharded dimensions stay so. The contraction's axes go where the result has them, if that dimension is free.
     """
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
@@ -355,7 +351,7 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
 
 
 def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
-    """The shardings of two operands for what `_reduced` made of them; what is no pair is refused later, by name."""
+    """Returns two operands' shardings after `_reduced`; anything but a pair is returned, and refused later by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
     first, second = (
@@ -366,7 +362,7 @@ def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced:
 
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
-    """The sharding of dimensions `have` for those of them that `want` has, in its order."""
+    """Reorders the sharding of dimensions `have` for the dimensions `want`, a part of them."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding

@@ -1,8 +1,8 @@
-"""Gated layers: `(act(x @ w_gate) * (x @ w_up)) @ w_down`, whose first two products share one x.
+"""Gated layers: `(act(x @ w_gate) * (x @ w_up)) @ w_down`; the first two products share x.
 
-A device gathers x once and multiplies it by its columns of either weight, so in the gradient there is one sum over
-devices as well, of both products' cotangents of x. The weights stay where they are: a product with both side by side
-would gather x inside of the call, but copies them, ahead of it and in the gradient.
+A device gathers x once and multiplies it by its columns of either weight. So the gradient sums both products'
+cotangents of x over devices once. The weights are not concatenated: one product with both would gather x inside the
+call, but it would copy the weights, before the call and in the gradient.
 """
 
 from __future__ import annotations
@@ -63,25 +63,25 @@ def gated_mlp(
     With "silu" SwiGLU, with "gelu" GEGLU, with "relu" ReGLU, with "sigmoid" GLU (Shazeer, arXiv:2002.05202).
 
     x is gathered once for both products, and its gradient summed over devices once. Activation and product are taken
-    in the accumulator's type, and rounded once. Layers lie as those of `mlp`, w_up as w_gate.
+    in the accumulator's type, and rounded once. Shardings are as in `mlp`; w_up has the sharding of w_gate.
 
     Args:
       x: (..., k).
-      w_gate, w_up: (k, h), sharded alike; b_gate, b_up: (h,) or None.
+      w_gate, w_up: (k, h), with the same sharding; b_gate, b_up: (h,) or None.
       w_down: (h, n); b_down: (n,) or None.
-      activation: as in `linear`; None for the product alone.
+      activation: as in `linear`; None for the product only.
       axis_name: inside `jax.shard_map`, as in `mlp`.
       hidden_sharding: sharding of the hidden layer (..., h), as in `mlp`.
       out_sharding: sharding of y.
       in_shardings: a triple of shardings for x, w_gate and w_up, and w_down (auto axes).
       determinism: "run_to_run"; XLA computes the hidden layer.
 
-    The other options are those of `matmul`.
+    The other options are as in `matmul`.
 
     Returns:
-      (..., n), sharded as `out_sharding` says.
+      (..., n), sharded as `out_sharding`.
 
-    Raises: as `matmul`; the message says which of the products is meant. NotImplementedError for another determinism.
+    Raises: as `matmul`; the message names the product. NotImplementedError for another determinism.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.gated_mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((4, 1)), activation="relu")
@@ -98,12 +98,12 @@ def gated_mlp(
     arrays, of_result = activated.as_weak_as(plain, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
     shared: list[Any] = [x, w_gate, w_up]
-    if all(hasattr(operand, "dtype") for operand in shared):  # what is no array is refused later, by name
+    if all(hasattr(operand, "dtype") for operand in shared):  # anything but an array is refused later, by name
         dtype = jnp.result_type(*shared)
         x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in shared)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
     typed: list[Any] = [x, b_up]
-    if all(map(has_numbers, typed)) and jnp.result_type(*typed) != typed[0].dtype:  # of b_gate alone the call knows
+    if all(map(has_numbers, typed)) and jnp.result_type(*typed) != typed[0].dtype:  # the call already sees b_gate
         typed += [b_gate] if has_numbers(b_gate) else []
         gate = gate._replace(preferred_element_type=jnp.result_type(*typed))
     down = DOWN.request(None, w_down, b_down, **options)
@@ -134,13 +134,13 @@ def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *b
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
-    """A weight and its bias, if it has one, under their own names."""
+    """Returns a weight and its bias, if it has one, under their own names."""
     names = {"b": f"w_{name}", "bias": f"b_{name}"}
     return {names[key]: x for key, x in operands.items() if key in names}
 
 
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
-    """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
+    """Returns w_up and b_up in the types of the call; their shapes and shardings must fit the gate's."""
     like = layers.operands[0]["b"]
     shape = tuple(getattr(request.b, "shape", like.shape))
     if shape[:1] == like.shape[:1] and shape != like.shape:
@@ -167,7 +167,7 @@ class _Hidden:
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
-    # The others bring no x to a device, or one of which it has a part of the columns.
+    # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
     shares_x = brings_x and not plan.is_transposed and not any(0 in x.shape for x in operands.values())
     return _Hidden(call, plan, shares_x and not (isinstance(call, ShardedCall) and call.frame.asked is not None))
@@ -199,14 +199,14 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:
-    """How operands enter, those of a bias with or without which the call was planned too."""
+    """Returns how operands enter, with an entry for a bias, so that either product may have one or not."""
     return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
 
 
 def _products(
     call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Both products, each by the gate's call; without one, on shards."""
+    """Computes both products, each by the gate's call; without a call, on shards."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
@@ -228,13 +228,13 @@ _NAMES = ("gate", "up")
 
 
 def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
-    """Products of an x that is brought to every device of the group once; a grid gathers the weights for them."""
+    """Computes both products from an x that each device receives once; a grid gathers the weights for them."""
     x = operands["x"]
     inner, inner_plan = (spec, plan) if plan.is_grid else (spec.ungrouped(), LOCAL)
     with jax.named_scope("jaxmp_shared_operand"):
         if plan.gathers:
             x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)
-        # Varying, so that both cotangents are added before they are summed over devices.
+        # Varying over these axes, so that both cotangents are added before they are summed over devices.
         axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
         x = cast_varying(x, axes, source_line=spec.source_line)
     products = functools.partial(_products, None, inner, inner_plan)

@@ -1,4 +1,4 @@
-"""`matmul` and `linear`: products of global arrays, whose shardings decide how devices share them."""
+"""`matmul` and `linear`: products of global arrays; shardings decide how devices share them."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def matmul(
 ) -> jax.Array | WithResults | BlockCyclicArray:
     """Distributed matrix product, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
-    The shardings of a, b and d decide how devices share the work. Nothing moves that they do not ask for. A pure
-    function: jit, grad, vmap, remat, scan and export apply. Inside `jax.shard_map` the product is local.
+    The shardings of a, b and d decide how devices share the work, and nothing else moves. A pure function: jit, grad,
+    vmap, remat, scan and export apply. Inside `jax.shard_map` the product is local.
 
         contraction sharded, out_sharding without that axis         all-reduce
         contraction sharded, out_sharding with it on the rows       reduce-scatter
         rows sharded, out_sharding without that axis on the rows    all-gather of a's rows (b's columns sharded over it)
         a, b and d on the same two axes                             2-D grid
         rows, columns or batch dimensions in place                  local
-        any other that `jnp.matmul` takes                           the cheapest reshards, then one of these
+        anything else that `jnp.matmul` takes                       the cheapest reshards, then one of these
 
     Args:
       a: (..., m, k), or (..., k, m) with `transpose_a`; leading dimensions are batch dimensions of a and d.
@@ -104,8 +104,8 @@ def matmul(
       out_sharding: sharding of d; required where the contraction is sharded in both operands.
       in_shardings, mesh: shardings of a and b for a mesh with auto axes. With explicit axes the types have them.
       implementation: "host", "xla" or "cublasmp"; None: chosen by rule, see `jaxmp.explain`.
-      determinism: what d's bits may depend on: "run_to_run", "batch" (in a row, its own inputs alone) or "topology"
-        (nor on the mesh); see docs/determinism.md.
+      determinism: what d's bits may depend on: "run_to_run", "batch" (in a row, only on its own inputs) or "topology"
+        (also not on the mesh); see docs/determinism.md.
       scaling, comm: a `jaxmp.Scaling` for float8, float4 and int8 operands, a `jaxmp.CommOptions` for cuBLASMp.
 
     Returns:
@@ -142,12 +142,12 @@ def matmul(
 
 @functools.partial(jax.jit, inline=True)
 def _of_two(a: jax.Array, b: jax.Array) -> Any:
-    """Their product, by JAX's own dispatch, which finds an eager call in less time than `eager_calls.find`."""
+    """Multiplies by JAX's own dispatch, which finds an eager call in less time than `eager_calls.find`."""
     return matmul(a, b)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
-    """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
+    """Multiplies as an einsum, with `jnp.matmul`'s shapes, if a or b is a vector or b has batch dimensions."""
     arrays = request.a, request.b
     for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
@@ -158,7 +158,7 @@ def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
         value, default = getattr(request, name), Request._field_defaults[name]
         if value is not default and not (isinstance(value, int | float) and value == default):
             raise NotAvailable(
-                f"{name} is available for an a of 2 or more dimensions and a b of 2, got shapes {arrays[0].shape} and "
+                f"{name} is available if a has 2 or more dimensions and b has 2, got shapes {arrays[0].shape} and "
                 f"{arrays[1].shape}; leave it out, or use jax.vmap"
             )
     free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
@@ -173,7 +173,7 @@ def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
     return result
 
 
-# Options that such a product does not take.
+# Options that a product with a vector or a batched b does not take.
 _OF_MATRICES = ("c", "alpha", "beta", "epilog", "epilog_inputs", "scaling", "comm")
 
 
@@ -207,9 +207,9 @@ def linear(
     scaling: Scaling | None = None,
     **options: Unpack[LinearOptions],
 ) -> jax.Array | WithResults:
-    """Dense layer `act(x @ w + bias)`, one call whose epilog has the bias, and "relu" and "gelu".
+    """Computes the dense layer `act(x @ w + bias)` in one call; the epilog has the bias, and "relu" or "gelu".
 
-    XLA applies any other activation to the product and its bias as they were summed, and rounds once.
+    XLA applies any other activation to the unrounded sums of product and bias, and rounds once.
 
     Args:
       x: (..., k).
@@ -218,10 +218,10 @@ def linear(
       activation: None, "relu", "gelu" (tanh form), "gelu_exact" (erf), "silu" (or "swish"), "tanh", "sigmoid", or an
         elementwise function of an array.
 
-    The other options are those of `matmul`.
+    The other options are as in `matmul`.
 
     Returns:
-      (..., n), sharded as `out_sharding` says.
+      (..., n), sharded as `out_sharding`.
 
     Raises: as `matmul`; ValueError for an unknown activation.
 
@@ -239,7 +239,7 @@ def linear(
 
 
 def dense(request: Request, activation: Activation | None) -> Any:
-    """The result of `jaxmp.linear`; the request has the bias, and no epilog."""
+    """Computes `jaxmp.linear`; the request has the bias, and no epilog."""
     operands = eager_calls.operands_of(request)
     is_named = activation is None or isinstance(activation, str)
     entry = eager_calls.find(request, operands, activation) if is_named else None
@@ -250,7 +250,7 @@ def dense(request: Request, activation: Activation | None) -> Any:
         return jax.nn.relu(dense(request, None))
     epilog = epilogs.for_activation(found if isinstance(found, str) else None, request.epilog_inputs is not None)
     if found == "gelu" and has_numbers(request.a) and low_precision.is_scaled(request.a.dtype):
-        # The library has this gelu of float8 and float4 operands with its aux alone.
+        # For float8 and float4 operands, the library has this gelu only together with its aux.
         d, results = product(request._replace(epilog=epilogs.RULES[epilog].with_aux or epilog))
         results = {name: x for name, x in results.items() if name != "gelu_aux"}
         return (d, results) if results else d
@@ -262,14 +262,14 @@ def dense(request: Request, activation: Activation | None) -> Any:
     activated.check_spec(spec)
     placement = meshes.place(request, shape)
     d = activated.activated_call(make_call(spec, placement, operands), found, operands)
-    if conversion.is_weak:  # which the function, by its constants, may not leave it
+    if conversion.is_weak:  # constants in the function may make the result strong
         weak = jax.eval_shape(found, jax.typeof(d).update(weak_type=True))
         conversion = dataclasses.replace(conversion, is_weak=weak.weak_type)
     return conversion.of_result(d)
 
 
 def _wraps(request: Request) -> bool:
-    """Whether sums wrap around in a type of at most 8 bits, as jnp has it, ahead of an activation."""
+    """True if sums must wrap around in a type of at most 8 bits before the activation, as in jnp."""
     if request.implementation is not None or request.scaling is not None:
         return False
     dtypes = [x.dtype for x in (request.a, request.b) if has_numbers(x)]

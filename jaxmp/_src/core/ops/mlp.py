@@ -1,4 +1,4 @@
-"""Two dense layers as one function, whose backward pass goes through the activation inside of a call.
+"""Two dense layers as one function; its backward pass goes through the activation inside a call.
 
 With z = x @ w_in + b_in, h = act(z), y = h @ w_out + b_out, the tangent of h never exists on its own:
 dy = (act'(z) * (dx @ w_in + x @ dw_in + db_in)) @ w_out + h @ dw_out + db_out. Its first term is one primitive,
@@ -55,12 +55,12 @@ def mlp(
 ) -> jax.Array:
     """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
 
-    The value is that of two `linear`s. The gradient of a "relu" or "gelu" takes the cotangent of y through w_out, the
-    activation and the hidden bias in one call (epilog DRELU_BGRAD or DGELU_BGRAD), except under XLA's partitioner (auto
-    axes without `in_shardings`). Other activations have no such epilog.
+    The value is the same as with two `linear`s. The gradient of a "relu" or "gelu" takes the cotangent of y through
+    w_out, the activation and the hidden bias in one call (epilog DRELU_BGRAD or DGELU_BGRAD), except under XLA's
+    partitioner (auto axes without `in_shardings`). Other activations have no such epilog.
 
-    Where x's rows and w_in's columns lie on one axis, the first layer is an all-gather, and with y's rows on it again
-    the second is a reduce-scatter (sequence parallelism). With x and y whole, they are local and an all-reduce.
+    If x's rows and w_in's columns are sharded over one axis, the first layer is an all-gather; if y's rows are too, the
+    second is a reduce-scatter (sequence parallelism). If x and y are replicated, they are local and an all-reduce.
 
     Args:
       x: (..., k).
@@ -70,17 +70,17 @@ def mlp(
       axis_name: inside `jax.shard_map`, a mesh axis or a tuple of them: x's rows (the next to last dimension) are
         gathered over it and y's are scattered; each rank holds its columns of w_in and b_in, its rows of w_out and all
         of b_out. None: both layers are local there.
-      hidden_sharding: sharding of the hidden layer (..., h); by default the rows of x less the axes of w_in's columns,
-        and those.
+      hidden_sharding: sharding of the hidden layer (..., h). By default its columns are sharded as w_in's columns, its
+        rows as the rows of x without those axes.
       out_sharding: sharding of y.
       in_shardings: a triple of shardings for x, w_in and w_out (auto axes).
 
-    The other options are those of `matmul`.
+    The other options are as in `matmul`.
 
     Returns:
-      (..., n), sharded as `out_sharding` says.
+      (..., n), sharded as `out_sharding`.
 
-    Raises: as `matmul`; the message says which of the two products is meant.
+    Raises: as `matmul`; the message names the product.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 1)), jnp.ones(1), activation="relu")
@@ -108,7 +108,7 @@ def mlp(
             activated.check_spec(layers.calls[0].spec)
     if layers.plans:
         return of_result(_planned(layers, found))
-    with FIRST.naming():  # where XLA's partitioner decides, the two layers are calls of their own
+    with FIRST.naming():  # if XLA's partitioner decides, the two layers are separate calls
         h = dense(first._replace(in_shardings=None), activation)
     with SECOND.naming():
         return of_result(dense(second._replace(a=h, in_shardings=None), None))
@@ -116,7 +116,7 @@ def mlp(
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """One layer on shards: its spec and plan, and the names of its operands among those of both layers."""
+    """One layer on shards: its spec and plan, and its operands' names among the operands of both layers."""
 
     spec: MatmulSpec
     plan: Contraction
@@ -132,7 +132,7 @@ class _Layer:
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
     def operands(self, x: jax.Array, operands: Operands) -> Operands:
-        """Those of the call, by their names there."""
+        """Returns the operands of the layer's call, by their names there."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
         return {"a": x.astype(weight.dtype), "b": weight, **bias}
@@ -150,7 +150,7 @@ class _Mlp:
 
 
 def _layers(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
+    """Computes y from the shards of x, w_in, b_in, w_out, b_out; a bias may be missing."""
     assert isinstance(mlp.activation, str)
     h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
     return mlp.second.apply(h, operands)["d"]
@@ -192,7 +192,7 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
-    """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
+    """Computes `activated_matmul` on shards of any rank, rows folded in the order in which the pattern scatters."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
@@ -212,7 +212,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     h = outs["a"]
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes and isinstance(activation, str)
-    # A hidden bias has its sums over data-parallel ranks from calls.
+    # Calls sum the gradient of a hidden bias over data-parallel ranks.
     is_fused = is_fused and not spec.global_order and all(map(completes_sums, specs))
     first, second = calls
     if isinstance(first, ShardedCall) and isinstance(second, ShardedCall):
@@ -231,7 +231,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
+    """Computes y: in one body that differentiates as a whole if that is possible, else layer by layer."""
     first, second = mlp.calls
     if not mlp.is_fused:
         layer = mlp.first.operands(operands["x"], operands)

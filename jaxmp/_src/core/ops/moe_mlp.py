@@ -1,7 +1,7 @@
 """The layers of experts: `(act(x @ w_gate[g]) * (x @ w_up[g])) @ w_down[g]` for the rows x of each group g.
 
-On a mesh all products run in one frame, in which the ranks of an axis split rows, groups or hidden features alike. So
-a hidden row stays where it is made, and nothing is exchanged between the products.
+On a mesh all products run in one `shard_map`, and the ranks of an axis split the same index, rows, groups or hidden
+features, in each product. So a hidden row stays where it is made, and nothing moves between the products.
 """
 
 from __future__ import annotations
@@ -53,35 +53,35 @@ def moe_mlp(
     activation: Activation | None = "silu",
     **options: Unpack[ExpertOptions],
 ) -> jax.Array:
-    """The layers of a mixture of experts, on rows that are sorted by expert.
+    """Computes the layers of a mixture of experts, on rows that are sorted by expert.
 
         d[i] = (act(x[i] @ w_gate[g]) * (x[i] @ w_up[g])) @ w_down[g]    for each row i of group g
 
-    or, where w_gate is None, `act(x[i] @ w_up[g]) @ w_down[g]`; biases are added to each product. Groups are those of
-    `ragged_dot`: rows of a group are adjacent, and rows behind the last one are zero.
+    or, if w_gate is None, `act(x[i] @ w_up[g]) @ w_down[g]`; biases are added to each product. Groups are as in
+    `ragged_dot`: rows of a group are adjacent, and rows after the last group are zero.
 
-    On a mesh the ranks of an axis split rows, experts or hidden features, in all products alike, and nothing is
-    exchanged between the products. Where rows and experts are sharded over one axis, nothing moves on CPU devices of
-    one process, as in `ragged_dot`. Elsewhere rows of x are gathered, and the ranks' terms of d are summed; or the
-    weights are gathered, where rows are sharded too and the weights are smaller than x and d.
+    On a mesh the ranks of an axis split the same index, rows, experts or hidden features, in all products, and nothing
+    is exchanged between the products. If rows and experts are sharded over one axis, nothing moves on CPU devices of
+    one process, as in `ragged_dot`. Otherwise rows of x are gathered, and the ranks' terms of d are summed; or the
+    weights are gathered, if rows are sharded too and the weights are smaller than x and d.
 
     Args:
       x: (m, k).
-      w_gate, w_up: (groups, k, h), sharded alike; b_gate, b_up: (groups, h) or None.
-      w_down: (groups, h, n); b_down: (groups, n) or None. Weights may be narrower than x, as int8 beside bfloat16.
+      w_gate, w_up: (groups, k, h), with the same sharding; b_gate, b_up: (groups, h) or None.
+      w_down: (groups, h, n); b_down: (groups, n) or None. Weights may be narrower than x, as int8 with bfloat16.
       group_sizes, group_offset: as in `ragged_dot`.
-      activation: as in `ragged_dot`; activation and product with it are taken in the accumulator's type, and rounded
-        once. A function may not close over arrays that a mesh shards.
+      activation: as in `ragged_dot`; the activation and its product with the other branch are taken in the
+        accumulator's type, and rounded once. A function may not close over arrays that a mesh shards.
       out_sharding: sharding of the result.
       in_shardings: a triple of shardings for x, w_gate and w_up, and w_down (auto axes).
       determinism: as in `ragged_dot`; h is then never split over devices.
 
-    The other options are those of `ragged_dot`.
+    The other options are as in `ragged_dot`.
 
     Returns:
-      (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w_down.
+      (m, n), sharded as `out_sharding`; by default along m as x, and along n as w_down.
 
-    Raises: as `ragged_dot`; the message says which of the products is meant.
+    Raises: as `ragged_dot`; the message names the product.
 
     Source: Jiang et al., Mixtral of Experts (arXiv:2401.04088); Gale et al., MegaBlocks (arXiv:2211.15841).
 
@@ -103,15 +103,15 @@ def layers(
     activation: Any,
     **options: Unpack[ExpertOptions],
 ) -> jax.Array:
-    """The result of `jaxmp.moe_mlp`; or, where `groups` has "experts" and "gates" (m, top_k) for "sizes", each row of x
-    through its experts, and the sum of what they give, times its gates."""
+    """Computes `jaxmp.moe_mlp`. If `groups` has "experts" and "gates" (m, top_k) instead of "sizes", it sends each row
+    of x through its experts and sums their results times its gates."""
     arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
     for name, array in arrays.items():
         operand_checks.check_array(name, array)
     wide = [y for y in arrays.values() if np.dtype(y.dtype).name not in low_precision.NARROW]
     dtype = jnp.result_type(*(wide or arrays.values()))
     operands: Operands = {
-        name: y if name != "x" and low_precision.is_mixed(y.dtype, dtype) else y.astype(dtype)  # which calls decode
+        name: y if name != "x" and low_precision.is_mixed(y.dtype, dtype) else y.astype(dtype)  # calls decode y
         for name, y in ((name, jnp.asarray(array)) for name, array in arrays.items())
     }
     ins = options.get("in_shardings")
@@ -141,7 +141,7 @@ def layers(
 
 
 def _check_weights(weights: Operands) -> None:
-    """Raise ValueError for weights that do not fit w_up, in shape or in how they lie on explicit axes."""
+    """Raises ValueError for weights that do not fit w_up, in shape or in sharding on explicit axes."""
     groups, _, h = weights["w_up"].shape
     if weights["w_down"].ndim != 3 or weights["w_down"].shape[:2] != (groups, h):
         raise InvalidValue(f"w_down must have shape ({groups}, {h}, n), got {weights['w_down'].shape}")
@@ -155,7 +155,7 @@ def _check_weights(weights: Operands) -> None:
 
 # Where it runs ---------------------------------------------------------------------------------------------------
 
-# Products on one device's shards of x, and of the hidden rows; the frame of all is that of the second.
+# Products on one device's shards of x, and of the hidden rows; all run in the `shard_map` of the second.
 _Products = tuple[RaggedCall, RaggedCall]
 
 
@@ -186,13 +186,10 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
 
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...]) -> _Products:
-    """The products of arrays that lie so: x, w_gate and w_up, w_down and the result; the extents of g, k, h, m, n."""
+    """Plans the products for these shardings of x, w_gate and w_up, w_down and d; the extents of g, k, h, m, n."""
     (mesh, _), (g, k, h, m, n) = where, extents
-    is_w_larger = g * h * (2 * k + n) > m * (k + n)
-    roles, splits = [ragged.by_index(*each) for each in zip(("mk", "gkh", "ghn", "mn"), lie, strict=True)], {}
-    for axis in sum((dim for dims in lie for dim in dims), ()):
-        index = (role.get(axis, "") for role in roles)
-        splits[axis] = _split(*index, is_w_larger=is_w_larger, keeps_h=spec.level.fixed_order)
+    larger = g * h * (2 * k + n) > m * (k + n)
+    choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
     x, w_in, w_down, d = lie
     arrays: ragged.Arrays = {
         "x": ("mk", x),
@@ -206,10 +203,10 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
         "gates": ("mr", None),
         "d": ("mn", d),
     }
-    sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the choices of a row
+    sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the experts chosen for a row
     experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n), experts=experts)
-    call = ragged.split_call(second, where, splits, sizes, arrays)
+    call = ragged.split_call(second, where, choose, sizes, arrays)
     rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
     of_both = ("m", rows), ("g", groups)
     first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))
@@ -218,10 +215,10 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     return RaggedCall(first, rows=call.rows, groups=call.groups), call
 
 
-def _split(x: str, w_in: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
-    """The index that the ranks of an axis split, which shards the arrays along these, each or "".
+def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
+    """Returns the index that an axis splits; each argument is the index that it shards in that array, or "".
 
-    It is never k, for the first products would then have to be summed ahead of the activation; `keeps_h`: nor h.
+    It is never k, because the first products would be summed before the activation. With `keeps_h` it is not h either.
     """
     own = next((index for index in (w_in, w_down) if index == "g" or (index == "h" and not keeps_h)), "")
     if "m" in (x, d) and not (own and is_w_larger):
@@ -240,8 +237,8 @@ def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, ope
 
 
 def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:
-    """All products, of one device's shards."""
-    # Varying, so that cotangents of x are added before they are summed over devices.
+    """Computes all products on one device's shards."""
+    # Varying over these axes, so that cotangents of x are added before they are summed over devices.
     axes = jax_compat.varying_axes(operands["w_up"])
     operands = operands | {"x": cast_varying(operands["x"], axes, source_line="moe_mlp")}
     if "experts" in operands:
@@ -269,9 +266,9 @@ def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operand
 
 
 def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
-    """This rank's terms of each row's sum over its experts, in the order of its choices, in the accumulator's type.
+    """Returns this rank's terms of each row's sum over its experts, in the order chosen, in the accumulator's type.
 
-    A device sorts its own rows, so that those of different ranks of data never move.
+    A device sorts its own rows, so rows never move between ranks of data.
     """
     x, experts, gates = (operands[name] for name in ("x", "experts", "gates"))
     (m, top_k), groups = experts.shape, operands["w_up"].shape[0] * math.prod(map(lax.axis_size, second.groups))
@@ -289,7 +286,7 @@ def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands:
 
 
 def _with_choices(spec: GroupedSpec, top_k: int) -> GroupedSpec:
-    """A product of as many rows for each row of x."""
+    """Returns the spec of a product with `top_k` rows for each row of x."""
     whole = (spec.whole[0], spec.whole[1] * top_k, *spec.whole[2:]) if spec.whole else ()
     return dataclasses.replace(spec, whole=whole)
 

@@ -1,4 +1,4 @@
-"""`ragged_all_to_all`: lax's own on accelerators, and on CPU devices, where XLA has none, by an all-gather."""
+"""`ragged_all_to_all`: lax's own on accelerators; an all-gather on CPU devices, where XLA does not have it."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """`lax.ragged_all_to_all`, inside `jax.shard_map`, also on CPU devices.
 
-    Each rank sends slices of rows of `operand`, as many to each rank. Slice i has the `send_sizes[i]` rows from
+    Each rank sends slices of rows of `operand`, the same number to each rank. Slice i has the `send_sizes[i]` rows from
     `input_offsets[i]` on, and is written to the receiver's `output` from row `output_offsets[i]` on.
 
-    On CPU devices it is an all-gather of the operands, of which a rank takes the rows that are its own. It works under
-    any transformation, and a row that is sent twice has the sum of both cotangents. Slices of one receiver must not
-    overlap. Elsewhere it is lax's own.
+    On CPU devices it is an all-gather of the operands, and each rank takes its rows from the result. It works under any
+    transformation, and a row that is sent twice gets the sum of both cotangents. Slices of one receiver must not
+    overlap. On other devices it is lax's own.
 
     Args:
       operand: (n, ...); output: (m, ...), with the same further dimensions.
       input_offsets, send_sizes, output_offsets, recv_sizes: (slices,), integers; the first slices go to, and come from,
-        the first rank. On CPU devices `recv_sizes` is not read, for the senders' sizes tell.
+        the first rank. On CPU devices `recv_sizes` is ignored, because the senders' sizes are enough.
       axis_name: the mesh axis, or axes.
       axis_index_groups: as in lax; not on CPU devices.
 
     Returns: (m, ...), `output` with the received rows.
 
     Raises: ValueError for shapes that do not fit and outside of `jax.shard_map`, TypeError for offsets and sizes that
-    are no integers, NotImplementedError for `axis_index_groups` on CPU devices.
+    are not integers, NotImplementedError for `axis_index_groups` on CPU devices.
 
     Source: `jax.lax.ragged_all_to_all` (docs.jax.dev).
 
@@ -75,7 +75,7 @@ def ragged_all_to_all(
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if x.ndim < 1 or x.shape[1:] != into.shape[1:] or x.dtype != into.dtype:
         raise InvalidValue(
-            f"operand and output must differ in their first dimension alone, got {x.dtype}{x.shape} and "
+            f"operand and output may differ in their first dimension only, got {x.dtype}{x.shape} and "
             f"{into.dtype}{into.shape}"
         )
     if unknown := set(axes).difference(jax_tracing.manual_axes()):
@@ -101,7 +101,7 @@ def ragged_all_to_all(
     mine = told.reshape(ranks, 3, ranks, -1)[:, :, lax.axis_index(axes)]  # (sender, 3, slice)
     begin, size, to = (each.reshape(1, -1) for each in mine.swapaxes(0, 1))
     begin = begin + rows * jnp.arange(ranks, dtype=jnp.int32).repeat(to.size // ranks)[None]
-    # For each row of the output its slice, and from there its place among all rows that are sent.
+    # For each row of the output: its slice, and its index among all rows that are sent.
     at = jnp.arange(into.shape[0], dtype=jnp.int32)[:, None]
     is_within = (to <= at) & (at < to + size)
     found = jnp.where(is_within, begin - to + at, 0).sum(1)

@@ -17,13 +17,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxmp._src.core.ops import activated
 from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.sharding import meshes, ragged, shardings
-from jaxmp._src.core.spec import activations, precisions
+from jaxmp._src.core.spec import activations, levels, precisions
 from jaxmp._src.core.spec.activations import Function
 from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.matmul_spec import INTEGERS
 from jaxmp._src.core.spec.options import Activation, Precision
 from jaxmp._src.core.spec.refusal import InvalidOperands, InvalidType, InvalidValue, NotAvailable
-from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import arguments, operand_checks, result_types
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.runtime.types import Operands, Shape
@@ -41,25 +41,24 @@ def ragged_dot(
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     scaling: Scaling | None = None,
-    **options: Unpack[ContractionOptions],
+    **options: Unpack[GroupOptions],
 ) -> jax.Array:
-    """Product of groups of rows, each with a matrix of its own, as `lax.ragged_dot`.
+    """Multiplies each group of rows by the group's own matrix, as `lax.ragged_dot`.
 
         d[i] = activation(x[i] @ w[g] + bias[g])    for each row i of group g
 
     The rows of a group are adjacent, the first group's come first, and `group_sizes` says how many each has. Rows
-    behind the last group are `activation(0)`, zero by default. A row depends on its own group alone: a weight that is
-    infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations, however the rows are
-    divided among groups.
+    after the last group are `activation(0)`, zero by default. A row depends on its own group only: a weight that is
+    infinite or NaN reaches no row of another group. On CPU devices the work is 2 m k n operations for any group sizes.
 
-    Sizes are data. What does not fit is clamped: a negative size counts as 0, and groups end with the last row. Under
-    `jax.experimental.checkify` it is an error (of the user's checks).
+    Sizes are data. Invalid sizes are clamped: a negative size counts as 0, and groups end with the last row. Under
+    `jax.experimental.checkify` they are an error (of the user's checks).
 
     Args:
       x: (m, k), of any type that `lax.ragged_dot` takes. XLA multiplies integers other than int8.
       w: (groups, k, n), of the type of x or another.
       group_sizes: (groups,), an array of integers. With `group_offset` it may list more groups than w has.
-      group_offset: the group of `group_sizes` to which w[0] belongs, an integer of shape () or (1,). Rows of groups
+      group_offset: the index in `group_sizes` of the group of w[0], an integer of shape () or (1,). Rows of groups
         that w does not have are zero. Default 0, and a negative one counts as 0.
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
@@ -67,21 +66,22 @@ def ragged_dot(
       precision: as in `matmul`.
       preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
       scaling: float32 scales of narrow operands. XLA multiplies the sums by them, and adds the bias. `Scaling.a` is (),
-        or (m,) for the rows of x; `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
-        (groups, blocks, n) for those of each block of k, whose sums, blocks times m times n of them, XLA adds.
-      out_sharding: sharding of the result; required where k is sharded in both operands.
+        or (m,) for the rows of x. `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
+        (groups, blocks, n) for the columns of each block of k: XLA adds the sums of blocks, blocks times m times n.
+      out_sharding: sharding of the result; required if k is sharded in both operands.
       in_shardings: a pair of shardings for x and w (auto axes).
       mesh: as in `matmul`.
-      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses.
+      implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses. Or a function with the
+        arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
       determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
         where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
         devices is XLA's. "topology": in addition gradients are those of one device, for one device, and where all axes
         that the call splits shard rows of x and matrices of w.
 
     Returns:
-      (m, n), sharded as `out_sharding` says; by default along m as x, and along n as w.
+      (m, n), sharded as `out_sharding`; by default along m as x, and along n as w.
 
-    Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are no integers,
+    Raises: ValueError for shapes and shardings that do not fit, TypeError for sizes that are not integers,
     NotImplementedError for `implementation="cublasmp"` and for a level that shardings do not allow.
 
     Source: `jax.lax.ragged_dot` (docs.jax.dev).
@@ -98,13 +98,13 @@ def ragged_dot(
 
 
 def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
-    """The sums times the scales of their row and of the columns of their group; `groups`: their sizes, and offset."""
+    """Scales the sums by their row's scale and by their group's scales of columns; `groups`: sizes and offset."""
     of_x, of_w = _scales(request, scaling)
     out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
     spec = GroupedSpec(out, determinism=request.determinism, function=request.function)
     f, beside = activation_of(spec, activation), bias_of(spec, bias, request.b)
     if spec.level.fixed_order and (beside or of_w.ndim == 3):
-        raise spec.level.refusal("takes no bias beside scales and no scales of blocks, for XLA would add them")
+        raise spec.level.refusal("takes no bias with scales and no scales of blocks, because XLA would add them")
     is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
     request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
 
@@ -125,7 +125,7 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
 
 
 def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Array) -> jax.Array:
-    """A scale of the rows of the result d, and 0 behind the groups, where it may be infinite or NaN."""
+    """Returns the scale of each row of the result d; 0 for rows after the groups, where it may be infinite or NaN."""
     sizes, offset = groups
     offset = None if offset is None else jnp.asarray(offset).reshape(())
     bounds = ragged.bounds_of(jnp.asarray(sizes), offset, d.shape[0], w.shape[0])
@@ -134,7 +134,7 @@ def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Arra
 
 
 def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:
-    """Those of each row's group, of (groups,) or (groups, n) values, as the result d lies: by a product of k = 1."""
+    """Expands (groups,) or (groups, n) values to the rows of d, in its sharding, by a product with k = 1."""
     matrices = jnp.broadcast_to(values.reshape(len(values), 1, -1), (len(values), 1, d.shape[1]))
     kind = jax.typeof(d).sharding
     request = request._replace(
@@ -149,7 +149,7 @@ def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: ja
 
 
 def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
-    """The scales of x and of w."""
+    """Returns the scales of x and of w."""
     if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
         raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
     x, w, found = request.a, request.b, []
@@ -174,7 +174,7 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
 def product(
     request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
 ) -> jax.Array:
-    """The result of `jaxmp.ragged_dot`."""
+    """Computes `jaxmp.ragged_dot`."""
     conversion, request = converted(request, group_sizes)
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
@@ -217,12 +217,12 @@ def jaxmp_activated_ragged_dot(
 
 
 def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
-    """The spec, which tells whether XLA's partitioner chooses the shardings."""
+    """Returns the spec, with `is_global` set if XLA's partitioner chooses the shardings."""
     return dataclasses.replace(spec, is_global=placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA))
 
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
-    """The function that XLA applies."""
+    """Returns the function that XLA applies."""
     found = activations.find(activation)
     if found is not None and spec.out_dtype.name in INTEGERS:
         raise NotAvailable(
@@ -230,12 +230,12 @@ def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
             ".astype(jnp.float32)"
         )
     if spec.level.fixed_order and found not in (None, "relu"):
-        raise spec.level.refusal('takes activation=None or "relu", for others have bits of XLA')
+        raise spec.level.refusal('takes activation=None or "relu", because XLA determines the bits of others')
     return activations.FUNCTIONS[found] if isinstance(found, str) else found
 
 
 def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
-    """The bias by its name, if there is one."""
+    """Returns the bias by its name, or an empty dict."""
     if bias is None:
         return {}
     operand_checks.check_array("{bias}", bias)
@@ -248,7 +248,7 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
-    """(how operands and result are converted, so that types are those of lax; the request with converted operands)."""
+    """Returns (the conversions that give lax's types; the request with converted operands)."""
     conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
@@ -281,7 +281,7 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
 
 
 def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """The spec, and the operands in the type in which they are multiplied."""
+    """Returns the spec, and the operands in the type in which they are multiplied."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)
@@ -289,18 +289,20 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     types = result_types.of_call(arguments.types_of(x, w), preferred, False)
     if request.precision is not None:
         precisions.resolve(request.precision, types.operand, types.out)
-    implementation = operand_checks.check_implementation(request.implementation)
+    given = request.implementation
+    implementation = given if callable(given) else operand_checks.check_implementation(given)
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
-    determinism, function = request.determinism, request.function
-    spec = GroupedSpec(types.out, determinism=determinism, implementation=implementation, function=function)
+    # Sums of integers are exact in any order.
+    level = levels.ANY_ORDER if types.operand.name in INTEGERS else levels.find(request.determinism)
+    spec = GroupedSpec(types.out, **level.option, implementation=implementation, function=request.function)
     x = x if x.dtype == types.operand else x.astype(types.operand)
-    w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # a narrow one is decoded
+    w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # the call decodes a narrow w
     return spec, {"a": x, "b": w}
 
 
 def check_integers(argument: str, x: Any) -> None:
-    """Raise TypeError for what is no array of integers."""
+    """Raises TypeError unless x is an array of integers."""
     operand_checks.check_array(argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise InvalidType(f"{argument} must be an array of integers, got dtype {x.dtype}")

@@ -1,4 +1,4 @@
-"""`ragged_dot_general`: the three modes of `lax.ragged_dot_general`, by the two of `grouped_p` and by `dot_general`."""
+"""`ragged_dot_general`: the three modes of `lax.ragged_dot_general`, by the two of `grouped_p` and `dot_general`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxmp._src.core.sharding.ragged import bounds_of, checked
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.spec.options import Precision
 from jaxmp._src.core.spec.refusal import InvalidOperands, NotAvailable
-from jaxmp._src.core.spec.request import ContractionOptions, Request
+from jaxmp._src.core.spec.request import GroupOptions, Request
 from jaxmp._src.core.validation import dimension_numbers
 from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers, pick
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
-_MATRICES = DimensionNumbers((1,), (1,), (), (), (0,), (0, 2))  # of lax.ragged_dot; groups are a free dimension
+_MATRICES = DimensionNumbers((1,), (1,), (), (), (0,), (0, 2))  # for lax.ragged_dot; groups are a free dimension
 
 
 @public
@@ -38,25 +38,25 @@ def ragged_dot_general(
     *,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
-    **options: Unpack[ContractionOptions],
+    **options: Unpack[GroupOptions],
 ) -> jax.Array:
-    """Product of groups, with the dimension numbers and the three modes of `lax.ragged_dot_general`.
+    """Multiplies groups of rows, with the dimension numbers and the three modes of `lax.ragged_dot_general`.
 
-    The ragged dimension of lhs is cut into groups. If it is free, rhs has a matrix for each group, and the result is
-    that of `ragged_dot`. If it is contracted, the result has a sum for each group. If it is of the batch, the result is
-    that of `dot_general`.
+    The ragged dimension of lhs is cut into groups. If it is free, rhs has a matrix for each group, and the result is as
+    in `ragged_dot`. If it is contracted, the result has a sum for each group. If it is a batch dimension, the result is
+    as in `dot_general`.
 
     Args:
       lhs, rhs: arrays of the types that `ragged_dot` takes.
-      group_sizes: (groups,), or (batch..., outer..., groups), where `outer` are the dimensions of the ragged one's kind
-        ahead of it.
+      group_sizes: (groups,), or (batch..., outer..., groups). `outer`: the dimensions of the same kind as the ragged
+        dimension that come before it.
       ragged_dot_dimension_numbers: as in `lax.ragged_dot_general`.
 
-    The other options are those of `ragged_dot`. On arrays that explicit axes or `in_shardings` shard, the dimension
-    numbers have to be those of `lax.ragged_dot`.
+    The other options are as in `ragged_dot`. Arrays that explicit axes or `in_shardings` shard need the dimension
+    numbers of `lax.ragged_dot`.
 
-    Returns: The dimensions of the batch, then the free ones of lhs, then those of rhs; where the ragged dimension is
-    contracted, that of the groups is ahead of all.
+    Returns: The dimensions of the batch, then the free dimensions of lhs, then the free dimensions of rhs; if the
+    ragged dimension is contracted, the dimension of groups comes first.
 
     Raises: as `ragged_dot`; ValueError for dimension numbers that do not fit.
 
@@ -80,7 +80,7 @@ def ragged_dot_general(
     spec, operands = ragged_dot.spec_and_operands(request)
     if spec.level.global_order:
         raise spec.level.mesh_refusal(
-            "takes the dimension numbers of lax.ragged_dot alone", "multiply each group by jaxmp.matmul"
+            "takes the dimension numbers of lax.ragged_dot only", "multiply each group by jaxmp.matmul"
         )
     request = request._replace(a=operands["a"], b=operands["b"])
     sizes = jnp.asarray(group_sizes)
@@ -88,7 +88,7 @@ def ragged_dot_general(
     is_sharded = any(meshes.type_dims("{a}", request.a) + meshes.type_dims("{b}", request.b))
     if placement.mode == meshes.Mode.SHARDED or (placement.mode == meshes.Mode.XLA and is_sharded):
         raise NotAvailable(
-            "arrays with shardings take the dimension numbers of lax.ragged_dot alone; call inside a shard_map over "
+            "arrays with shardings take the dimension numbers of lax.ragged_dot only; call inside a shard_map over "
             "all axes of the mesh"
         )
     spec = ragged_dot.of_global(spec, placement)
@@ -101,8 +101,8 @@ def ragged_dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """`ragged`: the dimension of lhs; `group`: the one of rhs that chooses a matrix, or None; `outer`: those of lhs
-    ahead of the ragged one for each index of which there are sizes, other than the batch."""
+    """`ragged`: the dimension of lhs. `group`: the dimension of rhs that chooses a matrix, or None. `outer`: the
+    dimensions of lhs before the ragged one, without the batch, if each of their indices has its own sizes."""
 
     dot: DimensionNumbers
     ragged: int
@@ -118,11 +118,11 @@ class _Numbers:
         return tuple(i for i in self.dot.rhs_free if i != self.group)
 
     def among(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The ragged dimension, and the others of `dims` for which there are no sizes."""
+        """Returns the ragged dimension, then the other dimensions in `dims` that have no sizes of their own."""
         return (self.ragged, *(i for i in dims if i != self.ragged and i not in self.outer))
 
     def of_rhs(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The contracted dimensions of rhs that go with these of lhs."""
+        """Returns the contracted dimensions of rhs for these of lhs."""
         return pick(self.dot.rhs_contract, tuple(map(self.dot.lhs_contract.index, dims)))
 
     def result(self, lhs: Shape, rhs: Shape, groups: int) -> Shape:
@@ -160,7 +160,7 @@ def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Ope
 
 
 def _folded(x: jax.Array, *parts: tuple[int, ...]) -> jax.Array:
-    """`x` with one dimension for each of these parts."""
+    """Folds each of these parts of `x` into one dimension."""
     return lax.transpose(x, sum(parts, ())).reshape([_size(x, part) for part in parts])
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts each token goes to, and the sum of what they make of it."""
+"""Mixtures of experts: chooses the experts of each token, and sums their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 class Routes(NamedTuple):
-    """Of each token the indices of its experts and their gates, (tokens, top_k), and the loss that balances experts."""
+    """Each token's experts (indices) and gates, both (tokens, top_k), and the loss that balances experts."""
 
     experts: jax.Array
     gates: jax.Array
@@ -33,20 +33,20 @@ class Routes(NamedTuple):
 
 
 def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
-    """The experts of each token by its logits (tokens, experts), in the order of their scores.
+    """Chooses the experts of each token from its logits (tokens, experts), in the order of their scores.
 
-    Gates are the scores of the chosen experts, divided by their sum where that `normalizes`: the softmax of the chosen
+    Gates are the scores of the chosen experts; `normalizes` divides them by their sum: the softmax of the chosen
     logits (Mixtral, arXiv:2401.04088), or sigmoids (DeepSeek-V3, arXiv:2412.19437, without its bias).
 
-    The loss is `experts * sum(f * P)`, with f the part of all choices that falls on an expert, and P its mean score, of
-    scores that sum to 1 (Fedus et al., arXiv:2101.03961, which has top_k = 1). It is 1 where all experts have the same.
+    The loss is `experts * sum(f * P)`: f is the fraction of all choices that an expert gets, and P is its mean score,
+    with scores that sum to 1 (Fedus et al., arXiv:2101.03961, which has top_k = 1). It is 1 for a perfect balance.
     """
     count = logits.shape[-1]
     if scores not in ("softmax", "sigmoid"):
         raise InvalidValue(f'scores must be "softmax" or "sigmoid", got {scores!r}')
     if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= count:
         raise InvalidValue(f"top_k must be an integer from 1 to the {count} experts, got {top_k}")
-    # Logarithms of scores, which are finite where the scores underflow.
+    # Logarithms of scores: they are finite even if the scores underflow.
     logs = jax.nn.log_softmax(logits) if scores == "softmax" else jax.nn.log_sigmoid(logits)
     most, experts = lax.top_k(logs, top_k)
     gates = jax.nn.softmax(most) if normalizes else jnp.exp(most)
@@ -67,7 +67,7 @@ def mixture(
     activation: Activation | None,
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token of x (..., features) through `top_k` experts, and the loss; the router computes in float32."""
+    """Sends each token of x (..., features) through `top_k` experts; also returns the loss. The router uses float32."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
@@ -89,7 +89,7 @@ def mixture(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
-    """`x` with the tokens of each device in `shape`, so that none moves; XLA's order of tokens is another one."""
+    """Reshapes the tokens of each device to `shape`, so that none moves; XLA would use another order of tokens."""
     mesh = jax.typeof(x).sharding.mesh
     d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
     return d

@@ -205,8 +205,8 @@ def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
-    """`lax.psum_scatter`, tiled."""
-    if native.has_barrier:
+    """`lax.psum_scatter`, tiled; its transpose is an all-gather."""
+    if _is_ours(x):
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
     part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
     return part

@@ -34,7 +34,7 @@ from jaxmp._src.core.primitive.collectives import Axes, cast_varying
 from jaxmp._src.core.spec import levels, low_precision
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
-from jaxmp._src.core.spec.options import Implementation, Parts
+from jaxmp._src.core.spec.options import GroupedImplementation, Parts
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Tangent
 
@@ -66,7 +66,7 @@ class GroupedSpec(Parts):
     is_contraction: bool = False
     is_transposed: bool = False
     determinism: Determinism = "run_to_run"
-    implementation: Implementation | None = None
+    implementation: GroupedImplementation | None = None
     whole: tuple[int, ...] = ()
     experts: tuple[str, ...] = ()
     mesh: Axes = ()

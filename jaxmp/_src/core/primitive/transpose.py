@@ -3,14 +3,8 @@
 With d = alpha * A @ B, A = op(a), B = op(b), cotangent t of D:  dA = alpha * t @ B^T,  dB = alpha * A^T @ t.
 (JAX's transposes do not conjugate; a conjugated operand conjugates its own cotangent.)
 
-Per pattern, over the ranks of a group:
-    AG   A (m/P, k) gathered, B (k, n/P):   dA = RS(t, B^T)      dB = gather(A)^T @ t
-    RS   A (m, k/P), B (k/P, n):            dA = AG(t, B^T)      dB = A^T @ gather(t)
-    AR   as RS, t replicated:               dA = t @ B^T         dB = A^T @ t
-    grid every operand 2-D:                 dA = grid(t, B^T)    dB = grid(A^T, t)
-The set is closed, but for the one gather that cuBLASMp cannot fuse, since it contracts over gathered rows.
-An operand that does not vary over some axis (weights under data parallelism, activations ahead of a column-parallel
-layer) gets the sum of its cotangents over that axis; where the product is local, it becomes an AR over it.
+`cotangent_of_a` and `cotangents_of_b_and_bias` say which pattern each of them has. The set of patterns is closed, but
+for the one gather that cuBLASMp cannot fuse, because it contracts over gathered rows.
 
 With a bias, dbias = sum of t over its rows is the sum over the contraction of one operand of dB's product, so both come
 from one call with the epilog BGRADB (BGRADA where b is stored transposed).
@@ -68,7 +62,11 @@ def _value(x: Operand) -> jax.Array:
 
 
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
-    """The cotangent of the stored a, for `ct` of d."""
+    """Returns the cotangent of the stored a, for `ct` of d.
+
+    dA = alpha * t @ B^T: a reduce-scatter where rows of A were gathered, an all-gather where sums were scattered, local
+    where they were all-reduced, and a grid for a grid.
+    """
     product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
     if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
@@ -81,10 +79,12 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
         )
     is_alone = not product.cotangent("a").communicates
     if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
+        # dA^T = B @ t^T, which is how a is stored
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
         result, _ = _product_and_sums(spec, call, b, ct, a, layout=layout)
     else:
+        # dA = t @ B^T
         flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
         call = _derived(spec, group, "dba", spec.order, **flags)
         result, _ = _product_and_sums(spec, call, ct, b, a, layout=layout)
@@ -100,25 +100,28 @@ def group_of_a(spec: MatmulSpec) -> Group:
 def cotangents_of_b_and_bias(
     ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
-    where the call cannot sum it."""
+    """Returns the cotangents of b and of a bias that is added to the rows of d, or None where the call cannot sum it.
+
+    dB = alpha * A^T @ t: a grid for a grid, and local otherwise, on the gathered rows of A or of t.
+    """
     product = spec.contraction
     group = spec.group if product.is_grid else spec.ungrouped().group
     if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
-    elif product.gathers:
+    elif product.gathers:  # dB = gather(A)^T @ t
         a = _gather_rows(spec, a, product.a.index("m"))
-    elif product.scatters:
-        # Known to be the same on every rank, as the bias is.
+    elif product.scatters:  # dB = A^T @ gather(t), where t is known to be the same on every rank, as the bias is
         ct = _gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
     layout, order = spec.order.rows, dataclasses.replace(spec.order, outer_rows=1)
     if product.gathers or product.scatters:
         a, ct = row_order.unfolded(spec, a, product.a.index("m")), row_order.unfolded(spec, ct, 0)
     if spec.transpose_b:
+        # dB^T = t^T @ A, which is how b is stored
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
         result, sums = _product_and_sums(spec, call, ct, a, b, layout=layout, bias=bias)
     else:
+        # dB = A^T @ t
         flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
         call = _derived(spec, group, "adb", order, **flags)
         result, sums = _product_and_sums(spec, call, a, ct, b, layout=layout, bias=bias)
@@ -126,7 +129,7 @@ def cotangents_of_b_and_bias(
 
 
 def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
-    """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
+    """dbias = the sum of t over its rows, and over the ranks on which the bias is the same."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
@@ -187,7 +190,8 @@ def _product_and_sums(
     elif spec.global_order and summed and call.contraction.scatters:
         scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
     if summed and not call.contraction.communicates:
-        # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
+        # dA or dB of an operand that was the same on several ranks (weights under data parallelism, activations before
+        # a column-parallel layer) is the sum of their cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left, right).values()

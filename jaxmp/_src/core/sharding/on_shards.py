@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -62,17 +62,38 @@ def frame_of(
     the results after d leave. `gathers_inside`: a and b may be gathered inside shard_map, whose transpose is a
     reduce-scatter.
     """
-    mesh, is_explicit = where
-    spec, entries = meshes.partition_spec, {}
-    for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
-        dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
-        if f"bgrad{name}" in dict(results):  # its sums are the same on all ranks that gather it, and so is its type
-            gathers = tuple(gather._replace(varies=False) for gather in gathers)
-        entries[name] = Entry(spec(dims), gathers, None if is_explicit else spec(have))
-    entries |= {name: Entry(spec(dims)) for name, dims in beside}
-    outs = tuple((name, spec(dims)) for name, dims in (("d", plan.layout.d), *results))
-    asked = None if plan.layout.d == given.d else spec(given.d)
-    return Frame(mesh, is_explicit, tuple(entries.items()), outs, asked)
+    arrays = (
+        ("a", given.a, plan.layout.a),
+        ("b", given.b, plan.layout.b),
+        *((name, None, dims) for name, dims in beside),
+    )
+    gathered = plan.layout if gathers_inside else None
+    # The sums of an operand are the same on all ranks that gather it, and so is its type.
+    summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
+    return frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
+
+
+def frame(
+    where: tuple[Any, bool],
+    arrays: Iterable[tuple[str, Dims | None, Dims]],
+    layout: Iterable[Dims] | None,
+    outs: tuple[tuple[str, Dims], ...],
+    asked: Dims,
+    *,
+    summed: Collection[str] = (),
+) -> Frame:
+    """The frame of a call in `layout`, which takes arrays sharded as (name, before, inside) and gives `outs`.
+
+    An array that is None before enters as it is inside. Without a layout nothing is gathered inside. The result "d" is
+    to be sharded as `asked`.
+    """
+    (mesh, is_explicit), spec, entries = where, meshes.partition_spec, []
+    for name, have, want in arrays:
+        dims, gathers = (want, ()) if have is None or layout is None else moves.entry(have, want, layout)
+        gathers = tuple(gather._replace(varies=False) for gather in gathers) if name in summed else gathers
+        entries.append((name, Entry(spec(dims), gathers, None if is_explicit or have is None else spec(have))))
+    results = tuple((name, spec(dims)) for name, dims in outs)
+    return Frame(mesh, is_explicit, tuple(entries), results, None if outs[0][1] == asked else spec(asked))
 
 
 def on_shards(

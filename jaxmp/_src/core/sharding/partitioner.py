@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -28,11 +28,10 @@ from jax.sharding import NamedSharding
 from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Dim, Layout
 from jaxmp._src.core.contraction.moves import size_of
-from jaxmp._src.core.lowering import grouped
-from jaxmp._src.core.lowering.forms import resolve
+from jaxmp._src.core.lowering import decide, grouped
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped_p
-from jaxmp._src.core.primitive.primitives import activation_grad, by_settled, matmul_p, of_one_index
+from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.primitive.primitives import activation_grad, by_settled
 from jaxmp._src.core.sharding import ragged, sharded_call
 from jaxmp._src.core.sharding.factored_mesh import factored
 from jaxmp._src.core.sharding.meshes import partition_spec
@@ -158,8 +157,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         is_of_xla = spec.batch and not spec.asked_of_library
         if is_of_xla or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
             if not is_of_xla:  # raises where a library was asked for
-                a, b = of_one_index(spec, *types[:2])
-                resolve(spec.replace(batch=0), a, b, jax_lowering.platform(ctx), "")
+                decide.product(spec, types[0], types[1], decide.Where(jax_lowering.platform(ctx)))
             spec = spec.replace(implementation="xla")
             _note("batches" if spec.batch else "")
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -185,8 +183,9 @@ def grouped_rule(platform: str) -> LoweringRule:
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         types: Any = ctx.avals_in
-        is_of_xla = platform != "cpu" or spec.implementation == "xla" or spec.level.global_order or is_symbolic(*types)
-        if not spec.is_global or jax_lowering.is_on_shards(ctx) or is_of_xla:
+        where = decide.in_rule(ctx, platform, (), ())
+        why = decide.why_xla(spec.implementation, spec.level, where, is_global=True)
+        if not spec.is_global or where.is_on_shards or why or is_symbolic(*types):
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
         units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
@@ -246,47 +245,44 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
     return _on_shards(described, operands, results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settled:
-    """A product of jaxmp's in one device's part of a call: its types, operands before results, the axes over which the
-    first two operands differ between devices, the dimensions that several axes shard, and into how many parts the mesh
-    divides a batch."""
+class Settled(NamedTuple):
+    """An equation in one device's part of a call: the mesh, the axes over which its operands differ between devices,
+    the dimensions that several axes shard, how often it runs, and into how many parts the mesh divides a batch."""
 
-    spec: Any
-    types: tuple[Any, ...]
-    varying: tuple[frozenset[str], frozenset[str]]
+    eqn: Any
+    mesh: Mesh
+    varying: list[frozenset[str]]
     dims: tuple[Dim, ...]
+    times: int
     parts: int
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
-    """The products of jaxmp's in one device's part of a call."""
+    """The equations in one device's part of a call."""
     described = json.loads(text)
-    call = _on_shards(described, operands, results)
-    front = described["call"].get("spec", {}).get("batch", 0)
+    call, front = _on_shards(described, operands, results), described["call"].get("spec", {}).get("batch", 0)
     part, found = jax_partitioner.part_of(call, operands), []
     specs = [() if sharding is None else tuple(sharding.spec) for sharding in (*call.operands, *call.results)]
     parts = size_of(call.results[0].mesh.shape, tuple(jax.tree.leaves(specs[len(operands)][:front])))
     dims = tuple(dim for spec in specs for dim in spec if isinstance(dim, tuple) and len(dim) > 1)
     axes: dict[Any, frozenset[str]] = {}
     axes |= {v: frozenset(jax.tree.leaves(spec)) for v, spec in zip(part.invars, specs, strict=False)}
-    for eqn in _with_bodies(part, axes):
+    for eqn, count in _with_bodies(part, axes):
         read = [frozenset() if jax_tracing.is_literal(v) else axes.get(v, frozenset()) for v in eqn.invars]
         axes |= dict.fromkeys(eqn.outvars, frozenset().union(*read))
-        if eqn.primitive in (matmul_p, grouped_p):
-            types = tuple(v.aval for v in (*eqn.invars, *eqn.outvars))
-            found.append(Settled(eqn.params["spec"], types, (read[0], read[1]), dims, parts))
+        found.append(Settled(eqn, call.operands[0].mesh, read, dims, count, parts))
     return found
 
 
-def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]]) -> Iterator[Any]:
-    """The equations of a part and of the loops in it; notes in `axes` what the operands of a loop differ over."""
+def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]], count: int = 1) -> Iterator[tuple[Any, int]]:
+    """The equations of a part and of the loops in it, and how often each runs; notes in `axes` what the operands of a
+    loop differ over."""
     for eqn in part.eqns:
         for body in jax_compat.subjaxprs(eqn.params) if eqn.primitive.name == "scan" else ():
             pairs = zip(body.invars, eqn.invars, strict=True)
             axes |= {v: axes[x] for v, x in pairs if not jax_tracing.is_literal(x) and x in axes}
-            yield from _with_bodies(body, axes)
-        yield eqn
+            yield from _with_bodies(body, axes, count * eqn.params["length"])
+        yield eqn, count
 
 
 def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,13 +22,11 @@ from jax import lax
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
-from jaxmp._src.core.lowering import process_barrier
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
-from jaxmp._src.core.sharding import meshes
-from jaxmp._src.core.sharding.on_shards import Entry, Frame, on_shards
+from jaxmp._src.core.sharding.on_shards import Frame, frame, on_shards
 from jaxmp._src.core.spec.matmul_spec import accumulator
-from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
 _CALLER = "ragged_dot"
@@ -144,55 +142,46 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
     """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
-    (mesh, _), (m, k), (g, _, n) = where, *shapes
-    is_w_larger = g * k * n > m * (k + n)
-    experts = shared_axes(spec, mesh, given.layout.a[0], given.layout.b[0])
-    splits = {}
-    for axis, role in given.roles.items():
-        splits[axis] = _split(role.a, role.b, role.d, is_w_larger, keeps_k=spec.level.fixed_order)
-    x, w, d = given.layout
+    (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
+    choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
     arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None), "d": ("mn", d)}
-    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
-    return split_call(spec, where, splits, {"m": m, "k": k, "g": g, "n": n}, arrays)
+    spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=shared_axes(spec, mesh, x[0], w[0]))
+    return split_call(spec, where, choose, {"m": m, "k": k, "g": g, "n": n}, arrays)
 
 
 def split_call(
     spec: GroupedSpec,
     where: tuple[Any, bool],
-    splits: Mapping[str, str],
+    choose: Callable[..., str],
     extents: Mapping[str, int],
     arrays: Arrays,
 ) -> RaggedCall:
-    """The call in which the ranks of each axis split this index, if their number divides its extent, and those of
-    `spec.experts` rows and groups.
+    """The call in which the ranks of each axis split the index that `choose` returns, if their number divides its
+    extent, and the ranks of `spec.experts` rows and groups.
 
-    `arrays`: indices by name of the operands, and last of the result, and how each lies, or None where it enters as it
-    is split.
+    `choose` takes the index along which an axis shards each array, or "". `arrays` has by name the operands, and last
+    the result: their indices, and how each is sharded, or None for an array that enters as it is split.
     """
-    mesh, is_explicit = where
-    lie = [(indices, dims) for indices, dims in arrays.values() if dims is not None]
-    axes = _axes_of(mesh.shape, splits, extents, lie, spec.experts)
-    call, out = _call_of(spec, mesh.shape, axes, extents, lie[-1])
-    entries = []
-    for name, (indices, have) in [*arrays.items()][:-1]:
-        want = tuple(axes[index] for index in indices)
-        dims, gathers = (want, ()) if have is None else moves.entry(have, want, (tuple(axes.values()),))
-        before = None if is_explicit or have is None else meshes.partition_spec(have)
-        entries.append((name, Entry(meshes.partition_spec(dims), gathers, before)))
-    asked = None if out == lie[-1][1] else meshes.partition_spec(lie[-1][1])
-    frame = Frame(mesh, is_explicit, tuple(entries), (("d", meshes.partition_spec(out)),), asked)
-    return dataclasses.replace(call, frame=frame)
+    mesh, lie = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
+    axes = _axes_of(mesh, choose, extents, lie, spec.experts)
+    call, out = _call_of(spec, mesh, axes, extents, lie[-1])
+    operands = [
+        (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
+    ]
+    return dataclasses.replace(call, frame=frame(where, operands, (tuple(axes.values()),), (("d", out),), lie[-1][1]))
 
 
 def _axes_of(
     mesh: Mapping[str, int],
-    splits: Mapping[str, str],
+    choose: Callable[..., str],
     extents: Mapping[str, int],
     lie: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
     """The axes that split each index, in the order in which they shard it."""
     axes: dict[str, Dim] = {}
+    roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
+    splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
     for index, extent in extents.items():
         found: Dim = ()
         dims_of = [dims[indices.index(index)] for indices, dims in lie if index in indices]
@@ -245,13 +234,8 @@ def check_order(spec: GroupedSpec, axes: Dim) -> None:
 def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
     """The axes along which ranks multiply together, or exchange rows through shared memory: all that shard groups,
     which shard rows in the same order."""
-    if groups != tuple(axis for axis in rows if axis in groups):
-        return ()
-    known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
-    is_host = jax_compat.default_platform() == "cpu" and spec.implementation != "xla"
-    axes = tuple(mesh.shape.items())
-    is_near = not process_barrier.why_apart(axes, groups, lambda: known) or process_barrier.may_exchange(axes, known)
-    return groups if is_host and is_near else ()
+    are_ordered = groups == tuple(axis for axis in rows if axis in groups)
+    return groups if groups and are_ordered and decide.shares_rows(spec, mesh, groups) else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
@@ -292,25 +276,18 @@ def placed(
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents
     arrays = [(text, dim) for text, dim in zip(indices, dims, strict=True) if "e" not in text]
     m, k, g, n = (extents[index] for index in "mkgn")
-    roles = [by_index(*each) for each in arrays]
-    splits = {}
-    for axis in dict.fromkeys(sum(map(tuple, roles), ())):
-        x, w, d = (role.get(axis, "") for role in roles)
+
+    def choose(x: str, w: str, d: str) -> str:
         if "b" in (x, w, d):
-            splits[axis] = "b"
-        elif spec.is_contraction:
-            splits[axis] = "m" if "m" in (x, w) else d if d and d in (x, w) else x or w or d
-        else:
-            splits[axis] = _split(x, w, d, g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
+            return "b"
+        if spec.is_contraction:
+            return "m" if "m" in (x, w) else d if d and d in (x, w) else x or w or d
+        return _split(x, w, d, g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
+
     of_rows = [dim[text.index("m")] for text, dim in arrays if "m" in text][: 1 + spec.is_contraction]
     of_groups = next(dim[text.index("g")] for text, dim in arrays if "g" in text)
     experts = shared_axes(spec, mesh, of_rows[0], of_groups) if of_rows[0] == of_rows[-1] else ()
-    axes = {"e": ()} | _axes_of(mesh.shape, splits, extents, arrays, experts)
+    axes = {"e": ()} | _axes_of(mesh.shape, choose, extents, arrays, experts)
     spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=experts)
     call, out = _call_of(spec, mesh.shape, axes, extents, arrays[-1])
     return call, (*(tuple(axes[index] for index in text) for text in indices[:-1]), out)
-
-
-def by_index(indices: str, dims: Dims) -> dict[str, str]:
-    """The index that each axis shards."""
-    return {axis: index for index, dim in zip(indices, dims, strict=True) for axis in dim}

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.spec.extents import axes_text
-from jaxmp._src.core.spec.refusal import DuplicateAxis, InvalidSharding, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.refusal import InvalidSharding, InvalidValue, NotAvailable
 from jaxmp._src.platform.runtime.types import Shape
 
 
@@ -27,7 +27,7 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
             if mesh is not None and axis not in mesh:
                 raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {mesh}")
             if axis in used:
-                raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+                raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
             used.add(axis)
     return as_dims(argument, spec, ndim)
 
@@ -52,7 +52,7 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
     used = sum(dims, ())
     if len(set(used)) != len(used):
         axis = next(axis for axis in used if used.count(axis) > 1)
-        raise DuplicateAxis(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
+        raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:

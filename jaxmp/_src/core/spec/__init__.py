@@ -1,1 +1,1 @@
-"""The frozen description of a call, and the tables of its words."""
+"""The frozen description of a call, and the tables of the values that its fields take."""

@@ -34,14 +34,14 @@ def gelu(z: jax.Array) -> jax.Array:
 @gelu.defjvp
 @jax_compat.as_traced
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
+    """Uses `gelu_derivative`, which is 0 or 1 far out: the formula above has a NaN derivative where z^3 overflows."""
     (z,), (t,) = primals, tangents
     slope = gelu_derivative(z)
     return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Those of the argument of the sigmoid, in z's type: inside shard_map a Python float is a double under x64."""
+    """Returns the constants of the sigmoid's argument in z's type: in shard_map, x64 makes a Python float a double."""
     return jnp.asarray(_SCALE, z.dtype), jnp.asarray(_CUBIC, z.dtype)
 
 
@@ -54,7 +54,7 @@ def gelu_derivative(z: jax.Array) -> jax.Array:
 @gelu_derivative.defjvp
 @jax_compat.as_traced
 def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
+    """Multiplies the tangent by one factor: term by term, an infinite tangent would give NaN."""
     (z,), (t,) = primals, tangents
     curve = gelu_second_derivative(z)
     return gelu_derivative(z), t.astype(curve.dtype) * curve
@@ -80,8 +80,8 @@ def gelu_second_derivative(z: jax.Array) -> jax.Array:
     return curve
 
 
-# By name. The first two are those that cuBLASMp has epilogs for. PyTorch and Keras call a gelu exact, or not
-# approximate, that is made of erf.
+# By name; cuBLASMp has epilogs for the first two. PyTorch and Keras call the gelu that uses erf "exact" or
+# "not approximate".
 FUNCTIONS: dict[str, Function] = {
     "relu": jax.nn.relu,
     "gelu": gelu,
@@ -92,12 +92,12 @@ FUNCTIONS: dict[str, Function] = {
     "sigmoid": jax.nn.sigmoid,
 }
 FUSED = ("relu", "gelu")
-# JAX's own functions that are fused as well.
+# JAX functions that are fused too.
 _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
 
 
 def find(activation: Any) -> str | Function | None:
-    """What a user asks for: the name of a fused activation, a function that XLA applies, or None for none."""
+    """Returns the name of a fused activation, a function that XLA applies, or None, from what the user passed."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
@@ -108,17 +108,17 @@ def find(activation: Any) -> str | Function | None:
 
 
 def of_jax(found: str | Function | None) -> Any:
-    """The function of JAX's that an activation of `find` is."""
+    """Returns JAX's own function for a fused name; any other result of `find` is returned unchanged."""
     return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
 
 
 def is_named(f: Function | None) -> bool:
-    """Whether `f` is None or one of `FUNCTIONS`, which depends on its argument alone."""
+    """True if `f` is None or one of `FUNCTIONS`: it depends on its argument only."""
     return f is None or any(f is named for named in FUNCTIONS.values())
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:
-    """`t * act'(z)` from the aux that the forward call stored of z, in t's type."""
+    """Returns `t * act'(z)` in t's type, from the aux that the forward call stored of z."""
     if activation == "relu":
         return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
     slope = gelu_derivative(aux)

@@ -1,4 +1,4 @@
-"""One table: epilog to its inputs, its outputs and the form that keeps what its gradient needs."""
+"""One table: for each epilog, its inputs, its outputs, and the epilog that also stores what the gradient needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import functools
 
 
 class Epilog(enum.IntEnum):
-    """What is done to `z = alpha * op(a) @ op(b) + beta * c` before it is stored.
+    """The operation on `z = alpha * op(a) @ op(b) + beta * c` before it is stored.
 
     ALLREDUCE is a bit: alone, or with another as in `Epilog.ALLREDUCE | Epilog.BIAS`. It says that the ranks' products
-    are summed on every rank, which is what the all-reduce pattern does with and without it; elsewhere it is refused.
+    are summed on every rank. The all-reduce pattern does so with and without the bit; other patterns refuse it.
 
-    Names and numbers are those of `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
+    Names and numbers are as in `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
     """
 
     NONE = 0
@@ -40,9 +40,9 @@ class Epilog(enum.IntEnum):
 class EpilogRule:
     """A row of the table.
 
-    `with_aux` is the epilog that computes the same D and also stores `aux`, which the gradient reads;
-    None where the gradient needs nothing. `derivative` is the activation by whose derivative z is multiplied;
-    `gradient` names the bias gradient, a further result (or is empty), which `without_gradient` leaves out.
+    `with_aux`: the epilog that computes the same D and also stores `aux`, which the gradient reads; None if the
+    gradient needs nothing. `derivative`: z is multiplied by the derivative of this activation. `gradient`: the name of
+    the bias gradient, a further result, or empty; `without_gradient` is the epilog that omits it.
     """
 
     activation: str | None = None
@@ -90,7 +90,7 @@ RULES = {
     Epilog.BGRADB: EpilogRule(gradient="bgradb"),
 }
 
-# What an epilog that sums an operand becomes where the operands change places.
+# Epilogs that sum an operand, and the epilog to use after the operands are exchanged.
 TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 

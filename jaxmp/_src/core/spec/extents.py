@@ -1,4 +1,4 @@
-"""What the dimensions of operands and results cover, and the extents that follow from the shapes of shards."""
+"""Which of m, n and k each dimension of an operand or result covers, and the extents computed from shard shapes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """What a dimension of an operand or result covers: each element `size` of the product's m, n or k."""
+    """One dimension of an array, in extents of the product: each element stands for `size` elements of m, n or k."""
 
     dim: str
     size: int = 1
 
 
 _M, _N, _K = map(Span, "mnk")
-# By name, but for a, b and their scales (`spans`): a mask of relu is packed into bytes. Scalars have no dimension.
+# By name; `spans` has a, b and their scales. A relu mask is packed into bytes. Scalars have no dimension.
 SPANS = {
     "c": (_M, _N),
     "bias": (_N,),
@@ -43,7 +43,7 @@ SPANS = {
 
 
 def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
-    """What the dimensions of an operand or result cover."""
+    """Returns what each dimension of an operand or result covers."""
     if name == "a":
         return (_K, _M) if spec.transpose_a else (_M, _K)
     if name == "b":
@@ -72,7 +72,7 @@ class Extents:
 
 
 def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
-    """The extents that follow from the local shapes of the stored A and B."""
+    """Computes the extents of a call from the local shapes of the stored A and B."""
     return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
 
 
@@ -100,8 +100,8 @@ _Ratio = tuple[int, int]
 
 @functools.lru_cache(maxsize=4096)
 def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """By how much the m, k and n of a group exceed those of a rank's operands, and the rows and columns of a rank's d
-    those of its operands."""
+    """Returns two groups of ratios: the group's (m, k, n) over a rank's operands', and the (rows, columns) of a rank's
+    d over its operands'."""
     size, sharded = group.size, product.sharded
     sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
     rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
@@ -121,7 +121,7 @@ AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of d, or of a result beside it."""
+    """Returns the shape and dtype of d or of another result."""
     rows, cols = found.d
     if name in AMAXES:
         return jax.ShapeDtypeStruct((), np.float32)
@@ -138,7 +138,7 @@ def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeSt
 
 
 def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
-    """Multiplications and additions of the product that one communicator computes, from the local shapes."""
+    """Counts the multiplications and additions of one communicator's product, from the local shapes."""
     found = extents(spec, a_shape, b_shape)
     return 2 * found.m * found.n * found.k
 
@@ -147,11 +147,11 @@ def axes_text(axes: tuple[str, ...]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
-# What does not fit ------------------------------------------------------------------------------------------------
+# Checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
-    """The extents of a call; ValueError for shards that do not fit the pattern. `takes_transposed`: as in `Request`."""
+    """Returns a call's extents; ValueError if shards do not fit the pattern. `takes_transposed`: as in `Request`."""
     found = extents(spec, a_shape, b_shape)
     if spec.distributions:
         for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):

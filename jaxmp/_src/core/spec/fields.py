@@ -1,4 +1,4 @@
-"""A spec as plain JSON values, and back: how a program tells of a call to a process that has not traced it."""
+"""Converts a spec to plain JSON values and back, so that a process can run a call that it has not traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def to_fields(x: Any) -> dict[str, Any]:
-    """The fields of a frozen dataclass that are not as by default, by name; of dataclasses in it the same.
+    """Returns the fields of a frozen dataclass that differ from their defaults, by name; nested dataclasses too.
 
     Values are numbers, strings, None, types of arrays, enumerations, and tuples of these.
     """
@@ -24,7 +24,7 @@ def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
     """The inverse of `to_fields`.
 
     Raises:
-      ValueError: this version of the dataclass does not have one of the fields, or not of that type.
+      ValueError: this version of the dataclass lacks one of the fields, or the field has another type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(fields.keys() - defaults.keys())

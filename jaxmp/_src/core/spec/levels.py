@@ -1,4 +1,4 @@
-"""What each level of determinism demands of a call. docs/determinism.md has the promises; all code asks here.
+"""The demands of each level of determinism on a call. docs/determinism.md has the promises; other modules ask here.
 
 `fixed_order` ("batch", "topology"): every element of D is one sum over k in one order, and its epilog is the library's
 own arithmetic. So
@@ -7,10 +7,10 @@ own arithmetic. So
   k is never split between them (`lowering/forms.Gathered`);
 - XLA moves operands and results, but neither multiplies nor adds, and applies no epilog: not to a product that is
   computed transposed, not after alpha and beta that are arrays, not to the results of an activation or a batch;
-- operands are not gathered along k, nor ahead of a call, where that would make their gradients other sums.
+- operands are not gathered along k, nor before a call, if that would change the sums of their gradients.
 
-`global_order` ("topology"): sums over ranks too are made by calls, over axes in the order of the global array. So
-gradients are calls of that kind (`primitive/row_order`), and what XLA would sum is refused.
+`global_order` ("topology"): calls also make the sums over ranks, over axes in the order of the global array. So
+gradients are such calls too (`primitive/row_order`), and a sum that XLA would make is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Determinism = Literal["run_to_run", "batch", "topology"]
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A level by its name, and what it demands."""
+    """The name of a level, and what it demands."""
 
     name: Determinism
     fixed_order: bool = False
@@ -37,20 +37,20 @@ class Level:
 
     @property
     def asked(self) -> str:
-        """As a user asks for it."""
+        """The argument as a user writes it."""
         return f'determinism="{self.name}"'
 
     @functools.cached_property
     def option(self) -> dict[str, Any]:
-        """As an argument of a public function, and as a field of a spec."""
+        """The level as an argument of a public function, and as a field of a spec."""
         return {"determinism": self.name}
 
     def refusal(self, text: str, remedy: str = "") -> NotAvailable:
-        """The refusal of what no fixed order allows."""
+        """Returns the error for something that no fixed order allows."""
         return NotAvailable(f"{self} {text}; {remedy + ', or ' if remedy else ''}pass {ANY_ORDER.asked}")
 
     def mesh_refusal(self, text: str, remedy: str) -> NotAvailable:
-        """The refusal of what the order of the global array does not allow."""
+        """Returns the error for something that the order of the global array does not allow."""
         return NotAvailable(f"{self.asked} {text}; {remedy}, or pass {ANY_MESH_ORDER.asked}")
 
 
@@ -61,10 +61,10 @@ _LEVELS = {level.name: level for level in (ANY_ORDER, ANY_MESH_ORDER, GLOBAL_ORD
 
 
 def find(name: Any) -> Level:
-    """The level of this name.
+    """Returns the level of this name.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no level has this name.
     """
     names = tuple(_LEVELS)  # any value can be compared with them, also one without a hash
     if name not in names:

@@ -1,7 +1,7 @@
-"""Types of 8 bits and fewer: which go together, how they are scaled, decoded and encoded; knows nothing of calls.
+"""Types of 8 bits and fewer: which can be multiplied, how they are scaled, decoded and encoded, apart from any call.
 
-A scale multiplies what it stands beside; `Scaling` has the table of modes. In the logical layout, which is
-`jax.nn.scaled_matmul`'s, the blocks of an operand run along its last dimension. Names, meaning and memory layout:
+Each scale belongs to a block of numbers and multiplies them; `Scaling` has the table of modes. In the logical layout,
+as in `jax.nn.scaled_matmul`, an operand's blocks run along its last dimension. Names, meaning and memory layout:
 cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's cublasMpMatmulMatrixScale_t.
 """
 
@@ -25,7 +25,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOAT4 = "float4_e2m1fn"
 SCALED = (*FLOAT8, FLOAT4)
 INT8 = "int8"
-# Types that hostmp decodes as it packs them beside an operand of one of the wide types; cuBLASMp takes no such pair.
+# Types that hostmp decodes as it packs them if the other operand is wide; cuBLASMp takes no such pair.
 NARROW = (
     *(INT8, "uint8", "int4", "uint4", *SCALED),
     *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -35,7 +35,7 @@ WIDE = ("bfloat16", "float16", "float32")
 NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
 VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
 BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
-# Types of which two are in a byte.
+# Types that pack two numbers into a byte.
 _HALVES = (FLOAT4, "int4", "uint4")
 _SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
 
@@ -50,30 +50,30 @@ Scale = jax.Array | np.ndarray | np.generic
 )
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The scales of float8, float4 and int8 operands and results, and what else such a product returns: a pytree.
+    """The scales of float8, float4 and int8 operands and results, and which amaxes to return too: a pytree.
 
-    The mode follows from a scale's shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
+    The mode follows from a scale's shape and dtype. An operand is stored as (rows, k):
 
         ()                    float32          one scale
-        (rows,)               float32          one a row (a and b alike)
-        (rows, k/32)          float8_e8m0fnu   MXFP8 (a and b alike)
-        (rows, k/16)          float8_e4m3fn    NVFP4 (a and b alike)
+        (rows,)               float32          one a row (both a and b)
+        (rows, k/32)          float8_e8m0fnu   MXFP8 (both a and b)
+        (rows, k/16)          float8_e4m3fn    NVFP4 (both a and b)
         (rows, k/128)         float32          1 x 128 blocks
-        (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
+        (rows/128, k/128)     float32          128 x 128 blocks; the other operand has 1 x 128 blocks
 
-    int8 operands, stored either way, take the first two, in any mixture: rows lie across k, m of a and n of b. Their
-    sums are exact for k below 131072, from where they are modulo 2^32, and become float32 where scales multiply them.
+    int8 operands, stored either way, take the first two modes, which may differ for a and b. Rows then mean m of a and
+    n of b. Sums are exact for k below 131072, else modulo 2^32; they become float32 if scales multiply them.
 
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
       c: scalar float32, for tensor-wide scales only.
-      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one: the result is multiplied by it.
-      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`): it is multiplied by it.
+      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one; multiplies the result.
+      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`); multiplies it.
       result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
       aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
       aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.
 
-    docs/matmul.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    docs/low-precision.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
     """
 
     a: Scale | None = None
@@ -97,19 +97,19 @@ def is_low_precision(dtype: DTypeLike) -> bool:
 
 @functools.cache
 def is_scaled(dtype: DTypeLike) -> bool:
-    """Whether numbers of this type take scales: fp8 and fp4."""
+    """True if numbers of this type take scales: fp8 and fp4."""
     return np.dtype(dtype).name in SCALED
 
 
 @functools.cache
 def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
-    """Whether one type is narrow and the other wide."""
+    """True if one type is narrow and the other wide."""
     return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
 
 
 @functools.cache
 def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
-    """The type as which operands of types a and b are multiplied: the wide one of a mixed pair, else a."""
+    """Returns the type of the multiplication: the wide type of a mixed pair, else the type of a."""
     return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
 
 
@@ -118,12 +118,12 @@ def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
 
 
 def is_of_tensor(mode: str) -> bool:
-    """Whether there is at most one scale, for the whole operand."""
+    """True if at most one scale is used for the whole operand."""
     return mode in (NONE, SCALAR)
 
 
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands of a mixed pair in its wide type, for what takes no such pair; others as they are."""
+    """Returns a mixed pair in its wide type, for products that take no such pair; other pairs unchanged."""
     wide = operand_type(a.dtype, b.dtype)
     if not is_mixed(a.dtype, b.dtype):
         return a, b
@@ -131,7 +131,7 @@ def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
-    """Types of D for operands of types a and b; empty where the two do not go together."""
+    """Returns the possible types of D for operands of types a and b; empty if the two cannot be multiplied."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return WIDE if has_scaling else ("int32",)
@@ -146,8 +146,8 @@ def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tupl
 
 
 def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
-    """The mode of the scale of x, (..., rows, k) or (..., k, rows), from its shape and dtype; `is_k_first` says which x
-    is as an operand of a call."""
+    """Finds the scale mode of x, (..., rows, k) or (..., k, rows), from the scale's shape and dtype; `is_k_first` says
+    which layout x has as an operand of a call."""
     shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -188,7 +188,7 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 
 
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
-    """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    """Raises unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():
@@ -205,7 +205,7 @@ def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dic
 
 
 def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
-    """The scale of every element of a (..., rows, k) operand, in float32, or something that broadcasts to it."""
+    """Expands a scale to every element of a (..., rows, k) operand, in float32, or to a shape that broadcasts."""
     scale = scale.astype(jnp.float32)
     if mode == SCALAR:
         return scale
@@ -216,14 +216,14 @@ def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
 
 
 def repeat(x: jax.Array, count: int) -> jax.Array:
-    """Each element of the last dimension so many times: `jnp.repeat`, which does not take one on explicit axes."""
+    """Repeats each element of the last dimension: `jnp.repeat`, which does not support explicit axes there."""
     return jnp.broadcast_to(x[..., None], (*x.shape, count)).reshape(*x.shape[:-1], x.shape[-1] * count)
 
 
 def dequantize(
     x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
 ) -> jax.Array:
-    """x times its scales, in `dtype`; multiplied in float32 at least, for the range of the scales."""
+    """Returns x times its scales in `dtype`; multiplies in float32 at least, because scales have a wide range."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
     if is_k_first:
@@ -237,14 +237,21 @@ def dequantize(
 
 
 def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x in an fp8 or fp4 type, saturating: CUDA's SATFINITE, as cuBLASLt stores. `astype` gives NaN or infinity."""
-    most = float(jnp.finfo(dtype).max)
+    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE)."""
+    most = largest(dtype)
+    if np.dtype(dtype).name == INT8:
+        x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
     return jnp.clip(x, -most, most).astype(dtype)
 
 
+def largest(dtype: DTypeLike) -> float:
+    """The largest number that quantizers use: of int8 127, since -128 has no opposite."""
+    return 127.0 if np.dtype(dtype).name == INT8 else float(jnp.finfo(dtype).max)
+
+
 def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float8_e8m0fnu: the power of two from `amax` divided by the type's largest number on; cuBLAS documentation,
-    "1D Block Quantization", and JAX's `scaled_matmul` quantization."""
+    """Returns the float8_e8m0fnu scale of a block: the smallest power of two not below `amax` / the type's largest
+    number. cuBLAS documentation, "1D Block Quantization"; JAX's `scaled_matmul` quantization."""
     amax = amax.astype(jnp.float32)
     is_small = amax < 2.0**-64  # the quotient may be no normal number, which XLA takes for 0 on CPUs
     quotient = jnp.where(is_small, amax * 2.0**64, amax) / float(jnp.finfo(dtype).max)
@@ -260,8 +267,8 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def amax(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """The largest absolute value, 0 of nothing, and NaN where there is one: XLA's maximum over more than a few thousand
-    elements loses it on CPUs."""
+    """Returns the largest absolute value, 0 for no elements, NaN if there is one: XLA's maximum loses NaN on CPUs for
+    more than a few thousand elements."""
     return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
 
 
@@ -288,7 +295,7 @@ def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array,
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """The bits of 8-bit numbers as uint8; of 4-bit ones, two in a byte, the first in the low half."""
+    """Returns 8-bit numbers as uint8; packs 4-bit numbers two to a byte, the first in the low half."""
     if np.dtype(x.dtype).name not in _HALVES:
         return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
     halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
@@ -305,21 +312,21 @@ def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 @functools.cache
 def is_narrow_float(dtype: DTypeLike) -> bool:
-    """Whether numbers of this type are floats of 8 bits and fewer."""
+    """True if numbers of this type are floats of 8 bits or fewer."""
     return np.dtype(dtype).name in NARROW and jnp.issubdtype(dtype, jnp.floating)
 
 
 @functools.cache
 def is_widened(dtype: DTypeLike) -> bool:
-    """Whether XLA:CPU moves wider numbers in place of these, in a collective that only moves."""
+    """True if XLA:CPU widens numbers of this type in a collective that only moves them."""
     return np.dtype(dtype).name in ("bfloat16", *_HALVES) or is_narrow_float(np.dtype(dtype))
 
 
 def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
-    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves; on CPUs, of all that
-    XLA would widen, integers of its width.
+    """Returns `x` in the type that a collective moves: bytes for 8 bits and fewer, which every platform moves; on CPUs
+    integers of the same width for all that XLA would widen.
 
-    Numbers of 4 bits have a byte each where `parts` of the last dimension would not hold whole bytes.
+    4-bit numbers take a byte each if `parts` of the last dimension would not be whole bytes.
     """
     name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
     if name == "bfloat16":
@@ -339,7 +346,7 @@ def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
-    """`collective(x)`, which only moves; into so many `parts` it may cut the last dimension."""
+    """Returns `collective(x)`, which only moves data; it may cut the last dimension into so many `parts`."""
     return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
 
 
@@ -359,7 +366,7 @@ def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
 
 
 def for_library(scale: jax.Array, mode: str) -> jax.Array:
-    """A logical scale of one device's operand as cuBLASLt reads it."""
+    """Converts the logical scale of one device's operand to the layout that cuBLASLt reads."""
     if mode in (VEC16, VEC32):
         return swizzle(as_bytes(scale))
     if mode == VEC128:  # row-fastest

@@ -19,8 +19,8 @@ from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.core.spec.options import CommOptions, Parts
 from jaxmp._src.core.spec.process_grid import Distributed
 
-# Type of D by type of A and B for integers that only XLA multiplies, modulo 2^bits; int8 is of `low_precision`. A
-# product of bool says whether a sum in int32 is not 0.
+# Types of D by type of A and B, for integers that only XLA multiplies, modulo 2^bits; int8 is in `low_precision`. A
+# product of bool says whether its sum in int32 is nonzero.
 INTEGERS = {
     "bool": ("bool",),
     "int16": ("int16", "int32", "int64"),
@@ -51,11 +51,10 @@ SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Group(Parts):
-    """The devices that share a product, and how: one communicator of each index of the other mesh axes.
+    """The devices that share a product, and how. Each index of the other mesh axes has a communicator of its own.
 
-    `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the axes of the
-    group; for a grid, the axes over which the rows of every stored matrix are split, and `col_axes` those of the
-    columns.
+    `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the group's
+    axes. On a grid, the rows of every stored matrix are sharded over `row_axes` and the columns over `col_axes`.
     """
 
     pattern: Pattern = Pattern.LOCAL
@@ -64,7 +63,7 @@ class Group(Parts):
     col_axes: tuple[str, ...] = ()
 
     @classmethod
-    @functools.lru_cache(maxsize=4096)  # so that what follows from it is found once
+    @functools.lru_cache(maxsize=4096)  # so that the cached properties are computed once
     def of(cls, product: Contraction, mesh: tuple[tuple[str, int], ...]) -> Group:
         """The group of a planned product on a mesh with these axes."""
         return cls(product.pattern, mesh, product.row_axes, product.col_axes)
@@ -83,7 +82,7 @@ class Group(Parts):
 
     @functools.cached_property
     def shape(self) -> tuple[int, int]:
-        """The ranks along `row_axes` and along `col_axes`."""
+        """The numbers of ranks along `row_axes` and along `col_axes`."""
         return self.size(self.row_axes), self.size(self.col_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -94,7 +93,7 @@ class Group(Parts):
 @dataclasses.dataclass(frozen=True, repr=False)
 class ScaleModes(Parts):
     """How low-precision operands and results are scaled: a mode of `low_precision` for each of a, b, c, d and aux, and
-    for the scales that a block-scaled d gets (`d_out`); `amax_d` and `amax_aux` ask for largest absolute values."""
+    for the scales of a block-scaled d (`d_out`); `amax_d` and `amax_aux` request largest absolute values."""
 
     a: str = low_precision.NONE
     b: str = low_precision.NONE
@@ -107,22 +106,22 @@ class ScaleModes(Parts):
 
     @property
     def are_of_factors(self) -> bool:
-        """Whether a or b has scales."""
+        """True if a or b has scales."""
         return {self.a, self.b} != {low_precision.NONE}
 
     def of(self, operand: str) -> str:
-        """The mode of a scale by its operand's name, as "scale_a"."""
+        """Returns the mode of a scale by its operand's name, as "scale_a"."""
         return str(getattr(self, operand.removeprefix("scale_")))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SummationOrder(Parts):
-    """What gradients need to be sums in the order of the global array (`levels`); elsewhere default.
+    """The data that gradients need to sum in the order of the global array (`levels`); otherwise default.
 
-    `is_transposed`: on other patterns this product is its transpose (the gradient of an a that is stored transposed).
-    `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank holds of it ahead
-    of a scatter or after a gather, axes that shard it otherwise). `cols` are the axes that shard D's columns.
-    `outer_rows` rows of each rank are folded ahead of those that are gathered or scattered.
+    `is_transposed`: other patterns compute this product transposed (the gradient of an a that is stored transposed).
+    `rows`: the dimensions that fold into D's rows, slowest first, each as (the extent that a rank holds before a
+    scatter or after a gather, other axes that shard it). `cols`: the axes that shard D's columns. `outer_rows`: the
+    number of each rank's rows that fold before the gathered or scattered rows.
     """
 
     is_transposed: bool = False
@@ -133,16 +132,16 @@ class SummationOrder(Parts):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MatmulSpec(Parts):
-    """Everything static about one call but its shapes; row-major, as the user sees it.
+    """Everything static about one call except its shapes; row-major, as the user sees it.
 
     `is_typed`: the enclosing shard_map checks varying axes. `asks_all_reduce`: the epilog has the ALLREDUCE bit, and
-    the pattern is not known yet. `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux) are None where they are those of
-    the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
-    `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
-    block-cyclic. `source_line` names the call in messages: the public function, and in a job of several processes
-    its line, "matmul at train.py:41". `determinism` names the `level`. `b_leads`: on automatic axes,
-    JAX's own product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete
-    for. `batch`: how many more dimensions operands and results have in front.
+    the pattern is not known yet. `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux): None means the type of the
+    result. `traced`: "alpha" and "beta" if they are arrays, and so extra operands of the call. `precision`: a row of
+    the table in `precisions`. `distributions`: the stored a, b and d of a grid with block-cyclic shards.
+    `source_line`: the name of the call in messages, which is the public function, and in a job of several processes
+    also its line: "matmul at train.py:41". `determinism`: the name of the `level`. `b_leads`: on automatic axes, JAX's
+    own product has b as its first operand, and XLA gives that operand an axis that rows and columns of d compete for.
+    `batch`: how many more dimensions operands and results have in front.
     """
 
     out_dtype: np.dtype
@@ -174,7 +173,7 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def is_unsettled(self) -> bool:
-        """Whether XLA's partitioner chooses the pattern."""
+        """True if XLA's partitioner chooses the pattern."""
         return self.group == _UNSETTLED
 
     @property
@@ -184,27 +183,27 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def is_bilinear(self) -> bool:
-        """Whether a and b are all that it takes, and their product all that it returns."""
+        """True if a and b are the only operands, and their product the only result."""
         return self.epilog == Epilog.NONE and not self.operand_names
 
     @functools.cached_property
     def level(self) -> Level:
-        """What the bits of the result may depend on."""
+        """The level: it says what the bits of the result may depend on."""
         return levels.find(self.determinism)
 
     @functools.cached_property
     def fixed_reduction_order(self) -> bool:
-        """Whether every element is one sum in a fixed order, and its epilog the library's own arithmetic."""
+        """True if every element is one sum in a fixed order, and the library's own arithmetic applies the epilog."""
         return self.level.fixed_order
 
     @functools.cached_property
     def global_order(self) -> bool:
-        """Whether sums over ranks, too, are made by calls in the order of the global array."""
+        """True if calls also make the sums over ranks, in the order of the global array."""
         return self.level.global_order
 
     @functools.cached_property
     def asked_of_library(self) -> str:
-        """The option that asks for a library's product, or the empty string."""
+        """Returns the option that asks for a library's product, or the empty string."""
         if self.implementation in ("host", "cublasmp"):
             return f"implementation={self.implementation!r}"
         return str(self.level) if self.fixed_reduction_order else ""
@@ -239,7 +238,7 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes`, the same one each time but for an alpha or beta; itself where they change nothing."""
+        """Returns a copy with `changes`, cached unless alpha or beta changes; itself if nothing changes."""
         if all(getattr(self, name) == value for name, value in changes.items()):
             return self
         # A program may have a new alpha at each step.
@@ -253,7 +252,7 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def _copies(self) -> dict[Any, MatmulSpec]:
-        """What `replace` has made: a copy takes some 10 us, and what follows from it is found once."""
+        """Copies made by `replace`. A copy takes some 10 us, and its cached properties are computed once."""
         return {}
 
     def regroup(self, **changes: Any) -> MatmulSpec:
@@ -263,41 +262,41 @@ class MatmulSpec(Parts):
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
-        """The same product without C, epilog and scales."""
+        """Returns the same product without C, epilog and scales."""
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:
-        """The product of op(b)^T and op(a)^T, which is the transpose of this one."""
+        """Returns the product of op(b)^T and op(a)^T, the transpose of this product."""
         flags = {"transpose_a": not self.transpose_b, "transpose_b": not self.transpose_a}
         flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
         return self.replace(**flags, **changes)
 
     def ungrouped(self) -> MatmulSpec:
-        """The same on each device of the mesh by itself; unsettled, it stays so."""
+        """Returns the same product on each device by itself; an unsettled spec is returned unchanged."""
         return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
 
     def summed_over(self, axes: tuple[str, ...]) -> MatmulSpec:
-        """The same, summed over these axes of the mesh."""
+        """Returns the same product, summed over these mesh axes."""
         return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
 
     def settled(self) -> MatmulSpec:
-        """The same on one device where it is unsettled."""
+        """Returns the same product on one device if XLA would choose the pattern; otherwise itself."""
         return self.local() if self.is_unsettled else self
 
     def unsettled(self) -> MatmulSpec:
-        """The same in the pattern that XLA's partitioner chooses."""
+        """Returns the same product in the pattern that XLA's partitioner chooses."""
         return self.replace(group=_UNSETTLED)
 
     def local(self) -> MatmulSpec:
-        """The same on one device, for operands that are whole there; `fit_comm_options` makes the options fit."""
+        """Returns the same product on one device, for whole operands; `fit_comm_options` adjusts the options."""
         return self.replace(group=Group())
 
     def alike(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
-        """A plain product of its implementation and level."""
+        """Returns a plain product with the same implementation and level."""
         return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
 
     def folded(self, batch: int) -> MatmulSpec:
-        """The same for `batch` such products whose rows follow each other."""
+        """Returns the spec of `batch` such products with their rows in sequence."""
         if not self.global_order:
             return self
         rows = ((batch, ()), *self.order.rows) if self.order.rows else ()
@@ -306,19 +305,19 @@ class MatmulSpec(Parts):
 
 @functools.lru_cache(maxsize=4096)
 def interned(out_dtype: np.dtype, group: Group, **fields: Any) -> MatmulSpec:
-    """The one spec of these fields, without alpha and beta, so that what follows from it is found once."""
+    """Returns the one cached spec with these fields, without alpha and beta; its properties are computed once."""
     return MatmulSpec(out_dtype, group, **fields)
 
 
 _UNSETTLED = Group(Pattern.UNSETTLED)
 _BESIDE = ("beta", "has_c", "traced", "epilog", "asks_all_reduce", "scales", "c_dtype", "bias_dtype", "aux_dtype")
-_BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # as by default
+_BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # the defaults
 
 
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
-    """Type in which products of `dtype` are summed and added to; of int8 float32 where scales bring them to a wide type
-    `out`."""
+    """Returns the accumulator type of products of `dtype`; int8 sums that scales convert to a wide type `out` are
+    float32."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:
         return np.dtype(np.float32)

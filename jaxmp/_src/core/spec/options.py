@@ -14,8 +14,10 @@ ActivationName = Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Implementation = Literal["host", "xla", "cublasmp"]
+# Of products of groups also a function with the signature of lax.ragged_dot_general.
+GroupedImplementation = Implementation | Callable[..., jax.Array]
 
-# What has a shape and a dtype, alpha and beta, and the name or names of mesh axes.
+# Anything with a shape and a dtype; alpha and beta; the name or names of mesh axes.
 Array = jax.Array | np.ndarray
 Scalar = ArrayLike
 AxisName = str | tuple[str, ...]
@@ -33,7 +35,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 class Parts:
-    """A dataclass whose text shows only what is not as by default, for each equation of a jaxpr holds a spec."""
+    """A dataclass with a short repr, only fields that differ from their defaults: each equation of a jaxpr has one."""
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -47,7 +49,7 @@ class CommOptions(Parts):
     No option changes the mathematics. A gradient's calls have other patterns; they keep the options that apply to them.
 
     Args:
-      dtype: the type in which partial sums travel, with reduce-scatter and all-reduce only: no smaller than the
+      dtype: the type of partial sums on the way, with reduce-scatter and all-reduce only: no smaller than the
         result's, no larger than the accumulator's. None: the library's choice.
       algorithm: how communication overlaps with computation: "split_p2p", "split_multicast", "atomic_p2p",
         "atomic_multicast", "no_overlap" or "fused". None or "default": the library's choice.

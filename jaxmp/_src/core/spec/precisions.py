@@ -1,16 +1,16 @@
 """One table: what a `precision` asks of a GPU for each type of operands.
 
 A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
-operands may be rounded ahead of the product and in which type products may be summed; never what the result is stored
-as. A CPU multiplies what it is given and sums in the operands' full type, which is at least as exact: None's row. So
-does XLA on GPUs, except that it has sums in 16 bits (16F and BF16_BF16_BF16), as algorithms of those names.
+operands may be rounded before the product and what type the sums may have, but not the type of the result. A
+CPU does not round operands and sums in their full type, which is at least as exact (the row of None). XLA does the same
+on GPUs, except for the algorithms that sum in 16 bits (16F and BF16_BF16_BF16).
 
-`_PRESETS` is the table: by preset the compute types of 16-bit, single and double operands. Products of 16-bit operands
-are exact in 32F. None and any `lax.Precision` are the row DEFAULT.
+`_PRESETS` is the table: the compute types of 16-bit, single and double operands for each preset. Products of 16-bit
+operands are exact in 32F. None and any `lax.Precision` use the row DEFAULT.
 
-Operands of a type that a preset does not take are converted to the first that JAX names for it (`taken`), ahead of
-the call. Operands of 8 bits and fewer have no choice otherwise: None and the ANY_F8 presets sum float8 and float4 in
-float32 (32F), None sums int8 in int32 (32I). Nor have integers, which XLA sums in themselves.
+If a preset does not take a type of operands, they are converted before the call to the first type that JAX names for it
+(`taken`). Operands of 8 bits and fewer have no other choice: None and the ANY_F8 presets sum float8 and float4 in
+float32 (32F), None sums int8 in int32 (32I). Other integers have no choice either: XLA sums them in their own type.
 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
@@ -32,8 +32,8 @@ from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.matmul_spec import INTEGERS, accumulator
 from jaxmp._src.core.spec.refusal import InvalidValue, NoPrecision
 
-# A compute type is named as cuBLAS's without CUBLAS_COMPUTE_, or as XLA's where cuBLAS has none. Those that do not sum
-# in the operands' own type, or float32 for 16-bit operands.
+# Compute types that do not sum in the operands' own type (or in float32 for 16-bit operands). Names are cuBLAS's
+# without CUBLAS_COMPUTE_, or XLA's if cuBLAS has none.
 SUMMED_IN = {"16F": "float16", "BF16_BF16_BF16": "bfloat16"}
 
 _HALVES = ("bfloat16", "float16")
@@ -44,7 +44,7 @@ _DOUBLES = ("float64", "complex128")
 def _row(
     halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = ""
 ) -> dict[str, str]:
-    """Compute type by type of operands; `only` names the one 16-bit type that the row takes."""
+    """Returns the compute type for each type of operands; `only`: the single 16-bit type that the row takes."""
     types = {name: halves for name in _HALVES if not only or name == only}
     types |= dict.fromkeys(_SINGLES, singles) | dict.fromkeys(_DOUBLES, doubles)
     return {name: compute for name, compute in types.items() if compute}
@@ -84,7 +84,7 @@ _TABLE = _PRESETS | _NAMES
 
 
 def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
-    """The row of the table that `precision` asks for; raises where it does not take these types."""
+    """Returns the row of the table for `precision`; raises if it does not take these types."""
     asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
@@ -102,13 +102,13 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
 
 
 def _algorithm(name: str) -> lax.DotAlgorithm:
-    """What a preset such as BF16_BF16_F32_X3 stands for."""
+    """Returns the algorithm that a preset such as BF16_BF16_F32_X3 stands for."""
     a, b, sums, times = (name if "_X" in name else f"{name}_X1").split("_")
     return _typed(lax.DotAlgorithm(_DTYPES[a], _DTYPES[b], _DTYPES[sums], num_primitive_operations=int(times[1:])))
 
 
 def _typed(algorithm: lax.DotAlgorithm) -> lax.DotAlgorithm:
-    """An equal one whose types are dtypes, of whatever the user has for them."""
+    """Returns an equal algorithm with NumPy dtypes in place of the user's types."""
     a, b, sums, *times = algorithm
     return lax.DotAlgorithm._make((np.dtype(a), np.dtype(b), np.dtype(sums), *times))
 
@@ -133,7 +133,7 @@ def _find(precision: Any) -> str:
     for value in values:
         try:
             if value is not None and not isinstance(value, lax.Precision):
-                lax.Precision(str(value))  # of a number it would be another one
+                lax.Precision(str(value))  # a number would select another precision
         except ValueError:
             raise InvalidValue(
                 f"precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
@@ -143,14 +143,14 @@ def _find(precision: Any) -> str:
 
 
 def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
-    """The preset of JAX that `precision` is, names or spells out."""
+    """Returns the JAX preset that `precision` is, names or spells out."""
     precision = _find(precision) if isinstance(precision, lax.DotAlgorithm) else precision
     name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
 
 
 def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
-    """The type to which JAX converts operands that the preset does not take; None where it takes them."""
+    """Returns JAX's type for operands that the preset does not take; None if it takes them."""
     if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
         return None
     return np.dtype(asked.supported_lhs_types[0])
@@ -158,16 +158,16 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
 
 @functools.cache
 def find(asked: str, operand: np.dtype, platform: str = "") -> str:
-    """The compute type of `operand` under a precision that `resolve` returned; by default on GPUs."""
+    """Returns the compute type of `operand` for a precision that `resolve` returned; by default on GPUs."""
     return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
 
 
 def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
-    """The type in which a compute type sums products of `operand`."""
+    """Returns the type of a compute type's sums of products of `operand`."""
     return np.dtype(SUMMED_IN.get(compute) or accumulator(np.dtype(operand)))
 
 
 @functools.cache
 def sums_in_16_bits(asked: str) -> bool:
-    """Whether the precision sums in 16 bits, whatever its operands."""
+    """True if the precision sums in 16 bits for some type of operands."""
     return not SUMMED_IN.keys().isdisjoint(_TABLE[asked].values())

@@ -58,8 +58,8 @@ class BlockCyclic:
     """ScaLAPACK's two-dimensional block-cyclic distribution of a matrix.
 
     The matrix is cut into blocks of (mb, nb), the last of each row and column ragged. Block (i, j) belongs to process
-    ((i + first[0]) % p, (j + first[1]) % q) of a p x q grid, and the blocks of a process lie side by side in its
-    memory, in their order.
+    ((i + first[0]) % p, (j + first[1]) % q) of a p x q grid, and a process stores its blocks next to each other, in
+    their order.
 
     Worked example, rows only: 10 rows with p=2, mb=3, first=0 are blocks 0 1 2 | 3 4 5 | 6 7 8 | 9; process 0 holds
     rows 0 1 2 6 7 8, process 1 rows 3 4 5 9.
@@ -70,7 +70,7 @@ class BlockCyclic:
       first: the process with the first block; ScaLAPACK's (RSRC, CSRC).
 
     Raises:
-      TypeError, ValueError: a field is no pair of integers in its range.
+      TypeError, ValueError: a field is not a pair of integers in its range.
 
     Source: Blackford et al., ScaLAPACK Users' Guide (1997), section 4.3.2 and array descriptors (MB, NB, RSRC, CSRC).
 
@@ -97,15 +97,15 @@ class BlockCyclic:
             raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the largest part that a process holds of a matrix of `shape`."""
+        """Returns the rows and columns of the largest part of a matrix of `shape` that a process holds."""
         rows, cols = (
-            numroc(n, nb, source, source, nprocs)  # nobody holds more than the one that comes first
+            numroc(n, nb, source, source, nprocs)  # the first process holds the most
             for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
         )
         return rows, cols
 
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
-        """Global index of each local one along `dimension`, (processes, largest part); the extent for padding."""
+        """Returns global indices of local ones along `dimension`, (processes, largest part); padding is `extent`."""
         extent, block = shape[dimension], self.block[dimension]
         nprocs, source = self.grid[dimension], self.first[dimension]
         local = range(self.local_shape(shape)[dimension])
@@ -113,7 +113,7 @@ class BlockCyclic:
         return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
 
     def is_padded(self, shape: tuple[int, int]) -> bool:
-        """Whether some process holds less than the largest part."""
+        """True if some process holds less than the largest part."""
         return any(n % (nb * p) for n, nb, p in zip(shape, self.block, self.grid, strict=True))
 
 
@@ -134,17 +134,17 @@ class Distributed:
 
 
 def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
-    """One block a process: what a `PartitionSpec` over the grid gives, where it divides the shape."""
+    """Returns the layout of one block per process: a `PartitionSpec` over the grid gives it if it divides the shape."""
     rows, cols = (max(1, -(-n // p)) for n, p in zip(shape, grid, strict=True))
     return BlockCyclic(grid, (rows, cols))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """One dimension of a redistribution as an all-to-all of equal parts.
+    """One dimension of a redistribution, as an all-to-all of equal parts.
 
-    `send[s, t]` are the local indices of what process s sends to t; `take[t]` are t's local indices as positions in
-    what it receives, the parts of all processes one after the other. An index beyond the end is padding.
+    `send[s, t]`: the local indices of what process s sends to t. `take[t]`: the local indices of t as positions in the
+    concatenated parts that it receives. An index beyond the end is padding.
     """
 
     send: np.ndarray
@@ -153,7 +153,7 @@ class Exchange:
 
 @functools.lru_cache(maxsize=256)
 def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
-    """How to get from one layout on a grid to another along `dimension`; None where nothing moves."""
+    """Returns how to get from one layout to another along `dimension` of a grid; None if nothing moves."""
     have, want = source.indices(shape, dimension), target.indices(shape, dimension)
     if np.array_equal(have, want):
         return None

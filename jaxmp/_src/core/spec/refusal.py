@@ -1,9 +1,9 @@
 # ruff: noqa: N818
-"""What jaxmp refuses, told in the words of the call: operands of a product are {a}, {b} and {bias}, and the sharding of
-its result {out_sharding}.
+"""Errors of calls that jaxmp refuses. In a message {a}, {b} and {bias} stand for the operands' names in the user's
+function, and {out_sharding} for the sharding of its result.
 
-Whoever knows the user's function and its arguments adds them: `validation/public` around each public function, and the
-rules of a primitive, which run later than the call, from its spec.
+The names are filled in by code that knows the function: `validation/public` around each public function, and the rules
+of a primitive, which run later than the call, from its spec.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxmp._src.platform.jax_internals.jax_compat import DuplicateSpecError, ShardingTypeError, TypePromotionError
+from jaxmp._src.platform.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
 
 _ROLE = re.compile(r"\{(a|b|bias|out_sharding)\}")
 
 
 class Refusal(Exception):
-    """A call that jaxmp does not take, also of the type that users catch.
+    """A call that jaxmp does not take. Each subclass is also of the type that users catch.
 
     >>> str(InvalidValue("{b} has k=3 but {a} has k=2").of("linear", {"a": "x", "b": "w"}))
     'linear: w has k=3 but x has k=2'
     """
-
-    _more: tuple[Any, ...] = ()  # what JAX's own type takes beside the text
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -33,7 +31,7 @@ class Refusal(Exception):
         self.names: dict[str, str] = {}
 
     def of(self, function: str, names: Mapping[str, str] | None = None) -> Refusal:
-        """Itself, of a function whose operands have these names; what is known already, from further inside, stays."""
+        """Returns itself after filling in the function and its operands' names; names set further inside stay."""
         self.function = self.function or function
         self.names = {**(names or {}), **self.names}
         return self
@@ -43,7 +41,7 @@ class Refusal(Exception):
         return f"{self.function}: {text}" if self.function else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).__bases__[1], (str(self), *self._more)  # for another process, which may not have jaxmp
+        return type(self).__bases__[1], (str(self),)  # for another process, which may not have jaxmp
 
 
 class InvalidValue(Refusal, ValueError):
@@ -55,18 +53,7 @@ class InvalidOperands(InvalidValue, TypeError):
 
 
 class InvalidSharding(InvalidValue, ShardingTypeError):
-    """Shardings of which JAX cannot tell that of the result either."""
-
-
-class DuplicateAxis(InvalidValue, DuplicateSpecError):
-    """One mesh axis for two dimensions."""
-
-    mesh = pspec = None
-    _more = None, None
-
-
-class InvalidPath(InvalidValue, TypeError, KeyError, IndexError):
-    """An order of products that opt_einsum does not take; it raises any of these."""
+    """Shardings from which JAX cannot infer the result's sharding either."""
 
 
 class InvalidType(Refusal, TypeError):
@@ -78,15 +65,15 @@ class NoPromotion(InvalidType, TypePromotionError):
 
 
 class NotAvailable(Refusal, NotImplementedError):
-    """What no implementation of the call has."""
+    """Something that no implementation of the call supports."""
 
 
 class NoKernel(NotAvailable, TypeError):
-    """Types that no kernel has, and that JAX does not take either."""
+    """Types that no kernel supports, and JAX does not either."""
 
 
 class NoPrecision(NotAvailable, ValueError):
-    """A precision that no implementation has for these types, nor JAX on CPUs."""
+    """A precision that no implementation supports for these types, and JAX on CPUs does not either."""
 
 
 class NotInstalled(Refusal, RuntimeError):
@@ -94,7 +81,7 @@ class NotInstalled(Refusal, RuntimeError):
 
 
 # Tracebacks show the type that users know.
-_OF_JAX = InvalidOperands, InvalidSharding, DuplicateAxis, InvalidPath, NoPromotion, NoKernel, NoPrecision
+_OF_JAX = InvalidOperands, InvalidSharding, NoPromotion, NoKernel, NoPrecision
 for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
     _kind.__module__ = _kind.__bases__[1].__module__
     _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__
@@ -102,7 +89,7 @@ for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
 
 @contextlib.contextmanager
 def naming(function: str, **names: str) -> Iterator[None]:
-    """A part of a public function, with names of its own for itself and for the operands of its product."""
+    """Names a part of a public function, and the operands of its product, in errors raised inside."""
     try:
         yield
     except Refusal as refusal:
@@ -112,7 +99,7 @@ def naming(function: str, **names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_layer(function: str, **names: str) -> Iterator[None]:
-    """A layer, by its own name and the names of its arguments, whatever function it calls."""
+    """Names a layer and its arguments in errors raised inside, for any function that it calls."""
     try:
         yield
     except Refusal as refusal:

@@ -1,4 +1,4 @@
-"""What a user asks of one product: one record, and its keyword arguments as a type checker sees them."""
+"""A user's request for one product: one record, and its keyword arguments as a type checker sees them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.low_precision import Scaling
-from jaxmp._src.core.spec.options import CommOptions, Implementation, Mesh, Precision, Scalar, Sharding
+from jaxmp._src.core.spec.options import (
+    CommOptions,
+    GroupedImplementation,
+    Implementation,
+    Mesh,
+    Precision,
+    Scalar,
+    Sharding,
+)
 from jaxmp._src.core.spec.process_grid import BlockCyclic
 
-# What a call returns follows from its epilog: d alone, or d with further results by name.
+# The results of a call depend on its epilog: d alone, or d with further results by name.
 PlainEpilog = Literal[
     Epilog.NONE,
     Epilog.DEFAULT,
@@ -44,9 +52,9 @@ ShardingTriple = tuple[Sharding | None, Sharding | None, Sharding | None] | list
 
 
 class Request(NamedTuple):
-    """One call as the user wrote it, by the names of `matmul`, with the defaults of every public function.
+    """One call as the user wrote it, with the argument names of `matmul` and the defaults of every public function.
 
-    `function` is its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
+    `function`: its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
     `transpose_a` and `transpose_b`. `b_leads`: as in `MatmulSpec`.
     """
 
@@ -67,7 +75,7 @@ class Request(NamedTuple):
     out_sharding: Any = None
     in_shardings: Any = None
     mesh: Mesh | None = None
-    implementation: Implementation | None = None
+    implementation: GroupedImplementation | None = None
     determinism: Determinism = "run_to_run"
     scaling: Scaling | None = None
     comm: CommOptions | None = None
@@ -108,14 +116,14 @@ class _Placed(TypedDict, total=False):
 
 
 class ShardOptions(_Product, total=False):
-    """Options of the products inside shard_map, less those that decide what they return."""
+    """Options of the products inside shard_map, except options that decide what they return."""
 
     beta: Scalar | None
     epilog_inputs: Mapping[str, ArrayLike] | None
 
 
 class MatmulOptions(ShardOptions, _Placed, total=False):
-    """Options of `matmul`, likewise."""
+    """Options of `matmul`, except options that decide what it returns."""
 
 
 class AnyMatmulOptions(ShardOptions, total=False):
@@ -127,18 +135,25 @@ class AnyMatmulOptions(ShardOptions, total=False):
 
 
 class LinearOptions(_Product, _Placed, total=False):
-    """Options of `linear`, likewise."""
+    """Options of `linear`, except options that decide what it returns."""
 
 
 class ContractionOptions(_Placed, total=False):
-    """Options of `dot_general` and `einsum`, for each product."""
+    """Options of each product of `dot_general` and `einsum`."""
 
     implementation: Implementation | None
     determinism: Literal["run_to_run", "batch"]
 
 
+class GroupOptions(_Placed, total=False):
+    """Options of `ragged_dot` and `ragged_dot_general`, likewise."""
+
+    implementation: GroupedImplementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
 class LayerOptions(TypedDict, total=False):
-    """Options of `mlp` and `gated_mlp`, for each product."""
+    """Options of each product of `mlp` and `gated_mlp`."""
 
     precision: Precision
     out_sharding: Sharding | None
@@ -149,12 +164,12 @@ class LayerOptions(TypedDict, total=False):
 
 
 class ExpertOptions(TypedDict, total=False):
-    """Options of `moe_mlp`, for each product."""
+    """Options of each product of `moe_mlp`."""
 
     out_sharding: Sharding | None
     in_shardings: ShardingTriple | None
     mesh: Mesh | None
-    implementation: Implementation | None
+    implementation: GroupedImplementation | None
     determinism: Determinism
 
 

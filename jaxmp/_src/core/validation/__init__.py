@@ -1,1 +1,1 @@
-"""What users pass, judged one argument at a time."""
+"""Checks of users' arguments, one argument at a time."""

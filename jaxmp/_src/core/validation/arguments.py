@@ -1,4 +1,4 @@
-"""What users pass to one call, to its spec and its operands."""
+"""Turns the arguments of one call into its spec and its operands."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from jaxmp._src.platform.runtime.types import Shape
 
 
 def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
-    """(the conversions around a product, the request of the call); none where JAX refuses the types too.
+    """Returns (conversions around a product, request of the call); no conversions if JAX refuses the types too.
 
     `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
-    what the flags say. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
+    the flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
     """
     a, b, preferred, precision = request.a, request.b, request.preferred_element_type, request.precision
     if preferred is not None:
@@ -54,14 +54,14 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
 
 
 def added_arrays(request: Request) -> dict[str, Any]:
-    """The arrays among what is added to a product, by name."""
+    """Returns the arrays that are added to a product, by name."""
     inputs = request.epilog_inputs
     added = {"c": request.c, "bias": inputs.get("bias") if isinstance(inputs, Mapping) else None}
     return {name: x for name, x in added.items() if x is not None and operand_checks.has_numbers(x)}
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    """What JAX takes arrays for; a ShapeDtypeStruct keeps its 64 bits, which JAX 0.10 narrows."""
+    """Returns the types that JAX gives arrays; a ShapeDtypeStruct keeps 64 bits, which JAX 0.10 would narrow."""
     kinds = ((x, jax.typeof(x)) for x in arrays)
     return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 
@@ -70,17 +70,17 @@ def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
 ) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """(spec, operands by name in the types of the call, shape of d) from what the user passed."""
+    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of d)."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
     operand_checks.check_operand("{a}", a)
     operand_checks.check_operand("{b}", b)
     flags, added = operand_checks.check_flags(request), added_arrays(request).values()
-    preferred: Any = request.preferred_element_type  # which `converted` has checked
+    preferred: Any = request.preferred_element_type  # checked by `converted`
     types = result_types.of_call(types_of(a, b, *added), preferred, request.scaling is not None)
     operand, out, is_low_precision, is_mixed = types
-    if operand.name in INTEGERS:  # whose sums are exact in any order
+    if operand.name in INTEGERS:  # integer sums are exact in any order
         flags |= levels.ANY_ORDER.option
     if request.comm is not None:
         flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm)
@@ -127,7 +127,7 @@ def validated(
 
 
 def _source_line(function: str) -> str:
-    """The name of a call in messages, in a job with its line; of JAX's product where `fuse` makes a call of one."""
+    """Returns the name of a call in messages, in a job with its line; for a fused call it names JAX's product."""
     eqn = jax_tracing.equation_in_place()
     product = "" if eqn is None else eqn.primitive.name.removesuffix("_wrapper")
     if eqn is None or product not in ("dot_general", "ragged_dot_general", "scaled_matmul"):
@@ -136,7 +136,7 @@ def _source_line(function: str) -> str:
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
-    """Raise NotImplementedError where XLA cannot apply an alpha or beta that is an array after the call."""
+    """Raises NotImplementedError if alpha or beta is an array and XLA cannot apply it after the call."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:
         what = f"{dtype} operands" if is_low_precision else f"epilog {spec.epilog.name}"
@@ -152,7 +152,7 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
 
 
 def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
-    """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
+    """Returns a Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
@@ -182,7 +182,7 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
 
 
 def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
-    """Validate C against D and return beta."""
+    """Validates C against D and returns beta."""
     if c is None:
         if beta is not None:
             raise InvalidValue(f"beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")

@@ -1,4 +1,4 @@
-"""Options of a call's communication, and the patterns that take them."""
+"""Communication options of a call, and the patterns that take them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxmp._src.core.validation.operand_checks import check_dtype
 from jaxmp._src.platform.runtime import native
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
-# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp keeps to it;
-# on GPUs cuBLASMp is asked.
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp takes the same
+# ones; on GPUs the library itself is asked.
 ALGORITHMS = {
     "default": tuple(Pattern),
     "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
@@ -29,7 +29,7 @@ ALGORITHMS = {
 
 
 def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None) -> CommOptions:
-    """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
+    """Returns the options of a spec; `check_comm_options` checks them once the pattern is known."""
     if comm is None:
         return CommOptions()
     if not isinstance(comm, CommOptions):
@@ -45,7 +45,7 @@ def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOpt
         if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
             raise InvalidValue(
                 f"comm.dtype must be no smaller than the result's {out.name} and no larger than "
-                f"{scale.name}, in which products are summed, got {dtype.name}"
+                f"{scale.name}, the type of the sums, got {dtype.name}"
             )
     algorithm, sm_count = comm.algorithm, comm.sm_count
     if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
@@ -67,9 +67,9 @@ def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOpt
 
 
 def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
-    """Raise ValueError for an option that the call's pattern does not take, or each device's d of so many columns.
+    """Raises ValueError for an option that the pattern, or a device's d with so many columns, does not take.
 
-    Unsettled, no pattern is known yet.
+    An unsettled spec has no pattern yet.
     """
     comm, pattern = spec.comm, spec.group.pattern
     if comm == CommOptions():
@@ -79,14 +79,14 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
         this = "XLA's partitioner has not chosen one yet"
         remedy = "pass in_shardings and out_sharding, or use explicit axes"
     if not has_mesh:
-        this = "no mesh is known to this call, which is local then"
+        this = "no mesh is known to this call, so it is local"
         remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
     if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
         raise InvalidValue(
-            f"comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
+            f"comm.dtype={comm.dtype} applies to partial sums, so the pattern must be "
             f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
-    # cuBLASMp is asked which algorithms it has: on all ranks alike, by the query for the workspace of a first run.
+    # cuBLASMp itself says which algorithms it has: all ranks ask it together, with the first run's workspace query.
     if is_settled and spec.implementation in (None, "cublasmp") and native.has_cuda_devices():
         return
     takes = ALGORITHMS[comm.algorithm or "default"]
@@ -105,7 +105,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
-    """The spec of a derived call, less the options that its pattern or the type of its D does not take."""
+    """Returns the spec of a derived call without options that its pattern or the type of its D does not take."""
     comm, pattern = spec.comm, spec.group.pattern
     if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         comm = dataclasses.replace(comm, dtype=None)
@@ -115,6 +115,6 @@ def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
 
 
 def comm_options_text(spec: MatmulSpec) -> str:
-    """The options that were given, as a user writes them."""
+    """Returns the options that were given, as a user writes them."""
     given = ((f"comm.{field.name}", getattr(spec.comm, field.name)) for field in dataclasses.fields(spec.comm))
     return ", ".join(f"{name}={value}" for name, value in given if value is not None)

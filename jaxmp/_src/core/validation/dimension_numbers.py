@@ -16,13 +16,13 @@ from jaxmp._src.platform.runtime.types import ArrayType
 
 T = TypeVar("T")
 _Dimensions = tuple[Sequence[int], Sequence[int]]
-# As users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
+# The form in which users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
 GivenNumbers = tuple[_Dimensions, _Dimensions]
 
 
 @dataclasses.dataclass(frozen=True)
 class DimensionNumbers:
-    """Every dimension of lhs and rhs in one of three parts; the free ones in their order."""
+    """Every dimension of lhs and rhs, as contracted, batch or free; the free dimensions keep their order."""
 
     lhs_contract: tuple[int, ...]
     rhs_contract: tuple[int, ...]
@@ -33,15 +33,15 @@ class DimensionNumbers:
 
     @property
     def given(self) -> GivenNumbers:
-        """As `lax.dot_general` takes them."""
+        """The dimension numbers in the form that `lax.dot_general` takes."""
         return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)
 
     def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
-        """What lhs and rhs have per dimension, for the dimensions of the result."""
+        """Arranges one value per dimension of lhs and rhs in the order of the result's dimensions."""
         return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
 
     def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
-        """The product in letters."""
+        """Returns the product in letters."""
         a = LETTERS[:lhs_ndim]
         b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):
@@ -54,10 +54,10 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
 
 
 def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
-    """Dimension numbers without negative ones, checked against the operands."""
+    """Returns the dimension numbers, none of them negative, after a check against the operands."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
-    if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # of lax.dot
+    if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # lax.dot
         dimension_numbers = (-1, 0), ((), ())
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -89,7 +89,7 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
     for argument, left, right in (("{a}", lhs_contract, lhs_batch), ("{b}", rhs_contract, rhs_batch)):
         if len({*left, *right}) != len(left) + len(right):
             raise InvalidOperands(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
-    # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
+    # The order of the pairs is free. This order leaves lhs, which is larger in most layers, as it is.
     pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
     lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
     lhs_free = tuple(i for i in range(len(lhs.shape)) if i not in lhs_contract + lhs_batch)

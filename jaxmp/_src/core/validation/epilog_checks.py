@@ -1,4 +1,4 @@
-"""Epilogs as users ask for them: which there are, what they take, and where."""
+"""Checks of the epilogs that users ask for: which exist, what they take, and where."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxmp._src.platform.runtime.types import Shape
 def check_epilog(
     request: Request, spec: MatmulSpec, shape: Shape, bias_dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
+    """Returns (the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
 
     The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
     """
@@ -52,7 +52,7 @@ def check_epilog(
     if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
         raise InvalidType(f"epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
     takes = ("NONE",) if out == np.bool_ else ("NONE", "BIAS", "RELU", "RELU_BIAS")
-    if out.name in INTEGERS and epilog.name not in takes:  # others have no meaning, or use
+    if out.name in INTEGERS and epilog.name not in takes:  # the others have no meaning or use for integers
         raise NotAvailable(
             f"epilog {epilog.name} is not available for a result of {out.name}; available: {', '.join(takes)}. "
             "Convert an operand, for example with .astype(jnp.float32)"
@@ -65,7 +65,7 @@ def check_epilog(
 
 
 def _epilog_of(value: Any) -> str:
-    """The end of the message on an epilog that is text."""
+    """Returns the end of the message about an epilog that is a string."""
     if not isinstance(value, str):
         return ""
     names = list(Epilog.__members__)
@@ -73,12 +73,12 @@ def _epilog_of(value: Any) -> str:
 
 
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
-    """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
+    """Raises if a is not stored (k, m) or b (k, n): cuBLASMp sums an operand over k only then."""
     for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
-                f"epilog {epilog.name} needs transpose_{which}={flag}, for cuBLASMp sums {which} only where it is "
-                f"stored {stored}; store {which} so, or sum it ahead of the call"
+                f"epilog {epilog.name} needs transpose_{which}={flag}, because cuBLASMp sums {which} only if it is "
+                f"stored {stored}; store {which} so, or sum it before the call"
             )
     if epilog == Epilog.BGRADA and ndim_a != 2:
         raise InvalidValue(
@@ -111,7 +111,7 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
-    """Raise ValueError where an input mask is not packed as d's columns would be, so many of them in a shard."""
+    """Raises ValueError if an input mask is not packed as d's columns are, `per_shard` of them in a shard."""
     if "relu_aux" not in operands:
         return
     shards = columns // per_shard if per_shard else 1
@@ -133,7 +133,7 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
-    """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    """Returns the spec without its ALLREDUCE bit; ValueError if the call's pattern is not an all-reduce."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction
@@ -148,10 +148,10 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 
 
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
-    """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
+    """Raises NotImplementedError if a fixed order gathers operands that have scales of blocks."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
-            f"has scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "
+            f"takes scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "
             f"{spec.scales.b}",
-            "take those",
+            "use those",
         )

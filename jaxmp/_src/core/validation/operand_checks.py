@@ -1,4 +1,4 @@
-"""What users pass, judged one argument at a time: each is refused by name, or comes back in the types of the call."""
+"""Checks users' arguments one at a time: each is refused by name, or returned in the types of the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
-    """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
+    """Raises TypeError or ValueError unless `x` is an array of a supported type and rank."""
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
@@ -41,14 +41,14 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
-    """How a user gets `ndim` dimensions, or if None two or more, from another number; as the end of a message."""
+    """Returns the end of a message: how to get `ndim` dimensions (None: two or more) from another number."""
     if len(x.shape) == 1:
         return f"; pass {argument}[:, None]" if ndim and argument != "{a}" else f"; pass {argument}[None]"
     return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
 
 
 def _as_array(argument: str, x: Any) -> str:
-    """How a user gets an array from what is none, as the end of a message; empty where there is no telling."""
+    """Returns the end of a message: how to get an array from `x`; empty if nothing is known."""
     if x is None or isinstance(x, str | bytes | np.ndarray | np.generic):
         return ""
     if hasattr(x, "todense"):
@@ -65,16 +65,16 @@ def _as_array(argument: str, x: Any) -> str:
 
 
 def check_memory(argument: str, x: Any) -> None:
-    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
+    """Raises ValueError for an array in host memory: a device's library would receive its pointer."""
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise InvalidValue(
-            f"{argument} lies in host memory, and products are taken in the memory of the devices; move it "
+            f"{argument} is in host memory, but products run in device memory; move it "
             "there first, with jax.device_put(x, jax.memory.Space.Device)"
         )
 
 
 def check_operand(argument: str, x: Any) -> None:
-    """As `check_memory`, and for the terms of a sum that the devices of a shard_map hold."""
+    """Raises ValueError for an array in host memory, or an unreduced one inside shard_map."""
     check_memory(argument, x)
     kind: Any = jax.typeof(x) if isinstance(x, jax.Array) else None
     if kind is not None and kind.manual_axis_type.unreduced:
@@ -85,7 +85,7 @@ def check_operand(argument: str, x: Any) -> None:
 
 
 def is_array(x: object) -> bool:
-    """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor."""
+    """True if JAX takes `x` as an array or as the description of one; lists and other libraries' tensors are not."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -97,12 +97,12 @@ def is_array(x: object) -> bool:
 
 
 def has_numbers(x: Any) -> bool:
-    """Whether `x` is an array of what can be multiplied: no keys of random numbers, no float0."""
+    """True if `x` is an array of numbers: not random keys, not float0."""
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_)
 
 
 def check_dtype(argument: str, value: Any) -> np.dtype:
-    """The type that a user names, as JAX has it under its current settings of 64-bit types."""
+    """Returns the dtype that a user names, under JAX's current setting of 64-bit types."""
     try:
         return jax_compat.canonical_dtype(value, f"{argument}")
     except TypeError:
@@ -117,12 +117,12 @@ def check_flag(argument: str, value: Any) -> bool:
     """Require a bool: BLAS's "N" would be truthy."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    what = "a tracer, which is no static value" if isinstance(value, jax.core.Tracer) else repr(value)
+    what = "a tracer, which is not a static value" if isinstance(value, jax.core.Tracer) else repr(value)
     raise InvalidType(f"{argument} must be True or False, got {what}")
 
 
 def check_flags(request: Request) -> dict[str, Any]:
-    """The fields of a spec that are flags or names."""
+    """Checks and returns the fields of a spec that are flags or names."""
     return {
         "transpose_a": check_flag("transpose_a", request.transpose_a),
         "transpose_b": check_flag("transpose_b", request.transpose_b),
@@ -134,9 +134,9 @@ def check_flags(request: Request) -> dict[str, Any]:
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
-    """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion.
+    """Raises TypeError unless `x` converts to the result's type without loss by JAX's promotion.
 
-    By that an array of NumPy's has the type that JAX gives it, and a weak type gives way.
+    A NumPy array has the type that JAX gives it, and a weak type gives way.
     """
     if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
         raise InvalidType(
@@ -152,7 +152,7 @@ def check_implementation(value: Any) -> Any:
 
 
 def check_conjugate(argument: str, flag: Any, x: ArrayType) -> bool:
-    """Whether to conjugate; real operands refuse, so that a wrong flag does not pass unseen."""
+    """Returns whether to conjugate; a real operand raises, so that a wrong flag does not pass unnoticed."""
     is_conjugated = check_flag(argument, flag)
     if is_conjugated and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise InvalidType(f"{argument}=True needs a complex operand, got dtype {x.dtype}")

@@ -19,7 +19,7 @@ from jaxmp._src.platform.jax_internals.jax_compat import ArrayImpl
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What a keyword of another function is here, if this one has the keyword in the middle.
+# Keywords of other functions, and what to pass here instead, if this function has the keyword in the middle.
 _ELSEWHERE = {
     "bias": ("epilog_inputs", 'pass epilog=jaxmp.Epilog.BIAS, epilog_inputs={"bias": bias}, or call jaxmp.linear'),
     "activation": ("epilog", "pass epilog=jaxmp.Epilog.RELU or another, or call jaxmp.linear"),
@@ -30,9 +30,9 @@ _ELSEWHERE = {
 
 
 def public(fn: F) -> F:
-    """`fn` as users call it; its first two parameters are a and b of a product.
+    """Returns `fn` as users call it; its first two parameters are the operands a and b.
 
-    `**options: Unpack[...]` stands for keywords of `Request`, which its signature names one by one.
+    `**options: Unpack[...]` is replaced by keywords of `Request`, which the signature lists one by one.
     """
     signature = _signature(fn)
     parameters = signature.parameters
@@ -71,7 +71,7 @@ def public(fn: F) -> F:
 
 
 def as_array(x: Any) -> Any:
-    """The array of what only stands for one (`__jax_array__`), as `jnp` takes it: a parameter of Flax. So in a dict."""
+    """Converts an object with `__jax_array__`, such as a Flax parameter, to its array, also inside a dict."""
     if x is None or isinstance(x, ArrayImpl | str):
         return x
     if isinstance(x, Mapping):
@@ -85,12 +85,12 @@ _AT_IMPORT: dict[str, Callable[[], None]] = {}
 
 
 def when_imported(module: str, register: Callable[[], None]) -> None:
-    """Have the first call after the module has been imported call `register`: rules of a transformation."""
+    """Makes the first call after `module` is imported run `register`, which adds rules of a transformation."""
     _AT_IMPORT[module] = register
 
 
 def register_imported() -> None:
-    """Register the rules of transformations that the user has imported by now."""
+    """Registers the rules of transformations that the user has imported by now."""
     if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
         return
     for module in [name for name in _AT_IMPORT if name in sys.modules]:
@@ -98,7 +98,7 @@ def register_imported() -> None:
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature of `fn` with each of its options, in the order of `Request`, and its default."""
+    """Returns the signature of `fn` with each option, in the order of `Request`, and its default."""
     signature = inspect.signature(fn)
     options = _options(fn)
     if options is None:
@@ -114,13 +114,13 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _options(fn: Callable[..., Any]) -> Any:
-    """The TypedDict of `**options: Unpack[...]`, or None."""
+    """Returns the TypedDict of `**options: Unpack[...]`, or None."""
     text = fn.__annotations__.get("options", "")
     return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
 
 
 def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The operands and their devices, "a on 0 and b on 1": JAX names the operands of a function of ours."""
+    """Lists the operands and their devices: "a on 0 and b on 1". JAX names operands of a function inside jaxmp."""
     places: dict[str, str] = {}
     for argument, value in signature.bind(*args, **kwargs).arguments.items():
         for path, x in jax.tree_util.tree_leaves_with_path(value):

@@ -1,7 +1,7 @@
-"""The types of a product as JAX has them: operands are converted ahead of the call to types that have a kernel, and its
-result behind it.
+"""The types of a product, as JAX defines them: operands are converted before the call to types that have a kernel, and
+its result is converted afterwards.
 
-All of it follows from the types of a, b and what is added to the product, so it is found once for each of them.
+Everything follows from the types of a, b and what is added to the product, and is cached by them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxmp._src.platform.jax_internals.jax_compat import TypePromotionError, con
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BFLOAT16, _FLOAT32, _INT8, _INT32 = map(np.dtype, (jnp.bfloat16, np.float32, np.int8, np.int32))
-# Of a, of b and of what is added to their product: (dtype, whether it is weak).
+# For a, b and each array added to their product: (dtype, whether it is weak).
 Types = tuple[tuple[np.dtype, bool], ...]
 
 
 class _Typed:
-    """What JAX's promotion sees of an array."""
+    """An array as JAX's promotion sees it."""
 
     def __init__(self, kind: tuple[np.dtype, bool]) -> None:
         self.dtype, self.weak_type = kind
@@ -49,10 +49,10 @@ _WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)
 
 
 def _once_for_types(fn: F) -> F:
-    """`fn`, whose first argument are types, called once for its arguments and JAX's settings."""
+    """Caches `fn` by its first argument, `types`, its other arguments and JAX's settings."""
 
     def typed(types: Types, *args: Any) -> Any:
-        # Where 64-bit types are off, JAX narrows all but those of arrays.
+        # If 64-bit types are off, JAX narrows all types except types of arrays.
         has_wide = not _WIDE.isdisjoint(dtype for dtype, _ in types)
         with jax.enable_x64(True) if has_wide else contextlib.nullcontext():
             return fn(types, *args)
@@ -62,10 +62,10 @@ def _once_for_types(fn: F) -> F:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What is converted around a call; by default nothing.
+    """The conversions around a call; by default none.
 
-    `steps` are the types to which operands are converted in turn. `result` is the call's preferred_element_type, and
-    `out` the type of what the user gets; None where what is added to the product decides. `are_weak`: both operands.
+    `steps`: the types to which operands are converted in turn. `result`: the call's preferred_element_type. `out`: the
+    type that the user gets; None if what is added to the product decides. `are_weak`: both operands are weak.
     """
 
     steps: tuple[np.dtype, ...] = ()
@@ -75,7 +75,7 @@ class Conversion:
     are_weak: bool = False
 
     def of(self, name: str, x: Any) -> Any:
-        """The operand of the call by its name."""
+        """Returns the operand `name` of the call, converted."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
             if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
                 return x
@@ -83,7 +83,7 @@ class Conversion:
             return x if would_cut else convert(x, self.result)
         if name not in ("a", "b") or self == NOTHING:
             return x
-        # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
+        # JAX's cotangent is weak if it is converted or the product is weak; a conversion's is weak as its operand is.
         if jax.typeof(x).weak_type and (self.are_weak or (self.out is not None and self.out != x.dtype)):
             x = convert(x, x.dtype)
         for dtype in self.steps:
@@ -91,7 +91,7 @@ class Conversion:
         return x
 
     def of_result(self, result: Any) -> Any:
-        """What the user gets of d, or of (d, {name: array})."""
+        """Converts d, or the d of (d, {name: array}), to what the user gets."""
         if isinstance(result, tuple):
             return (self.of_result(result[0]), *result[1:])
         if self.out is None and not self.is_weak:
@@ -110,10 +110,10 @@ def find(
     asked: tuple[int | None, bool],
     kind: tuple[bool, bool],
 ) -> Conversion | None:
-    """The conversions of a product of two arrays; None where there are none, or JAX refuses the types.
+    """Returns the conversions of a product of two arrays; None if there are none, or if JAX refuses the types.
 
     `asked`: the epilog, and whether an implementation is asked for. `kind`: whether operands are stored as kernels of 8
-    bits and fewer take them, and whether the result has the type of `lax.dot_general`, not of `jnp.matmul`.
+    bits and fewer take them, and whether the result has the type of `lax.dot_general` instead of `jnp.matmul`.
     """
     a, b, *added = map(_Typed, types)
     dtypes, are_weak, (are_rows, is_lax) = (a.dtype, b.dtype), a.weak_type and b.weak_type, kind
@@ -121,7 +121,7 @@ def find(
         out, is_weak = (preferred, are_weak) if is_lax else of_jnp((a, b), preferred, added)
         out = _of_lax(*dtypes, out, precision)
         is_gelu = RULES[Epilog((asked[0] or 0) & ~Epilog.ALLREDUCE)].activation == "gelu"
-        is_weak = is_weak and not is_gelu  # whose constants are not
+        is_weak = is_weak and not is_gelu  # gelu's constants are not weak
     except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
         _check_weak(a, b)
         return None
@@ -147,9 +147,9 @@ def find(
 
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
-    """The type of a product of integers with what is added: int8 has sums of 32 bits, others take nothing wider."""
+    """Returns the type of a product of integers plus `added`: int8 sums have 32 bits, others take nothing wider."""
     try:
-        with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
+        with jax.numpy_dtype_promotion("standard"):  # c has the type of the sums, also if the user's setting is strict
             out = np.dtype(jnp.result_type(given, *added))
     except TypePromotionError as error:
         raise NoPromotion(str(error)) from None
@@ -157,17 +157,17 @@ def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
-    """Raise TypeError for a weak integer that is wider than the other, to whose type JAX promotes both."""
+    """Raises TypeError for a weak integer that is wider than the other operand, because JAX would narrow it."""
     if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
         raise NoKernel(
-            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not "
-            "supported, for JAX has no product of integers that is narrower than one of them; convert the weakly typed "
+            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported, "
+            "because JAX has no product of integers that is narrower than one of them; convert the weakly typed "
             "one"
         )
 
 
 class CallTypes(NamedTuple):
-    """The type of a and b in a call, but for a mixed pair and those of 8 bits and fewer, which stay; the type of D."""
+    """The type of a and b in a call (mixed pairs and 8 bits or fewer keep their types), and the type of D."""
 
     operand: np.dtype
     out: np.dtype
@@ -177,10 +177,10 @@ class CallTypes(NamedTuple):
 
 @_once_for_types
 def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> CallTypes:
-    """The types of a call, of operands that are converted already.
+    """Returns the types of a call for operands that are already converted.
 
-    Without `preferred`, D has the type of the sum with what is added to the product, if the product can have it. With
-    it a mixed pair, which JAX may not promote, is multiplied in its wide type.
+    Without `preferred`, D gets the type of the product plus what is added to it, if the product supports that. With it,
+    a mixed pair, which JAX may not promote, is multiplied in its wide type.
     """
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
@@ -211,7 +211,7 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
 
 
 def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
-    """The type of D for operands of 8 bits and fewer, which are never promoted."""
+    """Returns the type of D for operands of 8 bits and fewer, which are never promoted."""
     allowed = result_dtypes(a, b, has_scaling)
     if not allowed:
         raise (NoPromotion if preferred is None else NoKernel)(
@@ -237,7 +237,7 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_
 
 
 def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
-    """(type of the result of `jnp.matmul` or `jnp.einsum`, whether it is weak); weak ones give way to what is added."""
+    """Returns (type of `jnp.matmul`'s result, whether it is weak); weak operands give way to what is added."""
     if preferred is not None:
         return preferred, False
     out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
@@ -247,7 +247,7 @@ def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[
 
 
 def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax.DotAlgorithmPreset | None) -> np.dtype:
-    """Type of the result of `lax.dot_general`; TypeError for types that it does not take."""
+    """Returns the type of the result of `lax.dot_general`; TypeError for types that it does not take."""
     numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
     params = {"precision": precision, "preferred_element_type": preferred, "out_sharding": None}
     product, _ = lax.dot_general_p.abstract_eval(*numbers, dimension_numbers=(((), ()), ((), ())), **params)
@@ -260,14 +260,14 @@ _FLOAT8 = {f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "
 
 
 def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmPreset | None) -> tuple[np.dtype, ...]:
-    """The types to which JAX converts operands: of two types that of the result, and what the precision takes.
+    """Returns the types to which JAX converts operands in turn: the result's if two types differ, then the precision's.
 
-    Where the result is wide, a narrower type with a kernel may have all numbers of the operands too. Kernels decode the
+    If the result is wide, a narrower type with a kernel may also hold all numbers of the operands. Kernels decode the
     narrow operand of a mixed pair.
     """
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
-    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
+    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # if JAX converts it
     if is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows:  # a kernel has JAX's value
         a = wide
     elif a != b and not {a.name, b.name} <= _FLOAT8:
@@ -285,7 +285,7 @@ _HOLDING: tuple[tuple[np.dtype, np.dtype, Callable[[np.dtype], bool]], ...] = (
 
 # The types of kernels --------------------------------------------------------------------------------------------
 
-# Type of the operands, or None for the one that they have, and of the call's result.
+# (type of the operands, or None to keep it; type of the call's result).
 _KernelTypes = tuple[np.dtype | None, np.dtype]
 
 
@@ -296,9 +296,9 @@ def _of_kernel(
     precision: lax.DotAlgorithmPreset | None,
     asked: tuple[int | None, bool],
 ) -> _KernelTypes | None:
-    """The types of a call for operands of the type `given`; None where no kernel has them.
+    """Returns the types of a call for operands of type `given`; None if no kernel supports them.
 
-    Kernels of 8 bits and fewer have results of the types `low`.
+    `low`: types of results that kernels of 8 bits and fewer have.
     """
     has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
@@ -321,15 +321,15 @@ def _of_kernel(
 
 
 def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
-    """For operands of int8, whose kernels give int32 without an epilog."""
+    """Returns the types for int8 operands, for which kernels give int32 without an epilog."""
     if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
-        return None, _INT32  # the low bits are those of sums in a narrower type
-    is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
+        return None, _INT32  # the low bits equal sums in a narrower type
+    is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # a relu of narrower sums differs
     return _of_integers(out) if is_wide and not has_implementation else None
 
 
 def _of_integers(out: np.dtype) -> _KernelTypes:
-    """Of integers into a type that XLA does not give them as they are."""
+    """Returns the types for integers with a result of a type that XLA does not give directly."""
     is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
     has_less = out == _INT8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)
     computed = _FLOAT32 if is_narrow else _INT32 if has_less else out

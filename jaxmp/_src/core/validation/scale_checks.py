@@ -1,4 +1,4 @@
-"""What users pass with operands of 8 bits and fewer, judged: types, transpositions, epilogs and scales."""
+"""Checks of operands of 8 bits and fewer: types, transpositions, epilogs and scales."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.core.validation.operand_checks import check_dtype, check_flag
 from jaxmp._src.platform.runtime.types import ArrayType
 
-# By name, what cuBLAS has for 8-bit operands.
+# Names of the epilogs that cuBLAS has for 8-bit operands.
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
-    """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
+    """Returns (type of C, type of the bias) for a D of type `out` from low-precision operands."""
     if not low_precision.is_scaled(out):
         of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     else:
@@ -51,8 +51,8 @@ def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype
 
 
 def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
-    """Raise for what cuBLAS does not have for 8-bit operands: ValueError for how they are stored, NotImplementedError
-    for an epilog."""
+    """Raises if cuBLAS does not support 8-bit operands stored in this way (ValueError), or with this epilog
+    (NotImplementedError)."""
     is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
     if is_scaled and (spec.transpose_a or not spec.transpose_b):
         raise InvalidValue(
@@ -74,7 +74,7 @@ def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
 def resolve_scales(
     scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
+    """Returns (the spec's fields, the operands by name) for scales of low-precision operands; empty for others."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
@@ -122,20 +122,22 @@ def _check_scalar(argument: str, scale: Any) -> str:
 
 
 def _check_int8(scaling: Scaling) -> None:
-    """Raise where more is said of int8 operands than their scales."""
+    """Raises if `scaling` has anything except scales of int8 operands."""
     rest = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)[2:]}
     if said := [name for name, value in rest.items() if value is not None and value is not False]:
-        raise InvalidValue(f"scaling.{said[0]} is of float8 and float4 operands, but {{a}} has dtype int8; drop it")
+        raise InvalidValue(
+            f"scaling.{said[0]} applies to float8 and float4 operands only, but {{a}} has dtype int8; drop it"
+        )
 
 
 def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
-    """Raise where the modes of a, b, c and d do not go together."""
+    """Raises if the modes of a, b, c and d cannot be combined."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
     if not tensorwide and not both_128 and (a != b or a == BLK128):
         raise NotAvailable(
-            f"scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
+            f"scaling.a is {a} and scaling.b is {b}, which cannot be combined; both must have one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
     is_low_precision_out = low_precision.is_low_precision(out)
@@ -159,17 +161,17 @@ def _resolve_aux(
     scale_a: str,
     given: dict[str, Any],
 ) -> np.dtype | None:
-    """Type of gelu_aux, or None where the epilog has none.
+    """Returns the type of gelu_aux, or None if the epilog has none.
 
-    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
-    with a scale and its largest value, where cuBLAS has that (its documentation, cublasLtMatmulDescAttributes_t).
-    `dtypes` are those of a, b and d; `given` what the user said of the aux, by argument.
+    It is the type of d; for a float8 d it is the type of c (float16 without c), as in nvmath-python. It may also be
+    float8_e4m3fn, with a scale and its largest value, where cuBLAS supports that (its documentation,
+    cublasLtMatmulDescAttributes_t). `dtypes`: the types of a, b and d. `given`: the user's options of the aux, by name.
     """
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
             raise InvalidValue(
-                f"scaling.{said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+                f"scaling.{said[0]} applies to gelu_aux, but epilog {epilog_name} has none; drop it, or use "
                 f"{' or '.join(_GELU_AUX)}"
             )
         return None
@@ -188,7 +190,7 @@ def _resolve_aux(
     rest = [argument for argument in said if argument != "aux_dtype"]
     if rest and asked.name not in FLOAT8:
         raise InvalidValue(
-            f"scaling.{rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
+            f"scaling.{rest[0]} applies to a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
             "scaling.aux_dtype to jnp.float8_e4m3fn"
         )
     return asked

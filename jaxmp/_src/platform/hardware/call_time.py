@@ -25,19 +25,25 @@ _KEPT = 2**25
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What each of `nranks` ranks receives: `nbytes`, from ranks that are every `stride`-th device of the machine."""
+    """What each of `nranks` ranks receives: `nbytes`, from ranks that are every `stride`-th device of the machine.
+
+    `axes`: the mesh axes of these ranks; `kind`: the collective that moves it where XLA does, "all_gather".
+    """
 
     nbytes: int
     nranks: int
     stride: int = 1
+    axes: tuple[str, ...] = ()
+    kind: str = ""
 
     @staticmethod
-    def over(mesh: Mapping[str, int], axes: str | Collection[str], nbytes: int) -> Transfer:
+    def over(mesh: Mapping[str, int], axes: str | Collection[str], nbytes: int, kind: str = "") -> Transfer:
         """What a rank receives in a collective over these axes of a mesh, whose last axis varies fastest."""
         names = (axes,) if isinstance(axes, str) else axes
         last = max((i for i, name in enumerate(mesh) if name in names), default=len(mesh) - 1)
         stride = math.prod(list(mesh.values())[last + 1 :])
-        return Transfer(nbytes, math.prod(size for name, size in mesh.items() if name in names), stride)
+        nranks = math.prod(size for name, size in mesh.items() if name in names)
+        return Transfer(nbytes, nranks, stride, (*names,), kind)
 
 
 @dataclasses.dataclass(frozen=True)

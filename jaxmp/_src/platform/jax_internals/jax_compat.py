@@ -33,7 +33,6 @@ from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax._src.dtypes import TypePromotionError as TypePromotionError
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
-from jax._src.named_sharding import DuplicateSpecError as DuplicateSpecError
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import batching as batching
 from jax.interpreters import xla

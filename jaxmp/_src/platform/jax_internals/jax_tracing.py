@@ -6,16 +6,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import gc
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax._src import api_util as _api_util
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _lu
@@ -73,108 +70,48 @@ def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
     return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
 
 
-# True inside a `Recording`, so that JAX traces jitted functions and does not run what it has compiled for the caller.
-_is_recording = jax.make_user_context(False)
-
-
 def trace(
-    fn: Callable[..., Sequence[Any]], avals: Sequence[jax.core.AbstractValue], *, as_recorded: bool = False
+    fn: Callable[..., Sequence[Any]],
+    avals: Sequence[jax.core.AbstractValue],
+    debug_info: _core.DebugInfo | None = None,
 ) -> tuple[Jaxpr, Sequence[Any]]:
-    """(the jaxpr of a function of arrays of these types, its constants); `as_recorded`: with the jaxprs of jitted
-    functions that JAX has cached for a `Recording`."""
-    debug_info = _api_util.debug_info("jaxmp", fn, avals, {})
-    with _is_recording(as_recorded or _is_recording.value):
-        jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
+    """Returns the jaxpr of a function of arrays of these types, and its constants."""
+    debug_info = debug_info or _api_util.debug_info("jaxmp", fn, avals, {})
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
     return jaxpr, consts
 
 
-class Recording(_pe.DynamicJaxprTrace):
-    """A trace of what is computed while it is entered, at the level of its caller.
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | _core.Tracer)
 
-    Objects that may change at their own level only (Flax's) may change inside it, as they may beside it.
+
+class Traced:
+    """A function traced with arguments, which are pytrees: its `jaxpr` with `consts`, a function of `arrays`.
+
+    Leaves that are not JAX's arrays keep their values. `fn` and its caller get them as they are.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._caller = _core.trace_ctx.trace
-        self._names: dict[int, str] = {}  # of the arguments, for JAX's messages
-        self._read: list[str] = []  # in the order in which they are read
-        named = None
-        with contextlib.suppress(Exception):  # arguments that are no pytrees
-            named = _api_util.debug_info("fuse", fn, args, kwargs)
-            self._names |= zip(map(id, jax.tree.leaves((args, kwargs))), named.arg_names or (), strict=True)
-            named = named._replace(arg_names=cast(Any, self._read))
-        super().__init__(cast(Any, named), parent_trace=self._caller)
-        self._weakref = self._caller._weakref  # JAX compares levels by it
-        self._arrays: dict[int, tuple[Any, Any]] = {}  # arrays from outside and their tracers, by the array's id
-        self._tracers: list[weakref.ref[Any]] = []
-        self._context = contextlib.ExitStack()
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+        self.arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
-    def __enter__(self) -> Recording:
-        self._context.enter_context(_is_recording(True))
-        self._context.enter_context(_core.set_current_trace(self))
-        self._context.enter_context(_source_info_util.reset_name_stack())
-        if self._caller is _core.eval_trace:  # JAX would fold arguments, which are constants here
-            self._context.enter_context(_config.eager_constant_folding(False))
-        return self
+        def of_arrays(*arrays: jax.Array) -> list[Any]:
+            given = iter(arrays)
+            given_leaves = [next(given) if isinstance(x, jax.Array) else x for x in leaves]
+            args, kwargs = jax.tree.unflatten(tree, given_leaves)
+            self._results, self._tree = jax.tree.flatten(fn(*args, **kwargs))
+            return [x for x in self._results if _is_array(x)]
 
-    def __exit__(self, *_: object) -> None:
-        self._context.close()
+        info = _api_util.debug_info("fuse", fn, args, dict(kwargs))
+        if info.arg_names is not None and len(info.arg_names) == len(leaves):
+            names = zip(info.arg_names, leaves, strict=True)
+            info = info._replace(arg_names=tuple(name for name, x in names if isinstance(x, jax.Array)))
+        self.jaxpr, self.consts = trace(of_arrays, [jax.typeof(x) for x in self.arrays], info)
 
-    def new_const(self, x: Any, source_info: Any, aval: Any = None) -> Any:
-        if not isinstance(x, jax.Array):
-            return self._noted(super().new_const(x, source_info, aval))
-        if id(x) not in self._arrays:  # an argument: as a constant, a scalar would be a literal
-            self._read.append(self._names.get(id(x), "a closed-over array"))
-            self._arrays[id(x)] = x, self._noted(self.new_arg(_core.typeof(x), source_info))
-        return self._arrays[id(x)][1]
-
-    def var_to_tracer(self, *args: Any) -> Any:
-        tracer: Any = super().var_to_tracer(*args)  # type: ignore[no-untyped-call]
-        return self._noted(tracer)
-
-    def _noted(self, tracer: Any) -> Any:
-        self._tracers.append(weakref.ref(tracer))
-        return tracer
-
-    def finish(self, results: Any) -> tuple[list[_core.JaxprEqn], dict[Any, Any], list[Any]]:
-        """(the equations, the values of variables that none of them makes, the tracers that are still referred to)."""
-        known = dict(self.frame.constvar_to_val) | {tracer.val: x for x, tracer in self._arrays.values()}
-        equations = self.frame.get_eqns()
-        for equation in self.frame.tracing_eqns:
-            if isinstance(equation, _pe.TracingEqn):
-                equation.in_tracers = []  # else a tracer would refer to all that it is made of
-        self.frame.tracing_eqns, self._arrays = [], {}
-        returned: list[Any] = []
-        with contextlib.suppress(Exception):  # what is no pytree
-            returned = jax.tree.leaves(results)
-        if {*map(id, self.held())} - {*map(id, returned)}:
-            gc.collect()  # garbage would differ between the processes of a job
-        return equations, known, self.held()
-
-    def held(self) -> list[Any]:
-        """The tracers that are still referred to."""
-        return [tracer for ref in self._tracers if (tracer := ref()) is not None]
-
-    def give(self, tracers: Sequence[Any], values: Sequence[Any]) -> bool:
-        """Gives tracers their values; True if they became tracers of the caller's, which may stay where they are."""
-        for tracer, value in zip(tracers, values, strict=True):
-            if isinstance(tracer.aval, _core.ShapedArray) and not isinstance(value, jax.Array):  # a literal
-                value = _lax._convert_element_type(value, tracer.aval.dtype, weak_type=tracer.aval.weak_type)
-            if not isinstance(self._caller, _pe.DynamicJaxprTrace):
-                tracer.parent = value
-                continue
-            value = self._caller.to_jaxpr_tracer(value, tracer._line_info)
-            for name in ("_trace", "aval", *_pe.DynamicJaxprTracer.__slots__):
-                setattr(tracer, name, getattr(value, name))
-            weakref.finalize(tracer, lambda _: None, value)  # JAX drops a constant with its own tracer
-            if isinstance(self._caller, Recording):
-                self._caller._noted(tracer)
-        self._invalidated = True
-        return isinstance(self._caller, _pe.DynamicJaxprTrace)
-
-    def value_of(self, x: Any) -> Any:
-        """What a tracer was given; anything else stands for itself."""
-        return x.parent if isinstance(x, _pe.DynamicJaxprTracer) and x._trace is self else x
+    def result(self, values: Sequence[Any]) -> Any:
+        """Returns what `fn` returns, with the values that the jaxpr returns."""
+        found = iter(array_of(v, {}) if is_literal(v) else x for v, x in zip(self.jaxpr.outvars, values, strict=True))
+        return jax.tree.unflatten(self._tree, [next(found) if _is_array(x) else x for x in self._results])
 
 
 def is_untraced() -> bool:

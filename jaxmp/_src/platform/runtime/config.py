@@ -121,7 +121,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         timeout,
         is_on("JAXMP_AGREEMENT"),
         # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
-        # collective (xla_gpu_executable_terminate_timeout_seconds and
+        # collective (xla_gpu_executable_terminate_timeout and
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
         instruction_set or None,

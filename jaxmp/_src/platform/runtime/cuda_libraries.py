@@ -64,7 +64,7 @@ def _plugins() -> tuple[str, ...]:
     return tuple(major for major in _FOLDERS if importlib.util.find_spec(f"jax_cuda{major[2:]}_plugin"))
 
 
-def _majors() -> tuple[str, ...]:
+def majors() -> tuple[str, ...]:
     """The CUDA versions to look for: those of JAX's plugins, or all where it has none."""
     return _plugins() or tuple(_FOLDERS)
 
@@ -72,12 +72,12 @@ def _majors() -> tuple[str, ...]:
 def _find_cublasmp(roots: Iterable[Path]) -> str:
     """The wheel's, for JAX's CUDA, or the loader's."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
-    for major in _majors():
+    for major in majors():
         if path := found[major]:
             return path
     others = [major for major, path in found.items() if path]
     if others:
-        wanted = _majors()[0]
+        wanted = majors()[0]
         raise RuntimeError(
             f"cuBLASMp is installed for CUDA {others[0][2:]} ({found[others[0]]}), but JAX's plugin is for CUDA "
             f"{wanted[2:]}; pip install 'jaxmp[cuda{wanted[2:]}]'"

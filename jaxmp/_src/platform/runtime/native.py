@@ -30,7 +30,7 @@ COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -133,6 +133,9 @@ def _open_cublasmp() -> str:
         libraries = cuda_libraries.find()
     except RuntimeError as error:
         return str(error)
+    everywhere = cuda_devices()[0].client.devices() if cuda_devices() else []  # equal on all processes
+    if len(everywhere) > jax.process_count() and cuda_libraries.majors()[0] == "cu12":
+        return "cuBLASMp for CUDA 12 serves one GPU per process; start a process for each, or install 'jaxmp[cuda13]'"
     module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
     module.set_timeout(config().gpu_timeout if gpu_timeout is None else gpu_timeout)
     module.set_sharing(config().ranks_share_gpus)
@@ -173,11 +176,11 @@ def capabilities(library: str = "host") -> dict[str, bool]:
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
-def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
+def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
-    extension().start_barrier(process, nprocesses, timeout, interrupts)
+    extension().start_barrier(process, nprocesses, timeout)
     has_barrier = True
 
 

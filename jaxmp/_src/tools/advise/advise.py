@@ -31,7 +31,7 @@ class Choice:
 
     Attributes:
       pattern: `explain`'s word for what is done; splits: its text of what each mesh axis splits.
-      mesh: (axis, size) of the mesh, whose last axis varies fastest from device to device.
+      mesh: (axis, size) of the mesh; the last axis varies fastest from device to device.
       a, b, d: the shardings of the operands and of the result.
       seconds: the predicted time; time: its parts.
       memory: bytes of the shards of a, b and d that a device holds.
@@ -67,9 +67,9 @@ class Advice(Ranking[Choice]):
     efficient.
 
     Attributes:
-      choices: all of them: those that fit in memory first, then by time, then by memory.
+      choices: all choices. Choices that fit in memory come first, then they are sorted by time, then by memory.
       best: the first.
-      lower_bound: bytes that some device receives whatever the algorithm, if each begins with its part of one copy.
+      lower_bound: bytes that some device receives under any algorithm, if each begins with its part of one copy.
       hardware: the machine.
     """
 
@@ -134,8 +134,8 @@ def advise(
       quiet: whether to return without printing.
 
     Returns:
-      An `Advice`, whose `.best` and `.choices` have shardings, seconds and bytes. Of a function, a function of the same
-      arguments that returns a `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments, and
+      An `Advice`; its `.best` and `.choices` have shardings, seconds and bytes. For a function, a function of the same
+      arguments that returns a `ProgramAdvice`; its `.best` and `.choices` have the shardings of the arguments, and
       the seconds, bytes and memory of the compiled program.
 
     Raises:
@@ -194,7 +194,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _meshes(devices: int) -> Iterator[Mesh]:
-    """Those of one and of two axes."""
+    """Yields the meshes of one and of two axes."""
     for size in range(1, devices + 1):
         if devices % size == 0 and (size > 1 or devices == 1):  # x alone, rather than y alone
             yield tuple((axis, count) for axis, count in (("y", devices // size), ("x", size)) if count > 1)
@@ -203,7 +203,7 @@ def _meshes(devices: int) -> Iterator[Mesh]:
 def _choices(
     extents: dict[str, int], dtype: np.dtype, out_dtype: np.dtype, mesh: Mesh, hardware: Hardware
 ) -> Iterator[Choice]:
-    """The calls that compute a product on this mesh, each axis in a role of its own; none is efficient yet."""
+    """Returns the calls for a product on this mesh, one role per axis; none is marked efficient yet."""
     itemsizes = (dtype.itemsize, dtype.itemsize, out_dtype.itemsize, accumulator(dtype).itemsize)
     gathers_k = not low_precision.is_scaled(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
@@ -230,8 +230,8 @@ def _choices(
 
 
 def _ranked(found: list[Choice]) -> Iterator[Choice]:
-    """Those that fit first, then by time, then by memory; in that order one is efficient if it needs less memory than
-    all before it."""
+    """Sorts choices: which fit first, then by time, then by memory. One is efficient if it needs less memory than all
+    choices before it."""
     least = float("inf")
     for each in sorted(found, key=lambda x: (not x.fits, x.seconds, x.memory)):
         yield dataclasses.replace(each, is_efficient=each.memory < least)
@@ -239,12 +239,12 @@ def _ranked(found: list[Choice]) -> Iterator[Choice]:
 
 
 def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
-    """Elements that some device has to receive, whatever the algorithm, if each begins with its part of one copy.
+    """Returns the elements that some device must receive under any algorithm, if each begins with part of one copy.
 
-    The larger of two bounds. Whatever the memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent
+    The larger of two bounds. For any memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent
     parallel matrix multiplication communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements:
     2mnk / (P sqrt(S)) - S, Smith, Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication",
-    2019 (of which COSMA's is the parallel form).
+    2019 (COSMA has its parallel form).
     """
     small, middle, large = sorted((m, k, n))
     total = m * k + k * n + m * n

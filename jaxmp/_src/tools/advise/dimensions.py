@@ -25,7 +25,7 @@ from jaxmp._src.tools.audit.operations import INLINED
 
 # The classes of a value's dimensions; None for one that is new.
 Dims = Sequence[int | None]
-# Those of a traced value, and a bit for each argument of the program that it depends on.
+# Classes of a traced value's dimensions, and a bit for each argument of the program that it depends on.
 Value = tuple[list[int], int]
 
 
@@ -42,7 +42,7 @@ class Dimensions:
 
     @property
     def looped(self) -> set[int]:
-        """Classes of dimensions over which a loop runs."""
+        """Returns the classes of dimensions that a loop iterates over."""
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
@@ -60,14 +60,14 @@ class Dimensions:
         return dims[0]
 
     def _new(self, v: Any, dims: Dims | None = None) -> list[int]:
-        """The classes of a variable's dimensions."""
+        """Returns new classes for a variable's dimensions."""
         found = [None] * len(_shape(v)) if dims is None else dims
         first = len(self._parents)
         self._parents += range(first, first + len(found))
         return [first + i if dim is None else dim for i, dim in enumerate(found)]
 
     def _follow(self, jaxpr: Any, given: Sequence[Value]) -> list[Value]:
-        """The values of the results of a jaxpr."""
+        """Returns the values of a jaxpr's results."""
         known = dict(zip(jaxpr.invars, given, strict=True)) | {v: (self._new(v), 0) for v in jaxpr.constvars}
 
         def value(v: Any) -> Value:
@@ -81,7 +81,7 @@ class Dimensions:
         return [value(v) for v in jaxpr.outvars]
 
     def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Dims | None]:
-        """Of each result of an equation the classes of its dimensions, None where they are not known."""
+        """Returns the classes of dimensions for each result of an equation, None if they are not known."""
         name, params, shapes = eqn.primitive.name, eqn.params, [_shape(v) for v in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, values, every)
@@ -157,7 +157,7 @@ def _shape(v: Any) -> tuple[int, ...]:
 
 
 def _product(eqn: Any) -> Sequence[str] | None:
-    """The indices of the operands and of the result of a product; None of another equation."""
+    """Returns the indices of a product's operands and result; None for another equation."""
     if eqn.primitive in PRODUCTS:
         batch = "i" if eqn.outvars[0].aval.ndim == 3 else ""
         return in_no_layout(*(batch + indices for indices in eqn.params["spec"].contraction.indices)).indices

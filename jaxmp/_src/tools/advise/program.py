@@ -20,7 +20,6 @@ from jaxmp._src.tools.advise.dimensions import Dimensions
 from jaxmp._src.tools.advise.recipes import Mesh, Recipe, recipes
 from jaxmp._src.tools.explain.arrays import is_array, split_arrays
 from jaxmp._src.tools.explain.compiled import CompiledExplanation, Operation
-from jaxmp._src.tools.explain.estimate import estimate
 from jaxmp._src.tools.explain.explain import explain
 
 Choice = TypeVar("Choice")
@@ -29,7 +28,7 @@ Table = list[list[str]]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ranking(Generic[Choice]):
-    """What `advise` returns: choices on one machine, the best one first, and what there is to say of them."""
+    """The result of `advise`: choices on one machine, the best one first, and remarks about them."""
 
     subject: str
     choices: tuple[Choice, ...]
@@ -42,11 +41,11 @@ class Ranking(Generic[Choice]):
         return self.choices[0]
 
     def tables(self) -> list[Table]:
-        """The header and the cells of each."""
+        """Returns the header and the cells of each table."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What is printed below the tables."""
+        """Returns the lines that are printed below the tables."""
         return [self.legend, *self.remarks, f"{self.hardware.name}: {self.hardware.source or 'as given'}"]
 
     def __str__(self) -> str:
@@ -136,8 +135,8 @@ class ProgramAdvice(Ranking[Plan]):
     """Plans for a function on one machine. `str` gives the tables, and notebooks show them.
 
     Attributes:
-      choices: the plans: those that fit in memory first, then by time, then by bytes. One on two axes comes before one
-        on a single axis if it takes a tenth less.
+      choices: the plans. Plans that fit in memory come first, then they are sorted by time, then by bytes. A plan on
+        two axes comes before a plan on one axis only if it takes a tenth less.
       best: the first.
       remarks: what was left out.
       hardware: the machine.
@@ -146,7 +145,7 @@ class ProgramAdvice(Ranking[Plan]):
     legend = "us are predicted; MB are of one device, as compiled; `.best.explanation` tells why each collective runs"
 
     def tables(self) -> list[Table]:
-        """The plans, and the arguments in the best one."""
+        """Returns the table of plans, and the table of arguments in the best plan."""
         leaves = jax.tree_util.tree_leaves_with_path(
             (self.best.arguments, self.best.keywords), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )
@@ -181,8 +180,8 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
         if not plans:
             raise next(iter(errors.values()))
         if not any(plan.products for plan in plans):
-            raise ValueError(f"advise: {name} has no product whose time is predicted")
-        # A second axis has to save a tenth, for predictions are no more exact.
+            raise ValueError(f"advise: {name} has no product with a predicted time")
+        # A second axis has to save a tenth, because predictions are no more exact.
         plans.sort(key=lambda x: (not x.fits, x.seconds * (1.1 if len(x.mesh) > 1 else 1), x.bytes_moved))
         remarks = [f"left out is {plan}, which raises {str(x).strip().splitlines()[0]}" for plan, x in errors.items()]
         rates = {str(x) for x in dimensions.types.values() if kind_of(x.name) not in hardware.rates}
@@ -228,7 +227,7 @@ def _mesh(axes: Mesh) -> jax.sharding.Mesh:
 def _steps(
     explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Iterator[PlanStep]:
-    """The steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
+    """Returns the steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
     ndevices = math.prod(mesh.values())
     rounds: dict[Any, list[Operation]] = {}
     for row in explanation.rows:
@@ -250,7 +249,7 @@ def _steps(
         if call.flops and call.implementation != "xla" and not call.why.startswith("not fused"):
             if call.implementation == "host+xla":  # what it moves is above
                 call = dataclasses.replace(call, transfers=())
-            time, nbytes = estimate(call, hardware) or CallTime(), sum(each.nbytes for each in call.transfers)
+            time, nbytes = call.time(hardware) or CallTime(), sum(each.nbytes for each in call.transfers)
             yield PlanStep(call.line, "product", call.pattern, call.count, nbytes, time)
 
 

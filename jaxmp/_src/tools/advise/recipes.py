@@ -14,7 +14,7 @@ from jaxmp._src.tools.advise.dimensions import Dimensions
 # The axes of a mesh and their sizes.
 Mesh = tuple[tuple[str, int], ...]
 
-# What each splits over its devices.
+# The dimensions that each recipe splits over its devices.
 RECIPES = {
     "data": ("batch",),
     "fully sharded": ("batch", "parameters"),
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
 def recipes(
     dimensions: Dimensions, types: Sequence[Any], nparameters: int, devices: int, mesh: Mesh
 ) -> Iterator[Recipe]:
-    """The recipes for a program on this mesh, or without one on meshes of one axis and of two.
+    """Returns the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
 
     Args:
       types: of the program's arguments.
@@ -67,7 +67,7 @@ def recipes(
 
 
 def _factors(devices: int) -> list[int]:
-    """At most two sizes of a second axis, the nearest to a square."""
+    """Returns at most two sizes of a second axis, the nearest to a square."""
     found = [n for n in range(2, devices) if devices % n == 0]
     return sorted(sorted(found, key=lambda n: abs(math.log(n * n / devices)))[:2])
 
@@ -90,13 +90,13 @@ class _Classes:
         self._extents = dict(sorted(extents, key=lambda pair: -pair[1]))
 
     def _rows(self, leaf: Leaf) -> list[int]:
-        """The dimensions over which no loop runs."""
+        """Returns the dimensions that no loop iterates over."""
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Megatron's: the largest first, each but those that share a matrix with one before.
+        """Returns Megatron's hidden dimensions: the largest first, except where an earlier one has the same matrix.
 
-        Of two layers in turn one has its columns sharded and the next its rows.
+        In two consecutive layers the first has its columns sharded and the second its rows.
         """
         found = set[int]()
         for dim, extent in self._extents.items():
@@ -126,7 +126,7 @@ class _Classes:
         )
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
-        """The dimensions of an argument that may be sharded, the best one first."""
+        """Returns the dimensions of an argument that may be sharded, the best one first."""
         if kind in ("batch", "sequence"):
             wanted = self._batch if kind == "batch" else self._sequence
             return [i for i, dim in enumerate(leaf.dims) if dim in wanted and leaf.is_batch]
@@ -140,9 +140,9 @@ class _Classes:
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
     """The classes of the batch: dimensions that come first in arguments which are no parameters.
 
-    Of several extents it is that of the dimension which most arguments have, or else of the largest argument. Where the
-    program has to tell what is a parameter, a dimension of the batch comes first in every argument that has it, and of
-    several extents it is that of integers, such as tokens, or else of the first argument.
+    If it has several extents, it is the one that most arguments have, or else the largest argument's. If the program
+    does not tell which arguments are parameters, a batch dimension comes first in every argument that has it; of
+    several extents, the integers' (such as tokens) counts, or else the first argument's.
     """
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:

@@ -33,8 +33,8 @@ def audit(
     """Print which operations of `fn(*args)` give other bits in another batch or on another mesh, and return them.
 
     It runs `fn` equation by equation, each compiled alone, on `args` and in variants of them. It names each equation
-    whose inputs have equal bits in both and whose outputs have not, and goes on from equal bits, so that it finds them
-    all; then it compares the outputs of `fn` as a whole. docs/audit.md says more.
+    if its inputs have equal bits in both but its outputs do not, and continues from equal bits, so that it finds all of
+    them; then it compares the outputs of `fn` as a whole. docs/audit.md says more.
 
     Args:
       fn: a function of arrays, jitted or not; a gradient function for the backward pass. Keyword arguments:
@@ -43,9 +43,9 @@ def audit(
       vary: "batch": each row has to have the same bits in batches of other sizes, at other places. "mesh": the arrays
         that a mesh holds have to give the same bits on smaller meshes, down to one device; `fn` finds its mesh in its
         operands or in `jax.sharding.get_mesh()`. "processes": the arrays of a mesh over several processes have to give
-        the same bits on devices of one process; every process calls `audit` alike, and gets the same.
-      batch_argnums: for "batch", the numbers of the arguments whose arrays have the batch as their first dimension. By
-        default those of which all arrays begin with the extent of the last argument's.
+        the same bits on devices of one process; every process calls `audit` with equal arguments and gets one result.
+      batch_argnums: for "batch", the numbers of the arguments with arrays that have the batch as first dimension. By
+        default all arguments with arrays that begin with the extent of the last argument's arrays.
       compiler_options: as of `jax.jit`.
       quiet: whether to return without printing. Of several processes the first prints.
 
@@ -85,7 +85,7 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`fn` as a function of the list of its arrays, and these."""
+    """Returns `fn` as a function of a list of its arrays, and that list."""
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
@@ -105,7 +105,7 @@ def _of_arrays(
         results = fn(*jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))]))
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
 
-    # As JAX takes them: without 64-bit types a float64 of NumPy is a float32.
+    # Arrays as JAX takes them: without 64-bit types a float64 of NumPy becomes float32.
     return fn_of_arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[i] for i in places)]
 
 
@@ -144,7 +144,7 @@ def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
 def _batches(
     trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> Iterator[tuple[Variation, Side]]:
-    """The batch as it is, and in other sizes."""
+    """Returns the batch unchanged, and in other sizes."""
     is_batched, nrows, argnums = _batched_arrays(args, argnums)
     batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
     mesh = jax_compat.ambient_mesh()
@@ -191,7 +191,7 @@ def _batched_arrays(
 
 
 def _devices_along_rows(arrays: Sequence[Any]) -> int:
-    """Of how many rows the batch has to be a multiple, so that devices can share it as they do."""
+    """Returns a number that must divide the rows of the batch, so that devices can share them as they do."""
     shards = [
         x.shape[0] // x.sharding.shard_shape(x.shape)[0]
         for x in arrays

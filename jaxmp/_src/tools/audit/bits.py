@@ -17,12 +17,12 @@ from jaxmp._src.platform.runtime.bitwise import bits_of, distance, places
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How two arrays of one type differ.
+    """The differences between two arrays of one type.
 
     Attributes:
       differing, elements: how many elements have other bits, and how many there are.
-      ulps: the largest distance in units in the last place: how many numbers of the type lie between two elements,
-        plus one. Of integers it is the distance itself. Elements of which one is NaN are left out.
+      ulps: the largest distance in units in the last place: how many numbers of the type are between two elements,
+        plus one. For integers it is the distance itself. Pairs with a NaN are left out.
       absolute: the largest absolute difference; inf where one element of a pair is NaN.
     """
 
@@ -32,23 +32,23 @@ class Difference:
     absolute: float
 
     def merge(self, other: Difference) -> Difference:
-        """The worse of two."""
+        """Returns the worse of two differences."""
         worse = max(self, other, key=lambda one: one.differing / max(one.elements, 1))
         return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
 
 
 def is_shared(x: Any) -> bool:
-    """Whether another process holds a part of the array."""
+    """True if another process holds a part of the array."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def is_key(x: Any) -> bool:
-    """Whether these are random keys, which have no bits of their own on the host."""
+    """True if these are random keys, which have no bits of their own on the host."""
     return bool(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def pull(x: Any) -> np.ndarray:
-    """A copy on the host; of random keys their data, which has further dimensions behind."""
+    """Copies an array to the host; for random keys, their data, which has more dimensions at the end."""
     x = jax.random.key_data(x) if is_key(x) else x
     if not is_shared(x):
         return np.asarray(x)
@@ -58,9 +58,9 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """`host` on the devices of the array `like`, sharded as that is.
+    """Puts `host` on the devices of the array `like`, with its sharding.
 
-    `leading`: how many dimensions it has in front beyond those of `like`, or, below zero, has not.
+    `leading`: the number of dimensions that it has before the dimensions of `like`; negative if it has fewer.
     """
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
@@ -73,7 +73,7 @@ def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
 
 
 def place(host: np.ndarray, sharding: Any) -> Any:
-    """`host`, which every process has, on devices of this process or of several."""
+    """Puts `host`, which every process has, on devices of this process or of several."""
     if sharding.is_fully_addressable:
         return jax.device_put(host, sharding)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -88,9 +88,9 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
-    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not.
+    """Compares an array with what it should be, on every device that holds a part or a copy of it; None if not.
 
-    `across`: on the devices of all processes, each of which asks the same of the same array, and gets one answer.
+    `across`: on the devices of all processes; each asks about the same array and gets the same answer.
     """
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
     if len(shards) <= 1 and not is_shared(actual):
@@ -105,7 +105,7 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
         int(np.float64(max((one.absolute for one in own + copies), default=0.0)).view(np.uint64)),
     ]
     records = _of_each(record) if across else [record]
-    # Of an array that each process has for itself every one counts all elements.
+    # If each process has an array of its own, each counts all elements.
     total = sum if is_shared(actual) else max
     differing = total(one[0] for one in records) or max(one[1] for one in records)
     if not differing:
@@ -115,7 +115,7 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
 
 
 def ascending(x: np.ndarray) -> np.ndarray:
-    """The numbers of an array in ascending order, those of equal value by their bits; two of each complex one."""
+    """Sorts the numbers of an array, equal ones by their bits; a complex number counts as two."""
     numbers = np.ascontiguousarray(x).reshape(-1)
     numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
     return np.asarray(numbers[np.argsort(places(numbers)[:, 0])])
@@ -123,7 +123,7 @@ def ascending(x: np.ndarray) -> np.ndarray:
 
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise AssertionError(f"{actual.dtype}{actual.shape} beside {expected.dtype}{expected.shape}")
+        raise AssertionError(f"{actual.dtype}{actual.shape} compared with {expected.dtype}{expected.shape}")
     differs = (bits_of(actual) != bits_of(expected)).any(axis=-1)
     if not differs.any():
         return None
@@ -150,16 +150,16 @@ def _is_nan(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.isnan(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)))
 
 
-# Of several processes, which run the same audit and decide alike --------------------------------------------------
+# Several processes, which run the same audit and decide the same ---------------------------------------------------
 
 
 def first(host: np.ndarray) -> np.ndarray:
-    """What the first process has on its host, to the bit."""
+    """Returns the first process's host array, bit by bit."""
     return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
 
 
 def _of_each(numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers, below 2**64, that each process gives."""
+    """Returns the numbers, below 2**64, of each process."""
     return [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(numbers, np.uint64))]
 
 

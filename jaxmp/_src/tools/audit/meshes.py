@@ -48,11 +48,11 @@ def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Itera
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
-    """The one mesh of the operands, or that of `jax.set_mesh`."""
+    """Returns the single mesh of the operands, or the mesh of `jax.set_mesh`."""
     found = {x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)}
     if len(found) > 1:
         raise ValueError(
-            f"audit: the operands have to lie on one mesh, got {', '.join(sorted(map(_described, found)))}; place them"
+            f"audit: the operands have to be on one mesh, got {', '.join(sorted(map(_described, found)))}; place them"
             " with jax.device_put(x, NamedSharding(mesh, spec))"
         )
     return next(iter(found), None) or jax_compat.ambient_mesh()
@@ -68,7 +68,7 @@ def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side
         if mesh == _mesh_of(arrays):
             raise  # it fails without audit too
         raise ValueError(
-            f"audit: fn cannot be traced on the mesh {dict(mesh.shape)}; it has to take every array that lies on a"
+            f"audit: fn cannot be traced on the mesh {dict(mesh.shape)}; it has to take every array that is on a"
             " mesh as an argument, and its mesh from jax.sharding.get_mesh() or from its operands"
         ) from error
 

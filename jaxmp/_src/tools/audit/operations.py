@@ -1,4 +1,4 @@
-"""What kinds of operations there are, which of them `fuse` settles, and what to do about the others."""
+"""Kinds of operations: which of them `fuse` settles, and what to do about the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
 _OURS = {primitive.name for primitive in (*PRODUCTS, *GROUPED)}
 _GROUPED = (*(primitive.name for primitive in GROUPED), "ragged_dot_general")  # a level that they always have: "batch"
-# Equations whose jaxprs run once, as if they were written out.
+# Equations with jaxprs that run once, as if they were written out.
 INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
@@ -39,7 +39,7 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 ADVICE = {
     ("sum", "mesh"): (
-        "sum on whole operands: jax.sharding.reshard them to P() ahead of the sum, so that every device adds all in"
+        "sum on whole operands: jax.sharding.reshard them to P() before the sum, so that every device adds all in"
         " one order; or write the sum as a product with ones, which jaxmp.matmul(x, ones, determinism='topology')"
         " adds in one order on any mesh"
     ),
@@ -67,14 +67,14 @@ ADVICE = {
     ("other equations", "batch"): "the program itself is another for this batch; write it so that it is the same",
 }
 _UNSETTLED = (
-    "fuse leaves it to XLA: operands of two types, ragged groups, or a batch whose contraction is sharded; bring"
+    "fuse leaves it to XLA: operands of two types, ragged groups, or a batch with a sharded contraction; bring"
     " both to one type, or the contraction whole to every device"
 )
 _OF_KEPT = "this call has the level already; please report it as a bug of jaxmp"
 
 
 def name_of(eqn: Any) -> str:
-    """What reports call an equation: its primitive, or the one of jaxmp's that it calls, with the level."""
+    """Returns an equation's name in reports: its primitive, or jaxmp's primitive that it calls, with the level."""
     ours = our_equation(eqn)
     if ours is not None:
         return f"{ours.primitive.name} ({ours.params['spec'].determinism})"
@@ -82,7 +82,7 @@ def name_of(eqn: Any) -> str:
 
 
 def kind_of(eqn: Any) -> str:
-    """A kind of `ADVICE`, or "product"."""
+    """Returns a kind of `ADVICE`, or "product"."""
     if our_equation(eqn) is not None:
         return "product"
     name = str(eqn.primitive.name)
@@ -92,7 +92,7 @@ def kind_of(eqn: Any) -> str:
 
 
 def settled_by(eqn: Any, vary: str) -> str:
-    """The argument of `fuse` that keeps the bits of an equation, or nothing."""
+    """Returns the argument of `fuse` that keeps the bits of an equation, or ""."""
     level, ours = LEVELS[vary], our_equation(eqn)
     is_grouped = (ours or eqn).primitive.name in _GROUPED
     is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))
@@ -102,7 +102,7 @@ def settled_by(eqn: Any, vary: str) -> str:
 
 
 def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
-    """What to do where `fuse` does not settle it; `is_other`: the variant has other equations there."""
+    """Returns what to do if `fuse` does not settle it; `is_other`: the variant has other equations there."""
     if kind_of(eqn) == "product" and not is_other:
         ours = our_equation(eqn)
         is_kept = ours is not None and _keeps(ours.params["spec"].determinism, LEVELS[vary])
@@ -112,7 +112,7 @@ def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
 
 
 def _is_fused(eqn: Any) -> bool:
-    """Whether `fuse` gives a product of JAX's a level of determinism."""
+    """True if `fuse` gives a product of JAX's a level of determinism."""
     if eqn.primitive.name != "dot_general":
         return False
     (contract, batch), avals = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
@@ -140,15 +140,15 @@ def our_equation(eqn: Any) -> Any:
 
 
 def is_packed(eqn: Any, dtype: np.dtype) -> bool:
-    """Whether an output of this type is the mask of a relu, whose bytes lie by the shape of a device's part."""
+    """True if an output of this type is a relu mask; its bytes are arranged by the shape of a device's part."""
     return dtype == np.uint8 and our_equation(eqn) is not None
 
 
 def is_by_device(eqn: Any, i: int) -> bool:
-    """Whether output `i` may lie in the order of the devices: what `shard_map` keeps on each of them for a gradient.
+    """True if output `i` may be in the order of the devices: what `shard_map` keeps on each of them for a gradient.
 
-    JAX stacks these parts along their first dimension, and their spec has that entry alone. Rows b0 and b1 of which
-    two devices hold a half each lie as b0[:h] b1[:h] b0[h:] b1[h:]. An `out_specs` of the user's may look the same.
+    JAX stacks these parts along their first dimension, and only that dimension has an entry in the spec. If two devices
+    hold half of rows b0 and b1 each, the order is b0[:h] b1[:h] b0[h:] b1[h:]. A user's `out_specs` may look the same.
     """
     if eqn.primitive.name == "shard_map":
         spec = eqn.params["out_specs"][i]
@@ -159,7 +159,7 @@ def is_by_device(eqn: Any, i: int) -> bool:
 
 
 def is_our_call(eqn: Any) -> bool:
-    """Whether this is the `jit` of one of jaxmp's own functions, which is one operation here."""
+    """True if this is the `jit` of one of jaxmp's own functions, which is one operation here."""
     return str(eqn.params.get("name", "")).startswith("jaxmp")
 
 

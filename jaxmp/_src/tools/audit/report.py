@@ -1,4 +1,4 @@
-"""What an audit finds, collected while the variants run."""
+"""Collects the results of an audit while the variants run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxmp._src.tools.audit.bits import Difference
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation whose inputs have equal bits in the reference and in a variant, and whose outputs have not.
+    """One operation with equal bits in its inputs, but not in its outputs, in the reference and a variant.
 
     Attributes:
       line: the line of the program, "model.py:41".
@@ -20,7 +20,7 @@ class Row:
       kind: "product", "sum", "elementwise", "convolution", "linear algebra", "random", "whole" of what runs in one
         piece (shard_map and others), or "other equations" where the program itself is another in the variant.
       shapes: of the inputs and of the (first) output that differs, in the reference's batch; dtypes: theirs.
-      variants: the variants in which it differs.
+      variants: the variants with a difference.
       count, runs: how often it differs, and how often it runs, in all variants together: equal lines of layers, and
         the steps of a loop, share a row.
       difference: how far apart the outputs are, at worst: `.differing` of `.elements`, `.ulps`, `.absolute`.
@@ -84,7 +84,7 @@ class Report:
         key = (_key(eqn, line), is_other)
         row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
         variants = row.variants if variant in row.variants else (*row.variants, variant)
-        # Of several outputs that differ at once the run counts once.
+        # If several outputs differ at once, the run counts once.
         count = row.count + (self._turns.get(key) != self._turn)
         self._turns[key] = self._turn
         merged = row.difference.merge(found)
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The culprits in the order in which they were found."""
+        """Returns the operations that differ, in the order of their discovery."""
         return tuple(
             dataclasses.replace(row, runs=max(self._runs.get(key, 0), row.count))
             for (key, _), row in self._rows.items()
@@ -124,7 +124,7 @@ class Report:
 
     @property
     def compared(self) -> int:
-        """How many operations were, those of one line and shape counted once."""
+        """Returns how many operations were compared; operations with one line and shape count once."""
         return len(self._runs)
 
 

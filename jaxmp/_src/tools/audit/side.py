@@ -18,15 +18,15 @@ from jaxmp._src.tools.audit.variation import Relation
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What one variable of a trace holds.
+    """The value of one variable of a trace.
 
     Attributes:
       array: the array.
-      twin, relation: of a value of a variant, the reference's to which it corresponds, and how.
+      twin, relation: for a variant's value, the corresponding value of the reference, and how they correspond.
       origin: the equation that made it and its line, if the other trace has none like it.
       is_of_batch: whether it depends on the arrays of the batch, and not on its size alone.
       is_mixed: whether it depends on other rows of the batch than its own.
-      is_by_device: whether its elements may lie in the order of the devices, which is another on each mesh.
+      is_by_device: whether its elements may be in the order of the devices, which differs between meshes.
     """
 
     array: Any
@@ -39,7 +39,7 @@ class Value:
 
     @functools.cached_property
     def host(self) -> np.ndarray:
-        """A copy on the host."""
+        """Returns a copy on the host."""
         return bits.pull(self.array)
 
 
@@ -65,21 +65,21 @@ class Side:
             self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """The mesh of this trace, where it has one."""
+        """Returns a context that sets this trace's mesh, if it has one."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def whole(self) -> list[Any]:
-        """The results of the whole program, compiled in one piece."""
+        """Runs the whole program, compiled in one piece."""
         with self.scope():
             return jax.tree.leaves(jax.jit(self._fn, compiler_options=self._options)(self.arrays))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """The results of one equation, compiled alone."""
-        # Where an operand is a literal of the program it stays one, as in the program.
+        """Runs one equation, compiled alone."""
+        # An operand that is a literal of the program stays a literal.
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)
         if key not in self._compiled:
-            # Along with the equation, whose id may be in the key.
+            # Keeps the equation alive, because its id may be in the key.
             jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self._options)
             self._compiled[key] = jitted, eqn
         with self.scope():
@@ -95,7 +95,7 @@ def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _key(eqn: Any) -> Any:
-    """Equal for equations that compute the same of equal operands; the layers of a model repeat most of theirs."""
+    """Returns a key of the computation: equal for equal equations; the layers of a model repeat most of theirs."""
     literals = tuple((i, repr(v.val), str(v.aval)) for i, v in enumerate(eqn.invars) if jax_tracing.is_literal(v))
     params = tuple((name, type(value), _exact(value)) for name, value in sorted(eqn.params.items()))
     key = (eqn.primitive, params, literals, len(eqn.invars), id(eqn.ctx))
@@ -107,7 +107,7 @@ def _key(eqn: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """A parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
+    """Returns a parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
     if isinstance(value, float | complex | bool):
         return repr(value)
     return tuple((type(one), _exact(one)) for one in value) if isinstance(value, tuple) else value

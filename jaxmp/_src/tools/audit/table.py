@@ -1,4 +1,4 @@
-"""What `audit` returns, and how it is shown."""
+"""The result of `audit`, and how it is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Audit:
     """The operations of a program that give other bits in a variant; `str` gives the table, and notebooks show it.
 
     The table has, per operation, the line of the program; the primitive; the shapes of its inputs and of its output,
-    and their type; the variants in which it differs, and how often of how many times it ran; how many elements differ,
+    and their type; the variants with a difference, and how often of how many times it ran; how many elements differ,
     at worst; the largest distance in units in the last place, and absolutely; and what to do.
 
     Attributes:
@@ -25,7 +25,7 @@ class Audit:
       rows: a row for each operation that differs, in the order of the program.
       uncompared: the operations that could not be compared, and why.
       outputs: the outputs of the whole program, compiled in one piece, that differ.
-      compared: how many operations were compared; those of one line and one shape count once.
+      compared: how many operations were compared; operations with one line and one shape count once.
     """
 
     vary: str
@@ -47,7 +47,7 @@ class Audit:
         return as_html(self._tables(), [self._total(), *self._notes()])
 
     def _tables(self) -> list[list[list[str]]]:
-        """The one table, or none."""
+        """Returns one table, or none."""
         cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
         return [[list(_COLUMNS), *cells]] if self.rows else []
 
@@ -58,7 +58,7 @@ class Audit:
         return f"total: {self._counts()}; {self.reference} compared with {', '.join(self.variants)}"
 
     def _notes(self) -> list[str]:
-        """What to do, once for all rows that are alike; what was not compared; and the whole program."""
+        """Returns what to do, once for all equal rows; what was not compared; and the whole program."""
         notes = []
         if settled := [row for row in self.rows if row.settled_by]:
             notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {_places(settled)}")
@@ -88,12 +88,12 @@ _FUSED = (
     " of a device. On CPUs it hands some fused sums and softmaxes to YNNPACK, which compiler_options="
     '{"xla_cpu_experimental_ynn_fusion_type": ""} of jax.jit, and of audit, prevents'
 )
-# Of lines and outputs a note names so many.
+# A note names at most this many lines and outputs.
 _SHOWN = 8
 
 
 def _places(found: Sequence[Row | Uncompared]) -> str:
-    """The operations with their lines."""
+    """Returns the operations with their lines."""
     return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
 
 

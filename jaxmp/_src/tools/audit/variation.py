@@ -1,4 +1,4 @@
-"""What stays the same in a variant: which elements of its arrays correspond to which of the reference's."""
+"""The parts that stay the same in a variant: how elements of its arrays correspond to the reference's elements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jaxmp._src.tools.audit import bits
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the rows of a batch lie in an array: dimension `dim` is (outer, rows, inner) in row-major order.
+    """The position of a batch's rows in an array: dimension `dim` is (outer, rows, inner) in row-major order.
 
-    Of a batch of 4 rows an array of shape (8, 5) is Rows(0, 1, 2) if each row has two neighbouring lines, and
+    For a batch of 4 rows, an array of shape (8, 5) is Rows(0, 1, 2) if each row has two neighbouring lines, and
     Rows(0, 2, 1) if the batch stands there twice.
     """
 
@@ -24,12 +24,12 @@ class Rows:
     inner: int = 1
 
     def apart(self, x: np.ndarray, nrows: int) -> np.ndarray:
-        """`x` with the rows in front."""
+        """Returns `x` with the rows in front."""
         shape = (*x.shape[: self.dim], self.outer, nrows, self.inner, *x.shape[self.dim + 1 :])
         return np.moveaxis(x.reshape(shape), self.dim + 1, 0)
 
     def take(self, x: np.ndarray, nrows: int, rows: np.ndarray) -> np.ndarray:
-        """`x`, of `nrows` rows, with `rows` of it in their place."""
+        """Returns `x`, of `nrows` rows, with these `rows` instead."""
         shape = (*x.shape[: self.dim], self.outer * len(rows) * self.inner, *x.shape[self.dim + 1 :])
         taken = np.moveaxis(self.apart(x, nrows)[rows], 0, self.dim + 1)
         return np.ascontiguousarray(taken).reshape(shape)
@@ -40,7 +40,7 @@ class Rows:
 # by its nature (it depends on the size of the batch, or on the place of a row).
 Relation = Rows | Literal["same", "packed", "other"]
 
-# Arrays lie in two orders if, sorted, they are so many times closer than as they lie.
+# Arrays count as reordered if sorting brings them closer by this factor.
 _CLOSER = 8
 
 
@@ -52,7 +52,7 @@ class Variation:
       name: as reports have it: "2 devices (x=2)", "3 rows".
       nrows: how many rows the reference's batch has.
       rows: of each row of the variant's batch its number in the reference's; None where the batch is the same.
-      across: whether the variant's arrays lie on devices of several processes.
+      across: whether the variant's arrays are on devices of several processes.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Variation:
     across: bool = False
 
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
-        """How arrays of these shapes may relate, the likeliest first; none where no dimension holds the batch."""
+        """Returns how arrays of these shapes may relate, likeliest first; nothing if no dimension holds the batch."""
         if reference == variant:
             return ["same"]
         if self.rows is None or len(reference) != len(variant):
@@ -74,23 +74,23 @@ class Variation:
         return [Rows(dim, each // inner, inner) for inner in range(each, 0, -1) if each % inner == 0]
 
     def expected(self, reference: np.ndarray, relation: Relation) -> np.ndarray:
-        """What the variant should have."""
+        """Returns the array that the variant should have."""
         if isinstance(relation, Rows):
             assert self.rows is not None
             return relation.take(reference, self.nrows, np.array(self.rows))
         return reference
 
     def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
-        """How an array of the variant differs from what it should have."""
+        """Compares an array of the variant with its expected value."""
         return bits.difference(array, self.expected(reference, relation), across=self.across)
 
     def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
-        """Whether an array has the bits of the reference's elements in another order, each once or equally often."""
+        """True if an array has the bits of the reference's elements in another order, each once or equally often."""
         is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 
     def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
-        """How arrays differ that have one shape and lie in two orders; None where they lie as each other.
+        """Returns how two arrays of one shape in different orders differ; None if their orders are the same.
 
         It is the difference of the sorted arrays: no order brings all elements closer than that.
         """
@@ -104,7 +104,7 @@ class Variation:
         return bits.difference(bits.ascending(array), np.repeat(bits.ascending(reference), copies), across=self.across)
 
     def decision(self, reference: np.ndarray) -> np.ndarray:
-        """A value that says where the program goes on, the same for all processes."""
+        """Returns a value that decides how the program goes on, the same on all processes."""
         return bits.first(reference) if self.across else reference
 
 

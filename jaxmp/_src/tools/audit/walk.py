@@ -1,7 +1,7 @@
 """Two traces of one program, run side by side: each pair of equations from equal bits.
 
-A value of the variant *corresponds* to one of the reference if it has the same bits, or, in another batch, those of
-the same rows. An equation whose inputs correspond and whose outputs do not is reported, and the variant goes on from
+A value of the variant *corresponds* to one of the reference if it has the same bits, or, in another batch, the bits of
+the same rows. An equation with inputs that correspond and outputs that do not is reported, and the variant continues at
 the reference's outputs. The pairing of equations is a matter of names and shapes alone, so it may pair what does not
 belong together; since the inputs of a pair are compared too, that costs a comparison and reports nothing false.
 """
@@ -23,7 +23,7 @@ from jaxmp._src.tools.audit.side import Side, Value
 from jaxmp._src.tools.audit.variation import Relation, Rows, Variation
 
 _MIXES = "its result mixes the rows of the batch"
-_UNPLACED = "no dimension of its result is that of the batch"
+_UNPLACED = "no dimension of its result is the batch"
 _OF_SIZE = "its operands depend on the size of the batch, or on the place of a row"
 _OTHERS = "its operands are others in the variant by themselves"
 _UNPAIRED = "the variant has other equations here"
@@ -80,7 +80,7 @@ class Walk:
             environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
     def _join(self, one: Value, other: Value) -> Pair:
-        """These two values, of which the variant's has the reference's bits from here on."""
+        """Returns these two values; from here on the variant's value has the bits of the reference."""
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -100,7 +100,7 @@ class Walk:
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
-        """Whether they correspond; if so, they are twins from here on."""
+        """Returns True if they correspond; then, they are twins from here on."""
         if other.twin is one:
             return True
         relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
@@ -117,7 +117,7 @@ class Walk:
         return value.is_by_device and self._variation.rows is None
 
     def _reordered(self, one: Value, other: Value) -> bits.Difference | None:
-        """How two values of one shape differ that lie in two orders; None where they lie as each other."""
+        """Returns how two values of one shape in different orders differ; None if their orders are the same."""
         return self._variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
 
     def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
@@ -162,7 +162,7 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """One step after another; None where the steps are rows, or other ones in the variant."""
+        """Walks the steps of a scan in order; None if the steps are rows, or differ in the variant."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None
@@ -227,11 +227,11 @@ class Walk:
         return settled
 
     def _is_unread(self, one: Value, other: Value) -> bool:
-        """Whether these lie by the device in two shapes, and are not the same elements in another order."""
+        """True if these are ordered by device in two shapes, and do not have the same elements in another order."""
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Output `i` of both sides, the variant's from equal bits; a difference is reported."""
+        """Returns output `i` of both sides, the variant's with equal bits; reports a difference."""
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -264,10 +264,10 @@ class Walk:
         return one, self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
-        """What the variant goes on with where operands, or the equation itself, are others by the size of the batch.
+        """Returns the value with which the variant continues if operands or the equation depend on the batch size.
 
-        An iota, a mask and what indexes by them have to be the variant's own: row 2 of its batch is another row. Of
-        noise that is added to the rows the reference's has to be taken, or nothing behind it could be compared.
+        An iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For noise
+        that is added to the rows the reference's values are used, or nothing after it could be compared.
         """
         if not other.is_of_batch and self._variation.rows is not None:
             return other
@@ -282,11 +282,11 @@ class Walk:
         return _inheriting(Value(array, one, relation), [other])
 
     def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
-        """Whether a row of output `i` depends on the same row of the inputs alone.
+        """True if a row of output `i` depends only on the same row of the inputs.
 
         Tried out on the reference, with the same compiled equation: where about half of the rows are replaced by
-        others, and by their negatives, the rest has to keep its bits. The halves are those of each bit of the rows'
-        numbers, so that of any two rows each is once replaced where the other is kept.
+        others, and by their negatives, the rest has to keep its bits. Each bit of the rows' numbers gives two halves,
+        so that for any two rows each is once replaced while the other is kept.
         """
         nrows = self._variation.nrows
         for bit, kept_bit, sign in itertools.product(range((nrows - 1).bit_length()), (0, 1), (1, -1)):
@@ -316,7 +316,7 @@ def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
 
 
 def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
-    """A value that was made of these."""
+    """Returns a value that was computed from these."""
     value.is_of_batch |= any(x.is_of_batch for x in operands)
     value.is_mixed |= any(x.is_mixed for x in operands)
     return value
@@ -343,7 +343,7 @@ def _live_equations(jaxpr: Any, line: str) -> list[Any]:
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
-    """The equations of both traces in an order in which both can run, paired where they are alike."""
+    """Yields pairs of equal equations of both traces, in an order in which both can run."""
     names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
     if names == other_names:
         yield from zip(equations, others, strict=True)

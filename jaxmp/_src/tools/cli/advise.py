@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="rows of a, columns of a, columns of b; or a function by file and name, and the types of its arguments",
     )
-    parser.add_argument("--devices", type=int, help="how many devices share the products (8, or those of --mesh)")
+    parser.add_argument("--devices", type=int, help="how many devices share the products (8, or as in --mesh)")
     parser.add_argument("--hardware", default="h100-8", help="this, h100-8, h200-8 or gb200-nvl72 (h100-8)")
     parser.add_argument("--dtype", help="type of the operands of one product: f32, bf16, f64, ... (bf16)")
     parser.add_argument(
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; extents and numbers of devices that no sharding divides are an error of the command."""
+    """Returns 0; extents and numbers of devices that no sharding divides are an error of the command."""
     if not options.json:
         rich("table")  # raises before the work where rich is missing
     try:

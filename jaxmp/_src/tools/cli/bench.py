@@ -1,4 +1,4 @@
-"""Time a product beside XLA's under the same shardings, here and now."""
+"""Compare the time of a product with XLA's under the same shardings, here and now."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where the results of the two do not agree."""
+    """Returns 1 if the two results do not agree."""
     if not options.json:
         rich("progress")  # raises before the work where rich is missing
     dtype, names = dtype_of(options.dtype), _patterns(options)
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> list[str]:
-    """The patterns to time; of all, those that the extents and the number of devices allow."""
+    """Returns the patterns to time; for all, every pattern that the extents and the number of devices allow."""
     if options.mesh < 1 or min(options.m, options.k, options.n) < 1:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":
@@ -88,7 +88,7 @@ def _patterns(options: argparse.Namespace) -> list[str]:
 
 
 def _why_not(name: str, options: argparse.Namespace) -> str:
-    """Why the operands of a pattern cannot be sharded evenly, or ""."""
+    """Returns why the operands of a pattern cannot be sharded evenly, or ""."""
     sizes = dict(zip("xy", _grid(name, options.mesh), strict=False))
     if name == "grid" and sizes["y"] == 1:
         return f"{options.mesh} devices make no grid of two dimensions"
@@ -146,7 +146,7 @@ def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: 
 
 
 def _disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
-    """How far the two results are apart, where rounding does not explain it; a fast wrong product is worth nothing.
+    """Explains a difference of the two results that is more than rounding; a fast wrong product is worth nothing.
 
     Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|.
     """
@@ -173,7 +173,7 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
 
 
 def verdict(names: list[str], ratios: list[float]) -> str:
-    """One sentence of the ratios of XLA's time to jaxmp's."""
+    """Returns a sentence about the ratios of XLA's time to jaxmp's."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio < 1 - _EQUAL]
     text = f"{mean:.2f} times XLA's rate" if abs(mean - 1) > _EQUAL else "XLA's rate"

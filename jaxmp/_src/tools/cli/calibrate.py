@@ -20,7 +20,7 @@ from jaxmp._src.platform.hardware.clock import interleaved
 from jaxmp._src.platform.hardware.processor import processor
 
 _TYPES = ("float32", "float64", "bfloat16", "float16")
-# Rows, columns and k of the product whose rate is taken, and of one whose time is that of launching it.
+# Rows, columns and k of a product that measures the rate, and of one that measures the time of a launch.
 _LARGE, _SMALL = 1024, 16
 _STREAM = 2**28  # bytes that a pass over memory reads, and writes: more than caches hold
 _SENT, _TURNS = 2**22, 9  # bytes that each process of a job sends to each other one at a time, and how often
@@ -104,8 +104,8 @@ def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
 
 
 def _network() -> dict[str, Any]:
-    """Of a job: bytes per second that a process receives from others in XLA's all-gather, the part of the processor
-    that this takes, and seconds of a step."""
+    """Measures a job's network: bytes per second that a process receives in XLA's all-gather, the fraction of the
+    processor that this takes, and seconds of a step."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
 
     def gather(x: jax.Array) -> jax.Array:
@@ -113,7 +113,7 @@ def _network() -> dict[str, Any]:
         return gathered[: x.size]
 
     def seconds(nbytes: int, times: int) -> tuple[float, float]:
-        """Of the clock, and of all cores."""
+        """Returns seconds by the clock, and of all cores."""
         x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
         local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
         call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
@@ -136,5 +136,5 @@ def _network() -> dict[str, Any]:
 
 
 def _seconds(*calls: Callable[[], Any]) -> list[float]:
-    """Seconds of each call: medians, for what is predicted will not run at its fastest either."""
+    """Returns the median seconds of each call, because predicted work will not run at its fastest either."""
     return list(interleaved({str(i): call for i, call in enumerate(calls)}, seconds=0.6, rounds=(5, 31)).values())

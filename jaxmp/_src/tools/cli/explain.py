@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0; what the function or its types get wrong is an error of the command."""
+    """Returns 0; a mistake in the function or its types is an error of the command."""
     hardware = named_hardware(options.hardware) if options.hardware else None
     mesh = mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
@@ -77,7 +77,7 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """The file runs as a module, with its folder on the import path."""
+    """Runs the file as a module, with its folder on the import path."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
@@ -103,7 +103,7 @@ def _load(place: str) -> Callable[..., Any]:
 
 
 def mesh_of(text: str) -> Mesh | None:
-    """A mesh of explicit axes from "x=2,y=2"; None from ""."""
+    """Returns a mesh of explicit axes from "x=2,y=2"; None from ""."""
     if not text:
         return None
     if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):

@@ -1,4 +1,4 @@
-"""What this machine and this installation have, and which implementation serves a product; --json for bug reports."""
+"""What this machine and installation have, and which implementation computes a product; --json for bug reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PACKAGES = (
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
-# CPU devices whose links are measured.
+# The number of CPU devices for measuring links.
 _CALIBRATED = 4
 
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Always 0: what is missing is part of the answer."""
     if options.calibrate:
         _, nprocesses = config.launcher() or ("", 1)
-        if nprocesses > 1:  # a job, whose network is measured too
+        if nprocesses > 1:  # a job: its network is measured too
             distributed.initialize()
         else:
             make_cpu_devices(_CALIBRATED)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Everything that `info` prints, by section; plain values for JSON."""
+    """Returns everything that `info` prints, by section; plain values for JSON."""
     choices = {name: _choice(name) for name in _TYPES}
     available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
     return {
@@ -139,7 +139,7 @@ def _calibration() -> dict[str, Any]:
 
 
 def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
-    """Who computes a product that several devices of one process share, and why; "" where nobody does."""
+    """Returns what computes a product that several devices of one process share, and why; "" if nothing does."""
     operand = jnp.dtype(dtype)
     out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
     group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))

@@ -19,14 +19,14 @@ GOOD, BROKEN, UNABLE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
     "info": (info, "versions, processor, BLAS, devices, libraries, and which implementation serves a product here"),
     "selftest": (selftest, "check placement, rounding and every promise about bits on this machine"),
-    "bench": (bench, "time a product beside XLA's, here and now"),
+    "bench": (bench, "compare the time of a product with XLA's, here and now"),
     "advise": (advise, "rank the shardings of a product by predicted time"),
     "explain": (explain, "print what the products of a function of a file do"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0 for success, 1 where a check fails, 2 where the command cannot run."""
+    """Returns the exit status: 0 for success, 1 if a check fails, 2 if the command cannot run."""
     options = _parser().parse_args(arguments)
     try:
         return int(_COMMANDS[options.command][0].run(options))

@@ -1,4 +1,4 @@
-"""What the commands share: errors in one line, tables and progress bars, and the devices that they run on."""
+"""Common parts of the commands: errors in one line, tables and progress bars, and the devices that they run on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CommandError(Exception):
 
 
 def rich(module: str) -> Any:
-    """A module of the library rich, which is an optional dependency.
+    """Imports a module of rich, an optional dependency.
 
     Raises CommandError where it is not installed.
     """
@@ -31,7 +31,7 @@ def rich(module: str) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
-    """A table; the last `numbers` columns are aligned to the right.
+    """Prints a table; the last `numbers` columns are aligned to the right.
 
     Cells fold at spaces where a terminal is narrow, never within words; in a file or a pipe none folds.
     """
@@ -56,8 +56,8 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def _widths(cells: Sequence[Sequence[str]], available: int | None) -> list[int]:
-    """The widths of a table's columns: of their texts, or where these do not fit those of their longest words, with
-    what is left for the narrowest texts first."""
+    """Returns the widths of a table's columns: as wide as their texts, or if these do not fit, as their longest words;
+    the narrowest texts then get the rest first."""
     length = rich("cells").cell_len
     whole = [max(map(length, column)) for column in zip(*cells, strict=True)]
     if available is None or _drawn(whole) <= available:
@@ -71,7 +71,7 @@ def _widths(cells: Sequence[Sequence[str]], available: int | None) -> list[int]:
 
 
 def _drawn(widths: Sequence[int]) -> int:
-    """The width of a table: rich draws a space behind each cell, one between cells and one at each edge."""
+    """Returns the width of a table: rich draws a space after each cell, one between cells and one at each edge."""
     return sum(widths) + 2 * len(widths) + 1
 
 
@@ -92,9 +92,9 @@ def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Calla
 
 
 def require_devices(count: int) -> list[jax.Device]:
-    """The first `count` devices; on CPUs, and ahead of JAX's backend, they are made.
+    """Returns the first `count` devices; on CPUs it makes them, if JAX's backend has not started.
 
-    Raises CommandError where there are fewer.
+    Raises CommandError if there are fewer.
     """
     make_cpu_devices(count)
     devices = jax.devices()
@@ -105,14 +105,14 @@ def require_devices(count: int) -> list[jax.Device]:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Have JAX make this many CPU devices, if its backend has not started."""
+    """Makes JAX create this many CPU devices, if its backend has not started."""
     if not jax_compat.backend_exists():
         with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
             jax.config.update("jax_num_cpu_devices", count)
 
 
 def named_hardware(name: str) -> Hardware:
-    """The machine of --hardware.
+    """Returns the machine of --hardware.
 
     Raises CommandError where there is none, or "this" has not been measured.
     """
@@ -127,7 +127,7 @@ _SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": 
 
 
 def dtype_of(text: str) -> str:
-    """A type's full name from "bf16", "f32" or the name itself.
+    """Returns a type's full name from "bf16", "f32" or the name itself.
 
     Raises CommandError where there is no such type.
     """

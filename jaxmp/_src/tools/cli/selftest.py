@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where a check fails."""
+    """Returns 1 if a check fails."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
-    """Every pattern and type once for placement and for rounding, and the promises about bits."""
+    """Yields every pattern and type once for placement and for rounding, and the promises about bits."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
@@ -74,7 +74,7 @@ def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterato
 
 
 def check_placement(layout: Layout, dtype: str, implementation: str | None) -> int:
-    """A product of small integers, whose sums are exact: every element has to be in its place."""
+    """Checks a product of small integers, which have exact sums: every element must be in its place."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-2, 3, shape).astype(jnp.dtype(dtype)) for shape in ((16, 40), (40, 24)))
     got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
@@ -84,7 +84,7 @@ def check_placement(layout: Layout, dtype: str, implementation: str | None) -> i
 
 
 def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
-    """A product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of that in float64."""
+    """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of float64's."""
     a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
     got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))

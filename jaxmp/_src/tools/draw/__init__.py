@@ -1,1 +1,1 @@
-"""Pictures of which device holds which block of a product."""
+"""Pictures of the blocks of a product on each device."""

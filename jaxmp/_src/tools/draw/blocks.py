@@ -22,7 +22,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a call: its name and shape, its blocks by rows, and those that device 0 receives from others."""
+    """A matrix of a call: its name and shape, its blocks by rows, and the blocks that device 0 receives."""
 
     name: str
     shape: tuple[int, int]
@@ -32,7 +32,7 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """op(A), op(B) and D of a call; none of a collective, or where the mesh is not known."""
+    """Returns op(A), op(B) and D of a call; nothing for a collective or an unknown mesh."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -55,7 +55,7 @@ def _grid(dims: tuple[Dim, Dim], sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Block, ...]:
-    """The blocks of a matrix whose rows and columns are shared over these axes."""
+    """Returns the blocks of a matrix with rows and columns sharded over these axes."""
     holders: dict[tuple[int, int], list[int]] = {}
     for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
         coordinates = dict(zip((name for name, _ in mesh), place, strict=True))
@@ -64,7 +64,7 @@ def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Blo
 
 
 def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """The block of the device at these coordinates of the mesh."""
+    """Returns the block of the device at these mesh coordinates."""
     place = []
     for dim in dims:
         index = 0
@@ -75,10 +75,10 @@ def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping
 
 
 def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
-    """The blocks that device 0, which holds the first of each matrix, gets from others, by the matrix' name.
+    """Returns the blocks that device 0, which holds each matrix' first block, gets from others, by matrix.
 
-    An all-gather gathers the rows of A that its group holds, a grid the blocks of A in its row and those of B in its
-    column. Of partial sums no operand is received.
+    An all-gather gathers the rows of A in its group, a grid the blocks of A in its row and the blocks of B in its
+    column. If the result is a partial sum, no operand is received.
     """
     if row.pattern not in ("all_gather", "grid"):
         return {}
@@ -114,12 +114,12 @@ _SUMS = {
 
 
 def sentence(row: Row) -> str:
-    """What happens, in one sentence, for a device of the first group."""
+    """Describes in one sentence what a device of the first group does."""
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
     if not row.has_matrices:
         return "each device multiplies its rows that are of its groups" + (
-            ", and reads those of other devices where they lie" if row.pattern == "experts" else ""
+            ", and reads the rows of other devices in place" if row.pattern == "experts" else ""
         )
     received = _received(row)
     parts = [name for name in "AB" if received.get(name)]

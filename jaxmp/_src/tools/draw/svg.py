@@ -18,7 +18,7 @@ _INK = "#808080"  # legible on white and on black
 
 
 def svg_of(rows: Sequence[Row]) -> str:
-    """One picture of all calls, one below the other."""
+    """Returns one picture of all calls, one below the other."""
     parts, top, width = [], _MARGIN, 0.0
     for row in rows:
         part, right, bottom = _call(row, top)
@@ -80,7 +80,7 @@ def _rectangle(place: tuple[float, float, float, float], colour: str, is_receive
 
 
 def _colour(device: int, ndevices: int) -> str:
-    """A light colour for each device, around the circle of hues."""
+    """Returns a light colour for each device, around the circle of hues."""
     return f"hsl({round(360 * device / max(ndevices, 1))},65%,78%)"
 
 

@@ -11,7 +11,7 @@ _MOST = 6  # blocks that are drawn along a dimension
 
 
 def text_of(row: Row) -> str:
-    """The matrices of a call side by side, with the devices that hold each block."""
+    """Returns the matrices of a call side by side, with the devices that hold each block."""
     found = matrices(row)
     if not found:
         return f"{title(row)}\n  (XLA decides which device holds what)"
@@ -23,7 +23,7 @@ def text_of(row: Row) -> str:
 
 
 def title(row: Row) -> str:
-    """The line of the program, the pattern with its axes, extents and types."""
+    """Returns the line of the program, the pattern with its axes, extents and types."""
     axes = " ".join(f"{name}={size}" for name, size in row.mesh)
     extents = "x".join(map(str, row.extents))
     count = f", {row.count} times" if row.count > 1 else ""

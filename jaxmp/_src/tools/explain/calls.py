@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from jaxmp._src.tools.explain.lies import Lies
 from jaxmp._src.tools.explain.origins import Origins, is_call
 from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.search import Cause
+from jaxmp._src.tools.explain.values import Values
 
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
 _PATTERNS += "multiplies"
@@ -62,12 +62,12 @@ def _is_of(origins: Origins, site: Place, row: Row) -> bool:
 
 
 def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
-    lies = Lies(origins, axes_of(row))
-    over = lies.over
-    dims = [each for i in (0, 1) if site for each in lies.all(origins.whole_operand(*site, i))]
+    values = Values(origins, axes_of(row))
+    over = values.over
+    dims = [each for i in (0, 1) if site for each in values.all(origins.whole_operand(*site, i))]
     is_gradient = site is not None and "transpose(" in site[1].op_name
-    sums = f"{'the gradient of ' * is_gradient}this product sums {lies.which(dims)}"
-    have = f": {lies.lies(dims)}" * bool(dims)
+    sums = f"{'the gradient of ' * is_gradient}this product sums {values.which(dims)}"
+    have = f": {values.describe(dims)}" * bool(dims)
     # Where devices read the operands of others instead, as on CPUs of one process, partial sums do not move.
     reads = row.implementation == "host" or row.determinism != "run_to_run"
     adds = "each device reads what it needs of the others' operands" if reads else "the call adds the partial sums"
@@ -80,7 +80,7 @@ def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
         ),
         "reduce_scatter": (
             f"{sums}, and its result is sharded over {over}: {adds}, and every device gets its part of the sums",
-            f"{lies.leave_whole(dims)}; where the sum is needed, so is this",
+            f"{values.leave_whole(dims)}; where the sum is needed, so is this",
         ),
         "all_gather": (
             f"both operands are sharded over {over} along dimensions of the result{have}; the call gathers one",

@@ -42,10 +42,9 @@ class Operation:
       count: how often the program runs it; None in a loop without a known number of iterations.
       shape: the result's type as XLA writes it.
       cause, remedy: why it runs, and what to do where something can be done, in words.
-      cause_kind: the cause in one word: "contraction", "shared axis", "product", "constraint", "elementwise",
-        "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
-        "gradient", "out_shardings", "written", "jaxmp", "whole",
-        "recomputed" or "unplaced".
+      cause_kind: the cause in one word: "whole" (an operation needs a dimension whole), "product", "reduction",
+        "reshape", "elementwise", "constraint", "out_shardings", "carry", "gradient", "recomputed", "written", "jaxmp"
+        or "unplaced".
       flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
       round: a name that a collective shares with others which do not need it, nor it them, so that one could do both.
       behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.

@@ -7,33 +7,22 @@ from collections.abc import Collection
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction
 from jaxmp._src.tools.explain.origins import ASKING, value
 
-# Operations with a dimension along which they need neighbours, or all of it: (kind, what they do there).
-ALONG = {
-    **dict.fromkeys(("sort", "top_k", "approx_top_k"), ("sort", "runs along")),
-    **dict.fromkeys(("argmax", "argmin", "reduce"), ("reduction", "runs along")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), ("cumulative", "runs along")),
-    **dict.fromkeys(("fft", "rev", "cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"), ("whole", "runs along")),
-    **dict.fromkeys(("slice", "split", "dynamic_slice"), ("slice", "cuts")),
-    "dynamic_update_slice": ("slice", "writes along"),
-    **dict.fromkeys(("concatenate", "pad", "roll"), ("slice", "moves data along")),
-    **dict.fromkeys(
-        ("conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
-        ("window", "has windows that reach over the borders of shards of"),
-    ),
-    "gather": ("lookup", "looks up along"),
-    "scatter": ("scatter", "writes along"),
-    "scatter-add": ("scatter", "adds along"),
-}
 _OF_MATRICES = {"cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"}
+# Operations that XLA computes whole where a dimension that they do not need whole is sharded.
+UNSPLIT = {"sort", "top_k", "approx_top_k", "argmax", "argmin", "reduce", "fft", "rev", *_OF_MATRICES}
+# Operations with a dimension along which they need neighbours, or all of it.
+ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "slice", "split", "dynamic_slice", *UNSPLIT}
+ALONG |= {"dynamic_update_slice", "concatenate", "pad", "roll", "gather", "scatter", "scatter-add"}
+ALONG |= {"conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"}
 # What moves less than they do.
 _ALIGNED = "keep the extents (jnp.roll and a mask), so that no more than the borders of shards move"
 _MASKED = "use a mask, jnp.where(jnp.arange(n) == i, ...), which each device applies to its shard"
-_PADDED = "join along a new dimension, or pad to extents that the axis divides"
+_VMAPPED = "jax.vmap over it, so that each device indexes in its own shard"
 OTHERWISE = {
     "split": "reshape to (parts, n) and shard n, so that each device cuts its own shard",
     "slice": _ALIGNED,
     "pad": _ALIGNED,
-    "concatenate": _PADDED,
+    "concatenate": "join along a new dimension, or pad to extents that the axis divides",
     "dynamic_slice": _MASKED,
     "dynamic_update_slice": _MASKED,
     "top_k": "take the top_k of each shard in jax.shard_map, and of what the shards give the top_k again",
@@ -41,7 +30,7 @@ OTHERWISE = {
 # Functions of jax.numpy that other operations make up.
 NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
 # What a window over a whole dimension computes; JAX makes windows of these.
-CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
+_CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
 # XLA's operation for a primitive that the partitioner emits for itself too.
 _OWN = {
     "reshape": "reshape",
@@ -51,6 +40,14 @@ _OWN = {
     "pad": "pad",
     "dynamic_slice": "dynamic-slice",
 }
+
+
+def otherwise(name: str, place: Computation, each: Instruction) -> str:
+    """What moves less than an operation, or the empty string."""
+    indexed = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(each.opcode, "")
+    if len(each.numbers(indexed)) > 1:
+        return _ALIGNED if len(value(place, each, 1).extents) < 2 else _VMAPPED  # x.at[1:-1].set, or x.at[i, j]
+    return OTHERWISE.get(name, "")
 
 
 def worked_along(place: Computation, each: Instruction) -> Collection[int] | None:
@@ -84,9 +81,10 @@ def _window(each: Instruction) -> list[str]:
     return each.attribute("window").partition("size=")[2].partition(" ")[0].split("x")
 
 
-def is_cumulative(window: Instruction) -> bool:
-    """Whether a window, "size=1x64 pad=0_0x63_0", reaches over whole dimensions of a result that keeps them."""
-    return all(size in ("1", str(extent)) for size, extent in zip(_window(window), window.shapes[0][1], strict=False))
+def cumulative(name: str, each: Instruction) -> str:
+    """The function whose windows, "size=1x64 pad=0_0x63_0", reach over whole dimensions that the result keeps."""
+    extents = zip(_window(each), each.shapes[0][1], strict=False)
+    return _CUMULATIVE.get(name, name) if all(size in ("1", str(extent)) for size, extent in extents) else name
 
 
 def hands_on(user: Instruction) -> bool:

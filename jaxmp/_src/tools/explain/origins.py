@@ -16,8 +16,8 @@ from jaxmp._src.tools.explain.partitioned import Program
 
 # Operations that ask for a sharding, and what a user writes for them.
 ASKING = {
-    "sharding_constraint": "jax.lax.with_sharding_constraint",
-    "reshard": "jax.sharding.reshard",
+    "sharding_constraint": "with_sharding_constraint",
+    "reshard": "reshard",
     "shard_map": "{}_specs of shard_map",
     "call_exported": "{}_shardings of the exported function",
     "jit": "{}_shardings of an inner jax.jit",
@@ -61,9 +61,9 @@ class Origins:
 
     def of(self, at: Dim, axis: str) -> tuple[str, ...]:
         """At most two origins of this axis: where the values come from, or else what asks for them so."""
-        return self.ahead(at, axis) or self.behind(at, axis)
+        return self.producers(at, axis) or self.consumers(at, axis)
 
-    def ahead(self, start: Dim, axis: str) -> tuple[str, ...]:
+    def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
         """The arguments, or constraints, that give the dimension to what it is computed from."""
         stack, below = [start], dict[Dim, list[Dim]]()
         while stack:
@@ -85,7 +85,7 @@ class Origins:
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
             self._known[at, axis] = ()  # the body leads back to here
             is_loop = self.program.callers[at.computation.name][1].opcode == "while"
-            return self.ahead(at._replace(instruction=at.computation.root), axis) if is_loop else ()
+            return self.producers(at._replace(instruction=at.computation.root), axis) if is_loop else ()
         if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
             is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
@@ -98,7 +98,7 @@ class Origins:
             return (asker(at.computation, each) + f" in {line}" * bool(line),)
         return ()
 
-    def behind(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
+    def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
         """What the value meets first on its way to the results: an operand that has it so, a constraint or a result.
 
         With the line `where` it meets an operand.
@@ -106,7 +106,7 @@ class Origins:
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""
-        names = self.ahead(met, axis) or ("out_shardings",)
+        names = self.producers(met, axis) or ("out_shardings",)
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
@@ -118,7 +118,7 @@ class Origins:
                 if user in seen or axis not in self.axes(user):
                     continue
                 seen.add(user)
-                if self.ahead(user, axis):
+                if self.producers(user, axis):
                     return user
                 waiting.append(user)
             if at.computation.name == self._module.entry and at.instruction.is_root and not self._chooses_results:

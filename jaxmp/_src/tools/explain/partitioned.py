@@ -161,14 +161,14 @@ def source(computation: Computation, collective: Instruction, operand: int) -> I
         # A lookup in a part of a table gives values where it finds them, and else zeros.
         if at.opcode == "select":
             part = 2 if computation.operands(at)[1].opcode == "broadcast" else 1
-        at, index = behind(computation, at, part)
+        at, index = operand_of(computation, at, part)
         part = int(index or 0) * (at.kind in COLLECTIVES)  # of several arrays that XLA has combined
     return at if at.op_name and at.opcode != "parameter" else collective
 
 
-def behind(computation: Computation, at: Instruction, operand: int) -> tuple[Instruction, str]:
+def operand_of(computation: Computation, at: Instruction, number: int) -> tuple[Instruction, str]:
     """What an operand is, and which part of it, through the tuples that hold it."""
-    found, part = computation.instructions[at.operands[operand]], at.parts[operand]
+    found, part = computation.instructions[at.operands[number]], at.parts[number]
     part = at.attribute("index") if at.opcode == "get-tuple-element" else part
     while part and found.opcode in ("tuple", "opt-barrier", "optimization-barrier", "get-tuple-element"):
         step = int(part) if found.opcode == "tuple" else 0

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+import jax.numpy as jnp
 
 from jaxmp._src.core.contraction import contraction
 from jaxmp._src.core.contraction.contraction import Dim, Layout
-from jaxmp._src.platform.hardware.call_time import Transfer
+from jaxmp._src.platform.hardware.call_time import CallTime, Transfer, call_time, kind_of
+from jaxmp._src.platform.hardware.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +18,8 @@ class Row:
     """One call, or one collective that jaxmp added, as every rank runs it.
 
     Attributes:
-      operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "reduce_scatter", "all_reduce" for what runs
-        beside the calls.
+      operation: "matmul", "matmul+epilog", "ragged_dot", or for what runs next to the calls "all_gather", "all_to_all",
+        "reduce_scatter", "all_reduce", "collective_permute".
       count: how often the program runs it (the trip counts of enclosing scans, multiplied); of a batch that both
         operands have, also its extent, whether it is one product or one call per index.
       global_shapes, local_shapes: of a, b and d, as stored, all groups together, and per device; of a collective, what
@@ -84,3 +88,30 @@ class Row:
     def contraction(self) -> str:
         """What each mesh axis splits, and along which index it shards op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
         return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement and self.has_matrices else ""
+
+    def time(self, hardware: Hardware) -> CallTime | None:
+        """The predicted time of one run; None where extents are symbols, where XLA partitions as it likes, and for a
+        type that the machine has no rate for.
+
+        On a machine of its own memories a call of the host implementation counts as one of cuBLASMp, which overlaps its
+        transfers. On devices that share a processor it reads the operands of its peers in place.
+        """
+        if not isinstance(self.flops, int) or (self.pattern == "XLA's" and self.ndevices > 1):
+            return None
+        types = self.dtypes.split(",")[0].replace(" -> ", " x ").split(" x ")
+        kind = kind_of(types[0], self.compute)
+        if self.flops and kind not in hardware.rates:
+            return None
+        held = sum(math.prod(shape) * jnp.dtype(x).itemsize for shape, x in zip(self.local_shapes, types, strict=False))
+        transfers = () if hardware.is_shared and self.implementation == "host" else self.transfers
+        return call_time(
+            hardware,
+            flops=self.flops,
+            kind=kind,
+            ndevices=self.ndevices,
+            nbytes=held + sum(each.nbytes for each in transfers),
+            transfers=transfers,
+            is_fused=self.implementation in ("host", "cublasmp"),
+            chunks=self.chunks,
+            implementation=self.implementation,
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,25 +14,24 @@ from jax.sharding import AxisType
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.core.lowering import backend, forms, process_barrier, xla_matmul
-from jaxmp._src.core.lowering.forms import resolve, resolve_chosen
+from jaxmp._src.core.lowering import decide, forms, xla_matmul
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
-from jaxmp._src.core.primitive.grouped import GROUPED
+from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
 from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p, of_one_index
 from jaxmp._src.core.sharding import ragged, shardings
+from jaxmp._src.core.sharding.partitioner import Settled
 from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
-from jaxmp._src.core.spec.extents import extents, operations
-from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.core.spec.extents import extents
+from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.comm_options import comm_options_text
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.platform.runtime.types import ArrayType, is_symbolic
-from jaxmp._src.tools.explain import cost, shards
-from jaxmp._src.tools.explain.grouped_row import grouped_row
+from jaxmp._src.platform.runtime.types import is_symbolic
+from jaxmp._src.tools.explain import shards
 from jaxmp._src.tools.explain.row import Row
 
 # The primitive of `jax.lax.with_sharding_constraint`.
@@ -90,8 +90,8 @@ def rows_of(
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = math.prod(a.shape[: spec.batch])
-            a, b = of_one_index(spec, a, b)
-            spec = spec.replace(batch=0) if spec.asked_of_library else spec  # call by call
+            if spec.asked_of_library:  # call by call
+                (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.batch:
                 row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
@@ -102,12 +102,15 @@ def rows_of(
             differ = varying[0], varying[-1]
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
         elif eqn.primitive in GROUPED:
-            row = grouped_row(eqn.params["spec"], [*avals, eqn.outvars[0].aval], here, count)
-            is_open = eqn.params["spec"].is_global and row.implementation == "host" and not is_symbolic(*avals)
+            spec = eqn.params["spec"]
+            row = grouped_row(spec, [*avals, eqn.outvars[0].aval], here, count)
+            why = decide.why_xla(spec.implementation, spec.level, decide.here(), is_global=True)
+            is_open = spec.is_global and not why and not is_symbolic(*avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
-        elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
-            collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
-            yield from () if collective is None else (collective,)
+        elif _communicates(eqn, names):
+            aval: Any = eqn.outvars[0].aval
+            constraint = constraints.get(id(eqn.invars[0]))
+            yield from _communication_row(eqn, here, count, names, aval.sharding.mesh, constraint)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
         elif eqn.primitive.name in PRODUCTS and any(rewrite.SCOPE in name for name in names):
@@ -119,6 +122,23 @@ def rows_of(
             with jax_lowering.body_of(eqn.primitive):
                 for sub in jax_compat.subjaxprs(eqn.params):
                     yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known))
+
+
+def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
+    """The row of an equation in a call that XLA's partitioner has settled, if it multiplies or communicates."""
+    eqn, scopes, types = one.eqn, (str(one.eqn.source_info.name_stack),), [v.aval for v in one.eqn.invars]
+    if eqn.primitive in GROUPED:
+        yield grouped_row(eqn.params["spec"], [*types, eqn.outvars[0].aval], line, count)
+    elif eqn.primitive in MATMULS:
+        varying, why = (one.varying[0], one.varying[1]), "chosen by XLA's partitioner (auto axes, no in_shardings)"
+        yield matmul_row(eqn.params["spec"], types[0], types[1], line, count, why=why, varying=varying, dims=one.dims)
+    elif _communicates(eqn, scopes):
+        yield from _communication_row(eqn, line, count, scopes, one.mesh)
+
+
+def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
+    """Whether an equation is a collective that jaxmp adds."""
+    return _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in scopes)
 
 
 def _collective_name(eqn: Any) -> str:
@@ -142,19 +162,10 @@ def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
         gathered[id(result)] = gathered.get(id(eqn.invars[0]), frozenset()) | new
 
 
-def _outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[int, int]:
-    """By how much the whole arrays have more (rows of op(a), columns of op(b)) than those of one group: the axes over
-    which one of them alone differs between groups. Over those of both they are a batch."""
-    a, b = (set(axes) - set(spec.group.axes) for axes in varying)
-    sizes = dict(spec.group.mesh)
-    rows, cols = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in (a - b, b - a))
-    return rows, cols
-
-
 def matmul_row(
     spec: MatmulSpec,
-    a: ArrayType,
-    b: ArrayType,
+    a: Any,
+    b: Any,
     line: str = "",
     count: int = 1,
     *,
@@ -164,22 +175,13 @@ def matmul_row(
 ) -> Row:
     """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
     dimensions around it that several axes share."""
-    spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
-    apart = process_barrier.why_apart(spec.group.mesh, spec.group.axes, jax_compat.ambient_mesh)
-    is_one_product = False  # of all of a batch
+    spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
-        if spec.batch:
-            work = operations(spec, a.shape, b.shape)
-            choice, is_one_product = backend.choose_for_batch(spec, platform, apart, operands, work)
-            call = resolve_chosen(spec, a, b, choice)
-        else:
-            call = resolve(spec, a, b, platform, apart)
-    if is_one_product and call.implementation != "xla":
-        algorithm, workspace = "tiles of all groups, one for each index", 0
-        algorithm += " and lax collectives" * (spec.group.nranks > 1)
-    else:
-        algorithm, workspace = call.facts()
-    reasons = [call.why]
+        where = decide.here(spec.group.mesh, spec.group.axes)
+        decision = decide.product(spec, a, b, where)
+    algorithm, workspace = decision.facts()
+    a, b = of_one_index(spec, a, b)
+    call, reasons = decision.call, [decision.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
     reasons += [why] if why else []
@@ -188,12 +190,12 @@ def matmul_row(
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     operand = low_precision.operand_type(a.dtype, b.dtype)
-    compute = precisions.find(spec.precision, operand, platform)
+    compute = precisions.find(spec.precision, operand, where.platform)
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
-    rows, cols = _outside(spec, varying)
-    whole_m, whole_n = rows * m, cols * n
+    rows, cols = outside = shards.outside(spec, varying)
+    whole_m, whole_n = group.size(rows) * m, group.size(cols) * n
     return Row(
         operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
@@ -209,11 +211,11 @@ def matmul_row(
         accumulator=precisions.summed_in(compute, operand).name,
         **spec.level.option,
         epilog=spec.epilog.name,
-        implementation=call.implementation,
+        implementation=decision.implementation,
         why="; ".join(reasons),
         algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
-        bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
+        bytes_moved=sum(each.nbytes for each in decision.transfers),
         workspace=workspace,
         compute=compute,
         comm=comm_options_text(spec),
@@ -225,9 +227,45 @@ def matmul_row(
         local_extents=(*a.shape[:: -1 if spec.transpose_a else 1], b.shape[0 if spec.transpose_b else 1]),
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
-        placement=shards.placement(spec, varying, dims),
-        transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
-        chunks=1 if is_one_product else forms.chunks_of(call),
+        placement=shards.placement(spec, outside, dims),
+        transfers=decision.links,
+        chunks=1 if call is None else forms.chunks_of(call),
+    )
+
+
+def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
+    """The row of a product of groups of rows, of operands and a result of these types.
+
+    Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+    """
+    x, w, bounds, d = avals
+    with naming(spec.function + f" at {line}" * bool(line)):
+        decision = decide.grouped(spec, avals, decide.here(spec.mesh, spec.experts))
+    groups, (_, m, k), n, ndevices = (bounds.shape[1] - 1) // spec.nranks, x.shape, d.shape[-1], shards.mesh_size(x)
+    whole, repeats = spec.whole or (groups, m, k, n), 1 if spec.whole or not x.sharding.mesh.manual_axes else ndevices
+    return Row(
+        operation="ragged_dot",
+        count=count,
+        pattern="experts" if spec.experts else "split" if spec.whole else "local",
+        groups=f"{whole[0]} of rows" + (f", on {spec.nranks} ranks over {spec.experts}" if spec.experts else ""),
+        global_shapes=shards.grouped_shapes(spec, *whole),
+        local_shapes=shards.grouped_shapes(spec, groups, m, k, n),
+        dtypes=f"{x.dtype.name} x {w.dtype.name} -> {d.dtype.name}",
+        accumulator=accumulator(x.dtype).name,
+        **spec.level.option,
+        epilog="NONE",
+        implementation=decision.implementation,
+        why=decision.why,
+        algorithm=decision.facts()[0],
+        flops=2 * math.prod(whole[1:]) * d.shape[0] * (4 if jax.numpy.iscomplexobj(d) else 1) * repeats,
+        bytes_moved=sum(each.nbytes for each in decision.transfers),
+        line=line,
+        extents=shards.grouped_extents(spec, *whole[1:]),
+        local_extents=shards.grouped_extents(spec, m, k, n),
+        ndevices=ndevices,
+        mesh=spec.mesh,
+        placement=shards.grouped_placement(spec),
+        transfers=decision.links,
     )
 
 
@@ -277,44 +315,51 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
     )
 
 
-def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...], constraint: Any = None) -> Row | None:
-    """A collective beside the calls, or None where a reshard only takes a part of what each rank has.
+def _communication_row(
+    eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
+) -> Iterator[Row]:
+    """The row of a collective over the mesh `over`; no row where a reshard only takes a part of what each rank has.
 
     On automatic axes a reshard is a constraint that follows another one, `constraint`.
     """
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
-        return None  # XLA's partitioner decides what moves
+        return  # XLA's partitioner decides what moves
     local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
-    operation, algorithm = "all_gather", f"lax.{name}"
+    axes, mesh = (axes,) if isinstance(axes, str) else axes, over.shape
+    operation, algorithm, p = "all_gather", f"lax.{name}", math.prod(mesh.get(axis, 1) for axis in axes)
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
         found = shards.resharding(eqn, constraint)
         if found is None:
-            return None
+            return
         have, want = found
         with naming("explain"):
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
-        moved = moves.received(x.shape, before, after, want.mesh.shape)
-        changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
-        axes = tuple(dict.fromkeys(changed))
-        operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation
+        moved, operation = moves.received(x.shape, before, after, mesh), moves.kind_of(before, after, mesh)
+        pairs = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+        changed = [sorted({*have} ^ {*want}) for have, want in pairs]
+        if operation == "collective_permute":  # a device that receives anything receives its whole shard
+            moved, changed = math.prod(local) if pairs else 0, [sorted({*have, *want}) for have, want in pairs]
+        axes = tuple(dict.fromkeys(itertools.chain(*changed)))
     elif name.startswith("psum") or name == "pmax":
-        operation, moved = "all_reduce", math.prod(local)
+        operation, moved = "all_reduce", 2 * math.prod(local) * (p - 1) // p
     elif name == "all_to_all":
-        p = math.prod(x.sharding.mesh.shape[axis] for axis in axes)
         operation, moved = name, math.prod(local) * (p - 1) // p
     elif name == "reduce_scatter":
         operation, moved = name, math.prod(local) - math.prod(result)
     else:
         moved = math.prod(result) - math.prod(local)
     if moved <= 0:
-        return None
+        return
+    is_sum = operation in ("all_reduce", "reduce_scatter")
+    is_widened = is_sum and jax_compat.default_platform() == "cpu" and low_precision.is_widened(x.dtype)
+    nbytes = moved * (4 if is_widened else x.dtype.itemsize)
     path, is_of_gather = "/".join(scopes), name == "reduce_scatter"
     scoped = [why for scope, why in _SCOPES.items() if scope in path and (scope == ragged.SCOPE or not is_of_gather)]
-    return Row(
+    yield Row(
         operation=operation,
         count=count,
         pattern="-",
@@ -322,12 +367,12 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         global_shapes=(tuple(eqn.outvars[0].aval.shape),),
         local_shapes=(local,),
         dtypes=x.dtype.name,
-        accumulator=x.dtype.name if operation in ("all_reduce", "reduce_scatter") else "",
+        accumulator=x.dtype.name if is_sum else "",
         implementation="xla",
         why=scoped[0] if scoped else _COMMUNICATES[name],
         algorithm=algorithm,
-        bytes_moved=moved * x.dtype.itemsize,
+        bytes_moved=nbytes,
         line=line,
-        ndevices=shards.mesh_size(eqn.outvars[0].aval),
-        transfers=(Transfer.over(eqn.outvars[0].aval.sharding.mesh.shape, axes, moved * x.dtype.itemsize),),
+        ndevices=math.prod(mesh.values()),
+        transfers=(Transfer.over(mesh, axes, nbytes, operation),),
     )

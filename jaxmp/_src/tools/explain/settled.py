@@ -6,17 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.jax_internals import jax_partitioner
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global
-from jaxmp._src.tools.explain.grouped_row import grouped_row
 from jaxmp._src.tools.explain.hlo import Instruction, Module
 from jaxmp._src.tools.explain.partitioned import split
 from jaxmp._src.tools.explain.row import Row
-from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, matmul_row
-
-_WHY = "chosen by XLA's partitioner (auto axes, no in_shardings)"
+from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_row
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
@@ -46,13 +42,8 @@ def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
             parts = zip(computation.operands(each), each.parts, strict=True)
             operands = tuple(_arrays(operand)[int(part or 0)] for operand, part in parts)
             for one in products(text, operands, _arrays(each)):
-                line, times = whole.innermost(each), count or 1
-                if isinstance(one.spec, GroupedSpec):
-                    yield grouped_row(one.spec, one.types, line, times), 1
-                else:
-                    a, b, *_ = one.types
-                    row = matmul_row(one.spec, a, b, line, times, why=_WHY, varying=one.varying, dims=one.dims)
-                    yield row, one.parts
+                line, times = whole.innermost(each), (count or 1) * one.times
+                yield from ((row, one.parts) for row in settled_row(one, line, times))
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:

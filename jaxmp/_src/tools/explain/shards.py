@@ -11,19 +11,24 @@ from jax.sharding import NamedSharding
 
 from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.primitive.collectives import reshard_p
+from jaxmp._src.core.primitive.grouped import GroupedSpec
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
-def placement(
-    spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]], known: Iterable[Dim] = ()
-) -> tuple[tuple[Dim, Dim], ...]:
-    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and those along which groups
-    have other rows of a, or other columns of b. Axes of one dimension are in the order that one of the `known`
-    dimensions has them in; elsewhere those of the group come last."""
-    product, names = spec.contraction, [name for name, _ in spec.group.mesh]
+def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
+    """The axes along which groups have other rows of a, and other columns of b. Along axes of both they are a batch."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
+    names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
-    ahead = {"m": rows, "n": cols, "k": ()}
+    return rows, cols
+
+
+def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] = ()) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes of op(a), op(b) and d, rows and columns: the axes of the group by its pattern, and those `outside`.
+
+    Axes of one dimension are in the order of one of the `known` dimensions, or the axes of the group come last.
+    """
+    product, ahead = spec.contraction, {"m": outside[0], "n": outside[1], "k": ()}
     ordered = {frozenset(dim): dim for dim in known}
 
     def dim(which: str, index: str) -> Dim:
@@ -31,6 +36,27 @@ def placement(
         return ordered.get(frozenset(axes), axes)
 
     return tuple((dim(which, rows), dim(which, cols)) for which, rows, cols in ("amk", "bkn", "dmn"))
+
+
+def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes that shard x, w and the result of groups of rows; of matrices those of groups and of columns."""
+    if not spec.splits:
+        return ()
+    axes = dict(spec.splits)
+    rows, matrices = (axes["m"], axes["n"]), (axes["g"], axes["n"])
+    return ((axes["m"], axes["k"]), *((rows, matrices) if spec.is_contraction else (matrices, rows)))
+
+
+def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """(m, k, n) of a product of groups of rows."""
+    return (k, m, n) if spec.is_contraction else (m, k, n)
+
+
+def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of x, w and the result of groups of rows, as stored."""
+    if spec.is_contraction:
+        return (m, k), (m, n), (groups, k, n)
+    return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)
 
 
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:

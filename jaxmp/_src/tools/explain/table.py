@@ -11,7 +11,6 @@ from typing import Any
 from jaxmp._src.platform.hardware.call_time import CallTime
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.runtime.text import aligned, as_html
-from jaxmp._src.tools.explain.estimate import estimate
 from jaxmp._src.tools.explain.row import Row
 
 
@@ -50,7 +49,7 @@ class Explanation:
     @functools.cached_property
     def times(self) -> tuple[CallTime | None, ...]:
         hardware = self.hardware
-        return tuple(None if hardware is None else estimate(row, hardware) for row in self.rows)
+        return tuple(None if hardware is None else row.time(hardware) for row in self.rows)
 
     @property
     def seconds(self) -> float:

@@ -35,7 +35,7 @@ class CallTimes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """What a program's devices did: `str` gives a table and a timeline for a terminal, notebooks show a picture.
+    """What the devices did while a program ran: `str` gives a table and a timeline, notebooks show a picture.
 
     A device that waits for its peers within a call is busy with the call. So where devices share few cores, the times
     of calls include waiting.
@@ -43,7 +43,7 @@ class Profile:
     Attributes:
       events: every operation of every device.
       seconds: from the first event to the end of the last.
-      calls: the seconds of each kind of call, the longest first, and those of everything else at the end.
+      calls: the seconds of each kind of call, the longest first, and the seconds of everything else at the end.
       svg: the timeline as the text of an SVG file.
       imbalance: how unevenly rows are divided among groups (`ragged_dot`): the rows of the largest group over the mean
         of all groups. None without such products on CPU devices.

@@ -15,9 +15,9 @@ _INK = "#808080"  # legible on white and on black
 
 
 def text_of(events: Sequence[Event], seconds: float) -> list[str]:
-    """A row for each device, in which a letter is a call, "." another operation, and a blank nothing.
+    """Returns a row for each device: a letter is a call, "." another operation, and a blank nothing.
 
-    Of what shares a column the longest is shown, a call ahead of other operations.
+    If several share a column, the longest is shown, and a call before other operations.
     """
     marks = _marks(events)
     lines = []
@@ -38,7 +38,7 @@ def _column(time: float, seconds: float) -> int:
 
 
 def _marks(events: Sequence[Event]) -> dict[str, str]:
-    """A letter for each kind of call, by first appearance; "*" for those after the last letter."""
+    """A letter for each kind of call, by first appearance; "*" after the last letter."""
     names = dict.fromkeys(event.name for event in events if event.is_call)
     return {name: _MARKS[i] if i < len(_MARKS) else "*" for i, name in enumerate(names)}
 
@@ -76,7 +76,7 @@ def svg_of(events: Sequence[Event], seconds: float) -> str:
 
 
 def _ticks(seconds: float) -> list[float]:
-    """Round times, some five of them."""
+    """Returns some five round times."""
     if seconds <= 0:
         return []
     step = 10.0 ** math.floor(math.log10(seconds / 2))

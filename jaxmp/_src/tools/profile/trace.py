@@ -14,14 +14,14 @@ import jax
 
 from jaxmp._src.platform.runtime import native
 
-# What is no call of jaxmp's.
+# Everything that is not a call of jaxmp.
 OTHERS = "other operations"
 # A call in a program's text: its name, and the range of jaxmp's in its metadata.
 _INSTRUCTION = re.compile(r"(?:ROOT )?%?(\S+) = ")
 _RANGE = re.compile(r'op_name="[^"]*?jaxmp (\w+ \d+x[^"/]+)/')
 _TARGETS = (native.TARGET, native.GROUPED_TARGET, native.START_TARGET, native.COLLECT_TARGET)
 _CALLS = tuple(f'custom_call_target="{target}"' for target in _TARGETS)
-# Instructions that hold others, whose times are those of what they hold.
+# Instructions that contain others, and so include their times.
 _HOLDERS = re.compile(r"(while|call|conditional)(\.\d+)?$")
 
 
@@ -44,7 +44,7 @@ class Event:
 
 
 def ranges_of(program: str) -> dict[str, str]:
-    """The ranges of jaxmp's calls by the instructions of a compiled program's text."""
+    """Returns the ranges of jaxmp's calls, by instruction, from a compiled program's text."""
     found = {}
     for line in map(str.strip, program.splitlines()):
         if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
@@ -54,7 +54,7 @@ def ranges_of(program: str) -> dict[str, str]:
 
 
 def _described(line: str) -> str:
-    """A call by its attributes, in column-major order, for XLA's partitioner drops the ranges; of groups by types."""
+    """Describes a call by its attributes, because XLA's partitioner drops the ranges; calls of groups by types."""
     of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
@@ -65,7 +65,7 @@ def _described(line: str) -> str:
 
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
-    """What the devices did in `call()`, which runs the program `compiled` once or more, by start."""
+    """Returns the operations of the devices in `call()`, which runs the program `compiled`, by start."""
     ranges = ranges_of(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

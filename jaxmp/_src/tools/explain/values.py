@@ -1,4 +1,4 @@
-"""How values lie over some mesh axes, how others want them, and both in words."""
+"""How some mesh axes shard values, how operations need them, and both in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
-from jaxmp._src.tools.explain.origins import Dim, Origins, is_backward, summed, value
+from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, summed, value
 from jaxmp._src.tools.explain.partitioned import Program
 
 # A user of a value, in its computation, and which operand the value is.
@@ -14,7 +14,7 @@ Edge = tuple[Computation, Instruction, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Lies:
+class Values:
     """Values of whole arrays as some mesh axes shard them."""
 
     origins: Origins
@@ -28,8 +28,13 @@ class Lies:
     def over(self) -> str:
         return joined(self.axes) or "the devices"
 
+    @property
+    def every(self) -> Values:
+        """The same for all axes of the mesh."""
+        return Values(self.origins, (*self.program.mesh,))
+
     def axes_of(self, at: Dim) -> tuple[str, ...]:
-        """Those of the axes that shard a dimension."""
+        """The axes, out of these, that shard a dimension."""
         return tuple(axis for axis in self.origins.axes(at) if axis in self.axes)
 
     def axes_in(self, dims: Iterable[Dim]) -> set[str]:
@@ -41,7 +46,7 @@ class Lies:
         return [each for i in range(len(at.extents)) if self.axes_of(each := at._replace(dim=i))]
 
     def sharded(self, place: Computation, user: Instruction, number: int) -> list[Dim]:
-        """Those of an operand."""
+        """The dimensions of an operand that the axes shard."""
         return self.all(value(place, user, number)) if number < len(user.operands) else []
 
     def differs(self, place: Computation, user: Instruction, number: int) -> bool:
@@ -53,7 +58,7 @@ class Lies:
             for below in self.origins.operands(above):
                 if below[:3] == operand[:3]:
                     wants.setdefault(below.dim, set()).update(self.origins.axes(above))
-        if user.opcode == "reduce":  # sums parts where they lie
+        if user.opcode == "reduce":  # sums parts where they are
             wants |= {i: set(self.axes) for i in user.numbers("dimensions")}
         if user.opcode == "dot":
             for mine, other in zip(*(summed(place, user, i) for i in (number, 1 - number)), strict=True):
@@ -62,26 +67,29 @@ class Lies:
 
     # Words -------------------------------------------------------------------------------------------------------
 
-    def dims(self, dims: Iterable[Dim], of: str = "") -> str:
+    def dims(self, dims: Iterable[Dim]) -> str:
         """ "dimension 1 of x (from dimension 0 of w)": dimensions, and what shards them over the axes."""
-        texts = []
+        texts = dict[str, None]()
         for each in dims:
-            name, index = (of, each.dim) if of else self.origins.name(each)
+            name, index = self.origins.name(each)
             text = f"dimension {index} of {name}"
-            ahead = [name for axis in self.axes_of(each) for name in self.origins.ahead(each, axis)]
-            axes = () if ahead else self.axes_of(each)
-            behind = [name for axis in axes for name in self.origins.behind(each, axis, where=True)]
-            named = [name for name in dict.fromkeys(ahead or behind) if name != text][:2]
-            texts.append(text + f" ({'from' if ahead else 'to meet'} {joined(named)})" * bool(named))
-        return joined(dict.fromkeys(texts))
+            texts[text + self.origin(each, text)] = None
+        return joined(texts)
 
-    def lies(self, dims: Iterable[Dim], of: str = "") -> str:
-        """ "model shards dimension 1 of x": how a value lies."""
-        by_axes = self._by_axes(dims)
-        return joined([f"{shard(axes)} {self.dims(by_axes[axes], of)}" for axes in by_axes])
+    def origin(self, each: Dim, name: str = "") -> str:
+        """ " (from dimension 0 of w)": where the sharding of a dimension begins, if not at `name`, or ""."""
+        producers = [name for axis in self.axes_of(each) for name in self.origins.producers(each, axis)]
+        axes = () if producers else self.axes_of(each)
+        consumers = [name for axis in axes for name in self.origins.consumers(each, axis, where=True)]
+        named = [each for each in dict.fromkeys(producers or consumers) if each != name][:2]
+        return f" ({'from' if producers else 'to meet'} {joined(named)})" * bool(named)
+
+    def describe(self, dims: Iterable[Dim]) -> str:
+        """ "model shards dimension 1 of x"."""
+        return joined([f"{shard(axes)} {self.dims(alike)}" for axes, alike in self._by_axes(dims).items()])
 
     def which(self, dims: Iterable[Dim]) -> str:
-        """ "dimension 1 of x, which model shards": dimensions, each with those of the axes that shard it."""
+        """ "dimension 1 of x, which model shards"."""
         splits = f"XLA splits over {self.over}"
         by_axes = self._by_axes(dims).items()
         texts = [f"{self.dims(alike)}, which {shard(axes) if axes else splits}" for axes, alike in by_axes]
@@ -93,19 +101,26 @@ class Lies:
             by_axes.setdefault(self.axes_of(each), []).append(each)
         return by_axes
 
-    def has(self, found: Edge) -> str:
-        """How an operand lies, or what it is computed of where only that is sharded."""
-        if lies := self.lies(self.sharded(*found)):
+    def operand(self, found: Edge) -> str:
+        """What shards an operand, or what it is computed from where only that is sharded."""
+        if text := self.describe(self.sharded(*found)):
             each, is_turned = found[0].operands(found[1])[found[2]], False
             while each.opcode in MOVES and each.operands and not is_turned:
                 is_turned = each.opcode == "transpose" and not is_backward(each)
                 each = found[0].operands(each)[0]
-            return lies + ", transposed" * is_turned
+            return text + ", transposed" * is_turned
         at = value(*found)
         below = (dim for i in range(len(at.extents)) for dim in self.origins.operands(at._replace(dim=i)))
-        if dims := [dim for dim in below if self.axes_of(dim)][:1]:
-            return f"{self.lies(dims)}, of which {self.origins.name(at)[0]} is made"
-        return f"XLA splits {self.origins.name(at)[0]} over {self.over}"
+        dims = [dim for dim in below if self.axes_of(dim)][:1]
+        return self.describe(dims) or f"XLA splits {self.origins.name(at)[0]} over {self.over}"
+
+    def result(self, at: Dim, *, origins: bool = True) -> str:
+        """ "model on dimension 0 (from dimension 0 of w)": how a result, or what asks for it, is sharded, or ""."""
+        dims = self.all(at) or self.every.all(at)
+        axes = (joined(self.axes_of(each) or self.origins.axes(each)) for each in dims)
+        is_made = origins and at.instruction.primitive not in ASKING
+        made = (self.every.origin(each) * is_made for each in dims)
+        return joined([f"{a} on dimension {d.dim}{o}" for a, d, o in zip(axes, dims, made, strict=True)])
 
     def begins(self, dims: Iterable[Dim]) -> list[str]:
         """Where the shardings of dimensions begin."""

@@ -1,0 +1,257 @@
+"""Decides once what computes a product, a batch of products or a product of groups of rows, and what moves for it.
+
+Lowering emits a `Decision`. `explain` prints it, so `draw`, `profile` and `advise` read it too. XLA's partitioner, the
+plans of groups of rows and `fuse` ask `why_xla` and `shares_rows`. No other module asks which platform, type or process
+a product is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.contraction.contraction import Dim
+from jaxmp._src.core.lowering import backend, forms, process_barrier
+from jaxmp._src.core.lowering.process_barrier import MeshAxes
+from jaxmp._src.core.primitive import bias_grad
+from jaxmp._src.core.primitive.batching import may_batch
+from jaxmp._src.core.primitive.grouped import GroupedSpec, batch_of
+from jaxmp._src.core.primitive.primitives import of_one_index
+from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec.extents import extents, operations
+from jaxmp._src.core.spec.levels import Level
+from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
+from jaxmp._src.core.spec.options import GroupedImplementation
+from jaxmp._src.core.spec.refusal import NotAvailable
+from jaxmp._src.platform.hardware.call_time import Transfer
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.runtime import logs
+from jaxmp._src.platform.runtime.types import ArrayType
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """The platform and the processes of a call's ranks.
+
+    `unshared` says why CPU devices of a group share no call, or is "". `shares_memory`: all processes of the mesh share
+    memory. `is_on_shards`: the operands are one device's shards; otherwise XLA's partitioner chooses shardings.
+    """
+
+    platform: str
+    unshared: str = ""
+    shares_memory: bool = False
+    is_on_shards: bool = True
+
+
+def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
+    """Where a call that is being traced will run, as far as is known."""
+    known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
+    return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
+
+
+def in_rule(ctx: jax_lowering.LoweringContext, platform: str, axes: MeshAxes, group_axes: Dim) -> Where:
+    """Where a call that is being lowered will run."""
+    mesh, is_for_export = jax_lowering.lowering_mesh(ctx), jax_lowering.is_for_export(ctx)
+    found = process_barrier.unshared_reason(axes, group_axes, mesh, is_for_export=is_for_export)
+    return Where(platform, *found, jax_lowering.is_on_shards(ctx))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What computes a call, and what moves for it.
+
+    Attributes:
+      implementation, why: "host", "cublasmp", "host+xla", "xla" or the name of a user's function, and the rule that
+        chose it.
+      form: for a product the name of its form (`forms`). For a batch "groups" or "xla", one product for all of it, or
+        "each", one call per index. For groups of rows "local", "shared" (ranks read each other's rows), "exchange"
+        (processes exchange rows), or "gather" (ranks gather matrices, or scatter their sums).
+      transfers: what a rank receives each time.
+      links: the same where devices have memories of their own.
+      call: the resolved call of a product, or of one index of a batch; None for what hostmp computes as groups.
+    """
+
+    implementation: str
+    why: str
+    form: str
+    transfers: tuple[Transfer, ...] = ()
+    links: tuple[Transfer, ...] = ()
+    call: forms.ResolvedCall | None = None
+
+    def facts(self) -> tuple[str, int]:
+        """Returns (algorithm, workspace bytes per rank) as far as a plan can be made here."""
+        if self.call is not None:
+            return self.call.facts()
+        if self.form == "groups":
+            return "tiles of all groups, one for each index" + " and lax collectives" * bool(self.transfers), 0
+        return {"host": "tiles of all groups", "xla": "lax.ragged_dot_general"}.get(
+            self.implementation, "a function"
+        ), 0
+
+
+# Products --------------------------------------------------------------------------------------------------------
+
+
+def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
+    """Decides a product of shards like `a` and `b`, or with `spec.batch` a batch of products.
+
+    Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
+    """
+    if spec.batch:
+        return _batch(spec, a, b, where)
+    choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
+    call = forms.resolve(spec, a, b, choice)
+    if logs.logger("backend").isEnabledFor(logging.DEBUG):
+        shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
+        form = f"{call.why}; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
+        pattern, name = call.spec.group.pattern, call.implementation
+        logs.logger("backend").debug("%s of shards %s: %s, %s", pattern, shards, name, form)
+    return _decision(call.name, spec, a, b, call)
+
+
+def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
+    is_known = all(isinstance(extent, int) for extent in a.shape[: spec.batch])
+    (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
+    work = operations(spec, a.shape, b.shape)
+    types = a.dtype, b.dtype
+    choice, is_one_product = backend.choose_for_batch(spec, where.platform, where.unshared, types, work)
+    is_one_product = is_one_product and may_batch(spec)
+    if is_one_product and choice.implementation != "xla" and is_known:
+        moved = transfers(spec, a, b, "xla")
+        return Decision(choice.implementation, choice.why, "groups", moved, moved)
+    if is_one_product:
+        choice = dataclasses.replace(choice, implementation="xla")
+    call = forms.resolve(spec, a, b, choice)
+    return _decision("xla" if is_one_product else "each", spec, a, b, call)
+
+
+def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
+    name = call.implementation
+    moved = transfers(spec, a, b, name)
+    links = transfers(spec, a, b, "cublasmp") if name == "host" else moved
+    return Decision(name, call.why, form, moved, links, call)
+
+
+def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
+    """What a rank receives in a product by `implementation`.
+
+    The host implementation, and any in a fixed order, read operands of peers where others move partial sums: each rank
+    computes 1/P of the rows (or columns) from all ranks' shards, or gathers what its part of d needs.
+    """
+    call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
+    of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
+    is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
+    if is_by_xla and (spec.distributions or call.is_block_grid):
+        return (*_gathers_of_grid(spec, of_a, of_b),)
+    if spec.distributions:
+        return moves.in_grid(call, mesh, of_a, of_b)
+    if call.sums and (implementation == "host" or spec.fixed_reduction_order):
+        part, whole = (of_b, of_a) if call.scattered == 1 else (of_a, of_b)
+        needed = part if call.is_reduced and implementation != "host" else part // p
+        return (Transfer.over(mesh, spec.group.axes, (p - 1) * (needed + whole)),)
+    rows, cols = extents(spec, a.shape, b.shape).d
+    acc = accumulator(low_precision.operand_type(a.dtype, b.dtype))
+    moved = moves.in_call(call, mesh, of_a, of_b, rows * cols * acc.itemsize)
+    return (*moved, *_sums_of_bias(spec, (rows, cols), acc.itemsize)) if is_by_xla else moved
+
+
+def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
+    """The all-gathers of blocks that XLA multiplies: an operand that is stored transposed is gathered whole."""
+    mesh, axes = dict(spec.group.mesh), (spec.group.row_axes, spec.group.col_axes)
+    is_whole = bool(spec.distributions)
+    for nbytes, kept in ((a, None if spec.transpose_a else 0), (b, None if spec.transpose_b else 1)):
+        for dimension, each in enumerate(axes):
+            p = moves.size_of(mesh, each)
+            if (dimension != kept or is_whole) and p > 1:
+                yield Transfer.over(mesh, each, nbytes * (p - 1), "all_gather")
+                nbytes *= p
+
+
+def _sums_of_bias(spec: MatmulSpec, d: tuple[int, int], itemsize: int) -> Iterator[Transfer]:
+    """The collectives by which XLA completes a bias gradient (`bias_grad.bias_gradient`)."""
+    name, mesh, axes = spec.rule.gradient, dict(spec.group.mesh), spec.contraction.sharded
+    if not name:
+        return
+    which = bias_grad.summed(name)
+    summed, held = axes(which, "m" if which == "d" else "k"), itemsize * (d[0] if which == "a" else d[1])
+    p = moves.size_of(mesh, summed)
+    if p > 1:
+        yield Transfer.over(mesh, summed, 2 * held * (p - 1) // p, "all_reduce")
+    rows = axes("a", "m") if which == "a" else ()
+    if (p := moves.size_of(mesh, rows)) > 1:
+        yield Transfer.over(mesh, rows, held * (p - 1), "all_gather")
+
+
+# Groups of rows --------------------------------------------------------------------------------------------------
+
+
+def why_xla(
+    implementation: GroupedImplementation | None,
+    level: Level,
+    where: Where,
+    *,
+    dtype: str = "",
+    is_global: bool = False,
+) -> str:
+    """Why XLA, or a function of the user's, multiplies groups of rows of this type, or "" where hostmp does.
+
+    `is_global`: the operands are whole arrays, and XLA's partitioner may split the call.
+    """
+    if where.platform != "cpu":
+        return f"the platform is {where.platform!r}"
+    if not where.is_on_shards and (not is_global or level.global_order):
+        return "XLA's partitioner chooses the shardings"
+    if dtype in INTEGERS:
+        return "XLA multiplies integers other than int8"
+    if callable(implementation):
+        return "a function is asked for"
+    return "XLA is asked for" if implementation == "xla" else ""
+
+
+def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
+    """Whether ranks over `axes` of a mesh read or exchange the rows of their groups, so that no matrix moves."""
+    where = here(tuple(mesh.shape.items()), axes, mesh)
+    return not why_xla(spec.implementation, spec.level, where) and (not where.unshared or where.shares_memory)
+
+
+def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
+    """Decides a product of groups of rows of operands and a result of these types.
+
+    What ranks read of other ranks is what they do where the rows of each rank are evenly those of all groups.
+    """
+    x, w, bounds, d = types
+    why = why_xla(spec.implementation, spec.level, where, dtype=x.dtype.name)
+    if why and spec.implementation == "host":
+        raise NotAvailable(f'implementation="host" is not available, because {why}; pass implementation=None')
+    if why and spec.level.fixed_order and x.dtype.name not in INTEGERS:  # their sums are exact in any order
+        raise spec.level.refusal(f"is not available, because {why}")
+    given, nranks, unshared = spec.implementation, spec.nranks, where.unshared
+    name = getattr(given, "__name__", "a function") if callable(given) else "xla" if why else "host"
+    words = f"{name if callable(given) else 'XLA'} multiplies groups of rows here"
+    words = words if why else "CPU devices multiply groups of rows"
+    if not spec.experts:
+        return Decision(name, words if why else f"{words}, each those that it has", "local")
+    over = functools.partial(Transfer.over, dict(spec.mesh), spec.experts)
+    if not why and (not unshared or (where.shares_memory and batch_of((x, w, bounds)) == 1)):
+        other = w if spec.is_contraction else d  # read or written on other ranks, as x is
+        row = x.shape[2] * x.dtype.itemsize + d.shape[-1] * other.dtype.itemsize
+        moved = (over(x.shape[0] * x.shape[1] * row * (nranks - 1) // nranks),)
+        words = "CPU devices of one process read the rows of their groups where they are"
+        words = f"CPU devices exchange the rows of their groups, because {unshared}" if unshared else words
+        return Decision(name, words, "exchange" if unshared else "shared", moved, moved)
+    if spec.is_contraction and spec.level.global_order:
+        raise spec.level.mesh_refusal(f"is not available, for {unshared}", "run it on one machine, not exported")
+    if spec.is_contraction:
+        what, nbytes, kind = "sums over ranks", math.prod(d.shape) * accumulator(x.dtype).itemsize, "reduce_scatter"
+    else:
+        what, nbytes, kind = "gathers", math.prod(w.shape) * w.dtype.itemsize, "all_gather"
+    words += f"; each rank {what} the matrices of all groups" + f", because {unshared}" * bool(unshared)
+    moved = (over(nbytes * (nranks - 1), kind),)
+    return Decision(name, words, "gather", moved, moved)

@@ -1,0 +1,44 @@
+"""Law 7: the transfers that `explain` prints are the collectives of the compiled program, by kind, mesh axes and bytes.
+
+Numbers cannot show a difference: a program with a collective that nobody asked for is right, and slow.
+"""
+
+from collections import Counter
+from unittest import mock
+
+import jaxmp
+from jaxmp._src.platform.jax_internals import jax_compiled
+from jaxmp._src.tools.explain.hlo import COLLECTIVES
+
+
+def check(program, *args):
+    """Compiles `program` once and compares; returns (the rows of `explain`, the compiled program)."""
+    compile_anew, programs = jax_compiled.compile_anew, []
+
+    def keep(*given):
+        programs.append(compile_anew(*given))
+        return programs[-1]
+
+    with mock.patch.object(jax_compiled, "compile_anew", keep):
+        explanation = jaxmp.explain(program, quiet=True, compiled=True)(*args)
+    differ = differences(explanation)
+    assert not differ, f"(kind, axes): bytes that explain says, and that the program receives: {differ}"
+    return explanation.calls.rows, programs[-1]
+
+
+def differences(explanation):
+    """By kind and axes the bytes that a device receives, as `explain` says and as the compiled program does.
+
+    XLA merges equal collectives, such as one of a forward pass with that of its recomputation.
+    """
+    rows, said, once, done = set(), Counter(), Counter(), Counter()
+    for row in explanation.calls.rows:
+        for each in row.transfers if row.implementation != "host" else ():  # there ranks read each other's operands
+            key, nbytes = (each.kind.replace("_", "-"), tuple(sorted(each.axes))), row.count * each.nbytes
+            said[key] += nbytes
+            once[key] += nbytes * ((key, nbytes) not in rows)
+            rows.add((key, nbytes))
+    for row in explanation.rows:
+        if row.kind in COLLECTIVES:
+            done[row.kind, tuple(sorted(row.axes))] += row.nbytes * (row.count or 1)
+    return {key: (said[key], done[key]) for key in said | done if not once[key] <= done[key] <= said[key]}
