@@ -29,7 +29,8 @@
 
 namespace jaxmp {
 
-// What a library takes beyond cuBLASMp's documented forms. Python asks ahead of a call (jaxmp/_src/core/lowering/forms.py).
+// What a library takes beyond cuBLASMp's documented forms. Python asks ahead of a call
+// (jaxmp/_src/core/lowering/forms.py).
 struct Capabilities {
   bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
@@ -37,7 +38,7 @@ struct Capabilities {
   bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
   bool fixed_reduction_order = false;         // MpApi::fix_reduction_order
   bool precise_gelu = false;                  // cuBLASMp's has 5 digits, and 11 of float64
-  bool as_documented = false;                 // cuBLASMp 0.10: some results are wrong, jaxmp/_src/core/lowering/faults.py
+  bool as_documented = false;  // cuBLASMp 0.10: some results are wrong, jaxmp/_src/core/lowering/faults.py
 };
 
 inline constexpr Capabilities kHostCapabilities = {true, true, true, true, true, true, true};

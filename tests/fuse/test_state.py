@@ -363,3 +363,9 @@ def test_state_of_equinox():
         return y, f(rows)(model, state, X)[0]
 
     assert_same(run(same), run(jaxmp.fuse))
+
+
+def test_a_module_of_another_trace_may_be_read():
+    model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 8))
+    fused = jax.jit(jaxmp.fuse(lambda model, x: model(x)), static_argnums=0)
+    np.testing.assert_allclose(fused(model, x), model(x), rtol=1e-6)

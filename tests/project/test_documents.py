@@ -55,7 +55,7 @@ def test_the_examples_of_the_docstrings_run(name, standard_promotion):
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_the_sessions_of_a_page_run(name, standard_promotion):
+def test_the_sessions_of_a_page_run(name, promotion_of_users):
     assert documents.run_doctests(ROOT / "docs" / f"{name}.md") > 2
 
 

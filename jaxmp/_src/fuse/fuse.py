@@ -96,7 +96,7 @@ def _with_state(
     """As `_evaluated`, for arguments and results that may be objects of Flax NNX, which change in place.
 
     Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it.
-    If `fn` changes no object, nothing is updated: the objects may be of another trace, as static arguments of jit are.
+    An argument that `fn` does not change is not updated: its objects may be of another trace, as jit's static ones are.
     """
     errors = sys.modules["flax.errors"]
 
@@ -107,9 +107,9 @@ def _with_state(
     @functools.wraps(fn)
     def pure(*args: Any, **kwargs: Any) -> Any:
         given = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=_TAG)
-        before = contents(given)
+        before = [(each, contents(each)) for each in (*given[0], *given[1].values())]
         result = fn(*given[0], **given[1])
-        changed = () if contents(given) == before else given
+        changed = [each for each, found in before if contents(each) != found]
         return nnx.to_tree((changed, result), ctxtag=_TAG)
 
     try:
