@@ -168,7 +168,7 @@ def test_conjugated_operands_are_those_of_the_call():
 def test_activations_are_read_by_the_primitive_that_is_looked_for(dtype):
     """Without it `fuse` would not find them, in a version of JAX that writes them otherwise."""
     z = jax.typeof(jnp.ones((2, 4), dtype))
-    for activation in (*templates.ACTIVATIONS, *(activation for activation, _ in templates.DIFFERENTIATED)):
+    for activation in templates.ACTIVATIONS:
         jaxpr = templates.flat(activation.function, (z,))
         readers = {eqn.primitive.name for eqn in jaxpr.eqns if jaxpr.invars[0] in eqn.invars}
         assert activation.reader in readers, (activation.name, readers)
@@ -359,6 +359,6 @@ def test_a_python_if_on_a_traced_value_names_what_it_reads():
     def choose(data, *, scale):
         return data["x"] if (data["x"] @ W).sum() * scale > 0 else W
 
-    message = r"the function choose at .*test_programs\.py:\d+ for fuse.*the arguments data\['x'\], .* and scale"
+    message = r"the function choose at .*test_programs\.py:\d+ for fuse.*the arguments data\['x'\] and scale"
     with pytest.raises(jax.errors.TracerBoolConversionError, match=message):
         jax.jit(lambda x, s: jaxmp.fuse(choose)({"x": x}, scale=s))(X, 2.0)
