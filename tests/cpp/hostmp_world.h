@@ -77,8 +77,9 @@ class World {
       Buffers& x = buffers(rank);
       CHECK(x.read().ok());
       CHECK(x.is_memory_intact() && at(rank).run->workspace_is_intact());
+      const int64_t ld = x.lld(x.layouts.d);
       x.layouts.d.each_of(rank, [&](int64_t i, int64_t j, int64_t row, int64_t col) {
-        const Number value = conformance::get_element(c.out, x.d.after(), col * x.lld(x.layouts.d) + row);
+        const Number value = conformance::get_element(c.out, x.d.after(), col * ld + row);
         if (j < c.n) whole.at(i, j) = value;
       });
     }
