@@ -17,7 +17,7 @@ void fill(Matrix* matrix, cudaDataType_t type, int most, unsigned seed) {
   }
 }
 
-// So that D of 16 bits is exact, and a sum of its columns too.
+// Small enough for a D of 16 bits to be exact, and for a sum of its columns too.
 int largest_digit(const Case& c) { return Facts(c.out).is_16bit || Facts(c.in).is_low_precision ? 1 : 3; }
 
 bool is_transposed(cublasOperation_t op) { return op != CUBLAS_OP_N; }
