@@ -84,7 +84,7 @@ Status Check(abi::ncclResult_t result, const char* call);
 
 // On: the library reports everything to this process, with lines such as "[cublasMpMatmul] Using AllGather + Matmul".
 // Off: only errors, which complete the messages of failed calls. Overrides CUBLASMP_LOG_LEVEL and CUBLASMP_LOG_FILE,
-// because every line would appear on stdout as well. May be called before the library is loaded.
+// because every line would also appear on stdout otherwise. May be called before the library is loaded.
 void SetLogging(bool is_on);
 
 // Applies the setting to a library that was just loaded.

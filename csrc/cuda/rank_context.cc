@@ -62,7 +62,7 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
   return watch_->Follow(stream);
 }
 
-// It is also NCCL's first kernel on a new communicator, so all ranks launch that together, before cuBLAS's kernels.
+// The comparison is also NCCL's first kernel on a new communicator: all ranks launch it together, before cuBLAS's.
 Status RankContext::Compare(const Problem& problem, const std::string& call) {
   if (nranks_ == 1 || agreed_.count(problem) > 0) return {};
   is_first_ = true;

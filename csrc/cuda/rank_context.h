@@ -62,8 +62,8 @@ class RankContext final : public RankObjects {
   std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
 
  private:
-  // Two buffers (one without peers), which calls take in turn. A rank in call i + 1 has every peer's part of call i,
-  // sent after the peer's call i - 1 had ended, so the buffer of call i - 1 is free on every rank.
+  // Two buffers (one without peers) that calls take in turn. A rank that starts call i + 1 has every peer's part of
+  // call i, sent after the peer's call i - 1 had ended, so the buffer of call i - 1 is free on every rank.
   struct Memory {
     std::vector<void*> buffers;
     size_t bytes = 0, turn = 0;

@@ -97,7 +97,7 @@ void Watch::Leave() {
   call_.reset();
 }
 
-// Records without the mutex: if the device is too busy, the driver may keep this thread, not the watchdog's.
+// Records without the mutex: if the device is busy, the driver may hold this thread up, but the watchdog must go on.
 Status Watch::Begin(abi::CUstream stream) {
   if (!has_peers_) return {};
   {

@@ -3,7 +3,7 @@
 // A thread polls every rank for a call that does not end, on the host (where it makes collective objects) or on its
 // stream, and for an asynchronous error of NCCL meanwhile. Communicators that cuBLASMp has split off ours report their
 // errors to no one. In either case the thread prints rank and call, and ends the process. It aborts no communicator,
-// because their kernels would return, and code that waits for the stream would take the remains for a result.
+// because their kernels would return, and code that waits for the stream would take garbage for a result.
 #pragma once
 
 #include <chrono>
@@ -33,7 +33,7 @@ class Watch {
   // if the communicator got one while no call was waiting.
   Status Enter(std::shared_ptr<const std::string> call);
   void Leave();
-  // Gives the call at hand the deadline of a first run.
+  // Gives the current call the deadline of a first run.
   void Extend();
 
   // Enclose the device's part: everything that a call puts on the stream.

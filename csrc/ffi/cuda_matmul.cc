@@ -52,7 +52,7 @@ Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
   return {};
 }
 
-// Returns the position: from the attributes, or read from the device by its first call, as it stays in an executable.
+// Returns the position, from the attributes or from the device's memory. Only a device's first call reads it there.
 StatusOr<int64_t> FindPosition(const Problem& p, int ordinal, const void* position, abi::CUstream stream) {
   if (!p.devices.empty()) return cuda::PositionOf(p.devices, ordinal);
   int32_t at = 0;

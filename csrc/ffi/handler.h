@@ -18,7 +18,7 @@ namespace jaxmp {
 
 xla::ffi::Error ToError(const Status& status);
 
-// The base of a state.
+// The base of a call site's state.
 template <typename Site>
 struct SiteType {
   inline static xla::ffi::TypeId id = {};  // XLA writes it when the type is registered

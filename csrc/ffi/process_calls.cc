@@ -23,7 +23,7 @@ Status CheckProcesses(const std::vector<int64_t>& processes) {
   return {};
 }
 
-// The attributes of a process barrier; `has_tokens` as in CallSignature.
+// Reads the attributes of a process barrier; `has_tokens` as in CallSignature.
 StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictionary& attributes, bool has_tokens) {
   CallSignature signature;
   int64_t is_sequential = 0;
@@ -179,7 +179,7 @@ StatusOr<uint64_t*> Places(const ffi::AnyBuffer& places, size_t nranks) {
   return InvalidArgument("jaxmp: a collective's places must be ", 2 * nranks, " of uint64");
 }
 
-// Returns the tokens by rank; an error if XLA's all-gather brings places of another run, as with two running threads.
+// Returns the tokens by rank. An error if XLA's all-gather brings another run's places: two threads run programs then.
 StatusOr<std::vector<uint64_t>> TokensOf(const SharedCollective& call, int32_t position, int64_t run,
                                          const uint64_t* places) {
   const CallSignature& signature = *call.signature;

@@ -84,7 +84,7 @@ class Plan {
   // A rank's objects that do not depend on a call; made once, then only read, except for the free execution contexts.
   struct LocalRank {
     bool is_made = false;
-    std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null where unused
+    std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null if unused
     Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, c{nullptr, nullptr},
         d{nullptr, nullptr};  // c: null without C
     Scalar beta;

@@ -29,7 +29,7 @@ class PlanCache {
   void Clear() { plans_.Clear(); }
   void set_capacity(size_t capacity) { plans_.set_capacity(capacity); }
   // Receives one line for each plan made, on the thread that made it and without a lock; null for no log. The function
-  // must stay alive for good.
+  // must live as long as the process.
   using Log = std::function<void(const std::string& line)>;
   void set_log(const Log* log) { log_ = log; }
 

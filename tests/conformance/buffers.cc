@@ -263,7 +263,7 @@ Verdict Buffers::judge_blocks(const Expected& expected) const {
   return verdict;
 }
 
-// The mask of a sum of 0 is judged on hostmp alone: cuBLASMp has ones there.
+// Judges the mask of a sum of 0 only on hostmp: cuBLASMp has ones there.
 Verdict Buffers::judge_aux(const Expected& expected, bool is_host) const {
   Verdict verdict;
   const auto at_bit = [this](int64_t at) { return aux.after()[at / 8] >> (at % 8) & 1; };

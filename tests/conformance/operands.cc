@@ -40,7 +40,7 @@ Matrix scaled(const Case& c, const Matrix& x, bool is_a) {
   return result;
 }
 
-// result = a b^T and magnitude = |a| |b|^T, in complex arithmetic only where there are complex numbers.
+// result = a b^T and magnitude = |a| |b|^T, in complex arithmetic only for complex numbers.
 template <typename Scalar>
 void multiply(const std::vector<Scalar>& a, const std::vector<Scalar>& b, int64_t k, Matrix* result,
               Matrix* magnitude) {

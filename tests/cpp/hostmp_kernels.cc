@@ -252,7 +252,7 @@ TEST(test_bf16_kernels) {
   kernel.name = "AMX", kernel.is_available = hostmp::cpu().amx, kernel.unit = hostmp::kAmxUnit;
   kernel.multiply = hostmp::AmxGemm, kernel.scratch = hostmp::AmxGemmScratch;
   check_kernel(kernel);
-  // k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
+  // k may be cut anywhere: some of these cuts are at the end of an instruction's k.
   kernel.name = "the chosen kernel", kernel.is_available = true, kernel.unit = 8, kernel.scales = scales;
   kernel.multiply = [](const KSegments& parts, float alpha, float beta, char* scratch) {
     const Product& p = parts.front();

@@ -43,7 +43,7 @@ struct Arrival {
 };
 
 // The state of the thread on which a rank arrived. It waits for a moment (kWaiting), helps, and completes its own
-// stream. If it leaves before the end (kLeft), another thread completes the stream.
+// stream. If it leaves before the end (kLeft), another thread completes the stream. kDone: the call has ended.
 enum class WaiterState { kWaiting, kLeft, kDone };
 
 struct CollectiveCall {

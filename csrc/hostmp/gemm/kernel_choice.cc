@@ -17,7 +17,7 @@ using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
 constexpr int64_t kAvx512Columns = 256;
 
 // True if our kernel is the faster one when sums may be in any order: for few columns and, with AVX-512 and real
-// numbers of up to 32 bits, for 256 columns, or for any number next to OpenBLAS (docs/benchmarks.md).
+// numbers of up to 32 bits, for up to 256 columns, or for any number of columns next to OpenBLAS (docs/benchmarks.md).
 bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   if (Facts(type).is_complex) return false;
   if (p.n <= kSmallN && p.trans_a == CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
@@ -37,7 +37,7 @@ Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one
   return is_16bit ? Kernel::kWideningBlas : Kernel::kBlas;
 }
 
-// Returns bf16, which holds all such numbers; f32 next to a wider operand that no bf16 instruction multiplies.
+// Returns bf16, which holds all numbers of 8 bits and fewer; f32 if no bf16 instruction multiplies the wider operand.
 cudaDataType_t DecodedType(const ProductKind& p) {
   const cudaDataType_t wide = Facts(p.a).is_low_precision ? p.b : p.a;
   const bool has_bf16_kernel = cpu().amx || cpu().avx512_bf16;

@@ -61,7 +61,7 @@ void DecodeScaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t 
   }
 }
 
-// Prefetches a run of numbers, because it is on another page and the processor does not look there.
+// Prefetches a run of numbers, because it is on another page, which the processor does not prefetch by itself.
 void Prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
   constexpr int64_t kLine = 64;  // bytes of a cache line
   const char* const from = x.data + BytesOf(x.type, first);

@@ -1,4 +1,4 @@
-// Where the elements of a distributed matrix live: ScaLAPACK's block-cyclic distribution, one axis at a time.
+// Where the elements of a distributed matrix are stored: ScaLAPACK's block-cyclic distribution, one axis at a time.
 //
 // An axis of `extent` indices is cut into blocks of `block`, dealt round-robin to `nprocs` processes, the first block
 // to `source`. Worked example: extent 10, block 3, nprocs 2, source 0 puts global 0 1 2 | 6 7 8 on process 0 (local

@@ -64,7 +64,7 @@ struct WordLine {
 };
 
 // Reads every word along all micro-panels: long runs, because a large leading dimension puts each k on another page,
-// where the processor does not look ahead.
+// which the processor does not prefetch by itself.
 JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   constexpr int64_t kAhead = 8;
   const int64_t words = Words(depth), lines = Lines(depth);

@@ -3,7 +3,7 @@
 // Both instructions, AVX512_BF16's and AMX's, multiply pairs: they add a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So two
 // numbers that follow each other in k make one 32-bit word, and a block is 16 pairs of 16 indices (rows of op(A), or
 // columns of op(B)): 1 KiB, one AMX tile. It is packed by pairs (word i of line p is pair p of index i), or by indices
-// (word p of line i is it). Numbers beyond the operand are packed as zeros.
+// (word p of line i is this pair). Numbers beyond the operand are packed as zeros.
 #pragma once
 
 #include <cstdint>

@@ -59,8 +59,8 @@ JAXMP_INLINE void PackAcross(const View<From>& view, int64_t count, int64_t widt
   }
 }
 
-// Prefetches the lines that follow, because they are a leading dimension further, where the processor does not look: a
-// prefetch from beyond the operand does nothing.
+// Prefetches the lines that follow: they are a leading dimension further, which the processor does not prefetch by
+// itself. A prefetch from beyond the operand does nothing.
 template <typename From, typename T>
 JAXMP_INLINE void PackAlong(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   constexpr int64_t kRun = 64, kLines = 8, kTransposed = Simd<T>::kTransposed;
