@@ -1,9 +1,8 @@
-// The part of cuBLASMp's C ABI that jaxmp calls, declared by us, so that no CUDA toolkit is needed
-// to build.
+// The part of cuBLASMp's C ABI that jaxmp calls, declared by us, so that no CUDA toolkit is needed to build.
 //
-// Names, numbers and parameter orders are those of cuBLASMp 0.10 and of the CUDA 13 headers that it
-// includes; tests/project/test_abi.py compiles this file beside the real header and compares each of them.
-// Everything sits in a namespace, so that both can be included in one translation unit.
+// Names, numbers and parameter orders are as in cuBLASMp 0.10 and in the CUDA 13 headers that it includes;
+// tests/project/test_abi.py compiles this file together with the real header and compares them. Everything is in a
+// namespace, so that both can be included in one translation unit.
 #pragma once
 
 #include <cstddef>
@@ -150,7 +149,7 @@ using cublasMpGrid_t = cublasMpGrid*;
 using cublasMpMatrixDescriptor_t = cublasMpMatrixDescriptor*;
 using cublasMpMatmulDescriptor_t = cublasMpMatmulDescriptor*;
 
-// The size in bytes that SetAttribute demands; 0 for a number that is no attribute.
+// The size in bytes that SetAttribute requires; 0 for a number that is no attribute.
 constexpr size_t AttributeSize(int attribute) {
   switch (attribute) {
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA:
@@ -175,7 +174,7 @@ constexpr size_t AttributeSize(int attribute) {
   }
 }
 
-// Declared for their types alone: the table in api_table.h points to a library's own.
+// Declared only for their types: the table in api_table.h points to a library's functions.
 
 cublasMpStatus_t cublasMpGetVersion(int* version);
 const char* cublasMpGetStatusString(cublasMpStatus_t status);

@@ -1,10 +1,9 @@
-// The table through which everything above calls cuBLASMp, or an implementation of the same calls.
+// The table for calls of cuBLASMp, or of an implementation of the same calls.
 #pragma once
 
 #include "csrc/cublasmp/abi.h"
 
-// Every function of the table, without its prefix: one list for the table, for a loader and for the
-// ABI test.
+// Every function of the table, without its prefix: one list for the table, for a loader and for the ABI test.
 #define JAXMP_CUBLASMP_FUNCTIONS(X) \
   X(GetVersion)                     \
   X(GetStatusString)                \
@@ -29,15 +28,15 @@
 
 namespace jaxmp {
 
-// What a library takes beyond cuBLASMp's documented forms. Python asks ahead of a call
+// The forms that a library accepts beyond cuBLASMp's documented ones. Python asks before a call
 // (jaxmp/_src/core/lowering/forms.py).
 struct Capabilities {
   bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
-  bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
+  bool complex_epilogs = false;               // cuBLASMp takes them from cuBLASLt, which has none
   bool fixed_reduction_order = false;         // MpApi::fix_reduction_order
-  bool precise_gelu = false;                  // cuBLASMp's has 5 digits, and 11 of float64
+  bool precise_gelu = false;                  // cuBLASMp's GELU has 5 digits, in float64 11
   bool as_documented = false;  // cuBLASMp 0.10: some results are wrong, jaxmp/_src/core/lowering/faults.py
 };
 
@@ -46,11 +45,10 @@ inline constexpr char kCublasMp[] = "cublasmp";
 
 struct MpApi {
   const char* name;
-  // Has every element of D summed in one order, fixed K blocks one after the other, so that it depends on its row of
-  // op(A) and its column of op(B) alone; null where the library cannot. To be called before the workspace is queried.
+  // Sums every element of D in one order, fixed K blocks one after the other, so that it depends only on its row of
+  // op(A) and its column of op(B); null if the library cannot. Called before the workspace is queried.
   abi::cublasMpStatus_t (*fix_reduction_order)(abi::cublasMpMatmulDescriptor_t matmul);
-  // Why the last call on this thread did not return SUCCESS; "" where the library keeps that to
-  // itself.
+  // Why the last call on this thread did not return SUCCESS; "" if the library does not say.
   const char* (*last_error)();
 
 #define JAXMP_DECLARE_FUNCTION(function) decltype(&abi::cublasMp##function) function;

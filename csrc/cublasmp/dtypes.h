@@ -1,4 +1,4 @@
-// The element types of operands, and what is fixed by each.
+// The element types of operands, and the fixed facts about them.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace jaxmp {
 
-// Types that hostmp multiplies and CUDA has no number for, or cuBLASMp no product of.
+// Types that hostmp multiplies, but that have no number in CUDA or no product in cuBLASMp.
 namespace host_types {
 
 constexpr int kFirst = 0x1000;  // beyond all of CUDA's
@@ -35,7 +35,7 @@ struct TypeFacts {
 
   const char* name;
   abi::cudaDataType_t number;
-  int64_t bits, bytes;  // 0 for a type that is not known
+  int64_t bits, bytes;  // 0 for an unknown type
   bool is_complex, is_16bit;
   bool is_low_precision;  // at most 8 bits; bf16 holds all of them
 };
@@ -63,7 +63,7 @@ inline constexpr TypeFacts kDTypes[] = {{"none", abi::CUDA_R_32F, 0},
                                         {"f8e5m2fnuz", host_types::kE5M2Fnuz, 8},
                                         {"f8e8m0", host_types::kE8M0, 8}};
 
-// Of a type that is not known: no bytes.
+// Returns the facts of a type. An unknown type has no bytes.
 constexpr const TypeFacts& Facts(abi::cudaDataType_t type) {
   size_t i = 1;
   while (i < std::size(kDTypes) && kDTypes[i].number != type) ++i;

@@ -5,7 +5,7 @@
 namespace jaxmp {
 namespace {
 
-// The first number of a code is hostmp's for it. The last word is of all other numbers.
+// hostmp returns the first number of a code. The last word stands for all other numbers.
 constexpr StatusWord kWords[] = {
     {abi::CUBLASMP_STATUS_SUCCESS, Code::kOk, "success"},
     {abi::CUBLASMP_STATUS_INVALID_VALUE, Code::kInvalidArgument, "invalid value"},

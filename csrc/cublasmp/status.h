@@ -1,4 +1,4 @@
-// A library's status code as a Status, and the other way round.
+// Converts a library's status code to a Status, and back.
 #pragma once
 
 #include "csrc/base/status.h"
@@ -15,8 +15,8 @@ struct StatusWord {
 const StatusWord& WordOf(abi::cublasMpStatus_t number);
 abi::cublasMpStatus_t NumberOf(Code code);
 
-// Names the library and the call, with the library's own reason where it gave one. Ask right after the call, on its
-// thread.
+// Returns an error that names the library and the call, with the library's own reason if it gave one. Run it right
+// after the call, on its thread.
 Status Check(const MpApi& api, abi::cublasMpStatus_t status, const char* call);
 
 }  // namespace jaxmp

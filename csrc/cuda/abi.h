@@ -1,8 +1,7 @@
-// The part of the CUDA driver's and of NCCL's C ABI that jaxmp calls, declared by us like cuBLASMp's.
+// The part of the C ABIs of the CUDA driver and of NCCL that jaxmp calls, declared by us like cuBLASMp's.
 //
-// Names, numbers and parameters are those of CUDA 12 and 13 and of NCCL 2.30; tests/project/test_abi.py compares each
-// with the real headers. A function whose symbol carries a version (cuMemAlloc_v2) has it here too: a header would hide
-// it.
+// Names, numbers and parameters are as in CUDA 12 and 13 and in NCCL 2.30; tests/project/test_abi.py compares each with
+// the real headers. A function with a version in its symbol (cuMemAlloc_v2) has it here too: a header would hide it.
 #pragma once
 
 #include <cstddef>

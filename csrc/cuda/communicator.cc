@@ -74,10 +74,10 @@ StatusOr<int64_t> PositionOf(const std::vector<int64_t>& devices, int ordinal) {
 }
 
 std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) {
-  // Never destroyed, like what its members hold.
+  // Never destroyed, like the objects that its members hold.
   static auto* mutex = new std::mutex;
   static auto* known = new std::map<std::pair<Axes, std::vector<int64_t>>, std::shared_ptr<const CudaCommunicator>>;
-  std::lock_guard<std::mutex> lock(*mutex);  // nothing collective happens in here
+  std::lock_guard<std::mutex> lock(*mutex);  // nothing below is collective
   std::shared_ptr<const CudaCommunicator>& found = (*known)[{axes, devices}];
   if (!found) found = std::make_shared<const CudaCommunicator>(axes, devices);
   return found;

@@ -13,7 +13,7 @@ namespace {
 constexpr const char* kRemedy =
     "; pip install --upgrade 'jaxmp[cuda13]' (or [cuda12]) brings the right one, implementation=\"xla\" does without";
 
-// Never closed: handles, communicators and the driver's own threads go on using what was opened.
+// Never closed, because handles, communicators and the driver's own threads go on using the libraries.
 StatusOr<void*> Open(const char* what, const std::string& path, const char* remedy) {
   if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
   const char* why = dlerror();
@@ -71,7 +71,7 @@ Status OpenNccl(const std::string& path, Libraries* libraries) {
   return {};
 }
 
-// What cuBLASMp was bound to; another NCCL than ours would be handed communicators that it did not make.
+// Checks that cuBLASMp uses our NCCL; another one would be handed communicators that it did not make.
 Status CheckOneNccl(void* cublasmp, const std::string& path, const Libraries& libraries) {
   void* const theirs = dlsym(cublasmp, "ncclGetVersion");
   if (!theirs || theirs == reinterpret_cast<void*>(libraries.nccl.GetVersion)) return {};
@@ -82,7 +82,7 @@ Status CheckOneNccl(void* cublasmp, const std::string& path, const Libraries& li
 
 Status OpenCublasMp(const std::string& path, Libraries* libraries) {
   JAXMP_ASSIGN_OR_RETURN(void* handle, Open("cuBLASMp", path, kRemedy));
-  // The version first: a library of another version lacks functions, and its version says why.
+  // The version first, because a library of another version lacks functions, and its version says why.
   MpApi& api = libraries->cublasmp;
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpGetVersion", "cuBLASMp 0.10", path, &api.GetVersion));
   int version = 0;
@@ -123,7 +123,7 @@ StatusOr<std::unique_ptr<const Libraries>> OpenAll(const std::string& cublasmp, 
                                                    const std::string& driver) {
   auto libraries = std::make_unique<Libraries>();
   JAXMP_RETURN_IF_ERROR(OpenDriver(driver, libraries.get()));
-  // Ahead of cuBLASMp, which then binds to it by its soname, and whose own message about an old one is a missing
+  // Before cuBLASMp, which then binds to it by its soname. cuBLASMp's own message about an old NCCL is a missing
   // symbol.
   JAXMP_RETURN_IF_ERROR(OpenNccl(nccl, libraries.get()));
   JAXMP_RETURN_IF_ERROR(OpenCublasMp(cublasmp, libraries.get()));

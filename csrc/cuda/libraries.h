@@ -38,17 +38,17 @@ struct Libraries {
   std::map<std::string, std::string> info;
 };
 
-// Opens and checks all three, given as paths or as names for the loader. The first success holds for the process;
-// further calls change nothing. A failure is one sentence, changes nothing and may be tried again.
+// Opens and checks all three, given as paths or as names for the loader. The first success holds for the process; later
+// calls change nothing. A failure is one sentence, changes nothing and may be tried again.
 Status Load(const std::string& cublasmp, const std::string& nccl, const std::string& driver);
 
-// What Load() opened; null before it succeeded. Lives as long as the process.
+// Returns the libraries that Load() opened; null before it succeeded. They live as long as the process.
 const Libraries* Loaded();
 
-// A context made current for a scope.
+// Makes a context current for a scope.
 //
-// The libraries take whichever context is current. Where XLA calls a handler that may be its device's, another or none:
-// one client of XLA's runs a device's programs on any thread of a pool. The watchdog's thread has none.
+// The libraries use the current context. When XLA calls a handler, this may be its device's, another one or none,
+// because one of XLA's clients runs a device's programs on any thread of a pool. The watchdog's thread has none.
 class CurrentContext {
  public:
   explicit CurrentContext(abi::CUcontext context) {
@@ -62,7 +62,7 @@ class CurrentContext {
     abi::CUcontext popped = nullptr;
     if (is_pushed_) (void)Loaded()->driver.CtxPopCurrent_v2(&popped);
   }
-  // Whether it is current now.
+  // True if the context is current now.
   bool ok() const { return is_current_; }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
@@ -71,29 +71,29 @@ class CurrentContext {
   bool is_current_ = false, is_pushed_ = false;
 };
 
-// The table over the loaded cuBLASMp.
+// Returns the table of the loaded cuBLASMp.
 StatusOr<const MpApi*> cuda_api();
 
-// "" for success, else what the driver or NCCL says about it.
+// Returns "" for success, else the text of the driver or of NCCL.
 std::string Why(abi::CUresult result);
 std::string Why(abi::ncclResult_t result);
 Status Check(abi::CUresult result, const char* call);
 Status Check(abi::ncclResult_t result, const char* call);
 
-// ---- what cuBLASMp says about itself: which algorithm it took, and why a call failed (logger.cc)
+// ---- cuBLASMp's messages: which algorithm it took, and why a call failed (logger.cc)
 
-// Has the library report everything to this process, with lines such as "[cublasMpMatmul] Using AllGather + Matmul";
-// off: errors alone, which complete the messages of failed calls. Either overrides CUBLASMP_LOG_LEVEL and
-// CUBLASMP_LOG_FILE: without that every line would stand on stdout as well. May be called before the library is loaded.
+// On: the library reports everything to this process, with lines such as "[cublasMpMatmul] Using AllGather + Matmul".
+// Off: only errors, which complete the messages of failed calls. Overrides CUBLASMP_LOG_LEVEL and CUBLASMP_LOG_FILE,
+// because every line would also appear on stdout otherwise. May be called before the library is loaded.
 void SetLogging(bool is_on);
 
-// Tells a library that was just loaded.
+// Applies the setting to a library that was just loaded.
 void ApplyLogging(const Libraries& libraries);
 
-// The lines since the last call, oldest first; the newest 4096 of them.
+// Takes the lines since the last call, oldest first; at most the newest 4096.
 std::vector<std::string> TakeLog();
 
-// The errors that the library reported on this thread since the last time, in one line; "" where it reported none. A
+// Takes the errors that the library reported on this thread since the last call, in one line; "" if there are none. A
 // failed call may report several, the cause first. Valid until the next call.
 const char* TakeLastError();
 

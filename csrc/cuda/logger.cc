@@ -22,7 +22,7 @@ struct Lines {
 };
 
 Lines& lines() {
-  static auto* const all = new Lines;  // the library may still speak when statics are destroyed
+  static auto* const all = new Lines;  // the library may still report when statics are destroyed
   return *all;
 }
 
@@ -44,7 +44,7 @@ void SetLogging(bool is_on) {
   if (const Libraries* libraries = Loaded()) ApplyLogging(*libraries);
 }
 
-// A library that cannot be told works all the same.
+// Ignores errors: a library that reports nothing works all the same.
 void ApplyLogging(const Libraries& libraries) {
   (void)libraries.logger.SetCallback(OnMessage);
   (void)libraries.logger.SetFile(nullptr);

@@ -18,10 +18,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double kFirst = 4;             // a first run's deadline, in those of a call
-constexpr char kId = 'i', kError = 'e';  // what the rest of a published value is
+constexpr double kFirst = 4;             // a first run's deadline, as a multiple of a call's
+constexpr char kId = 'i', kError = 'e';  // the first character of a published value; an id or an error follows
 
-// An entry stays: one for each communicator, and communicators stay as well.
+// Entries stay: there is one for each communicator, and communicators stay as well.
 class Table {
  public:
   StatusOr<std::string> operator()(const std::string& key, const std::string* value, double timeout) {
@@ -43,7 +43,7 @@ class Table {
   std::map<std::string, std::string> values_;
 };
 
-// Never destroyed: the Python function must not be released after the interpreter, and threads may still wait.
+// Never destroyed, because the Python function must not be released after the interpreter, and threads may still wait.
 struct ExchangeState {
   std::mutex mutex;
   std::shared_ptr<const Exchange> exchange;  // guarded by mutex; null: the table
@@ -64,7 +64,7 @@ std::string Text(double seconds) {
   return text.str();
 }
 
-// Rank 0's part up to the id: every other rank has come.
+// Waits on rank 0 until every other rank has come; the id is made after that.
 Status AwaitOthers(const std::string& key, int nranks) {
   const double timeout = FirstTimeout();
   const auto start = Clock::now();
@@ -88,7 +88,7 @@ StatusOr<std::string> MakeValue(const std::string& key, int nranks) {
 StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks) {
   const std::string here = "here";
   JAXMP_RETURN_IF_ERROR(CallExchange(KeyOf(key, rank), &here, Timeout()).status());
-  // Rank 0 may come last, and then waits for others under its call mutex.
+  // Rank 0 may come last, and then waits for the others under its call mutex.
   StatusOr<std::string> value = CallExchange(key, nullptr, 2 * FirstTimeout());
   if (value.ok()) return value;
   return FailedPrecondition("jaxmp: rank 0 of ", nranks, " did not open their communicator within ",

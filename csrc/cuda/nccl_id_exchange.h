@@ -1,4 +1,4 @@
-// How the ranks of a group find each other before they have a communicator: the NCCL id travels under a key.
+// How the ranks of a group find each other before they have a communicator: they exchange the NCCL id under a key.
 #pragma once
 
 #include <functional>
@@ -9,24 +9,24 @@
 
 namespace jaxmp::cuda {
 
-// With a value: publishes it under the key and returns it. Without: waits, for so many seconds, for somebody's value.
+// With a value: publishes it under the key and returns it. Without: waits `timeout` seconds for another rank's value.
 using Exchange = std::function<StatusOr<std::string>(const std::string& key, const std::string* value, double timeout)>;
 
-// An empty function, as at the start: a table of this process, for groups whose ranks are all threads of it.
+// An empty function, the default, is a table of this process: for groups with all ranks on threads of this process.
 void SetExchange(Exchange exchange);
 
-// The same through whatever is set.
+// Calls the exchange that is set.
 StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout);
 
-// Seconds that a rank waits for its peers in a call; and until they have come to its first run, for which processes
-// compile at different speeds.
+// Seconds that a rank waits for its peers in a call; FirstTimeout(): until they have come to its first run, because
+// processes compile at different speeds.
 void SetTimeout(double seconds);
 double Timeout();
 double FirstTimeout();
 
-// The id of the communicator that this key names, the same for all of its ranks. They come into it together or not at
-// all: rank 0 publishes the id only after every other rank has reported under a key of its own; where one does not come
-// in time, it publishes the error that all of them return.
+// Returns the id of the communicator that this key names, the same on all of its ranks. All ranks get it or none: rank
+// 0 publishes the id only after every other rank has reported under a key of its own. If a rank does not come in time,
+// rank 0 publishes the error that all of them return.
 StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nranks);
 
 }  // namespace jaxmp::cuda

@@ -10,12 +10,12 @@
 namespace jaxmp::cuda {
 namespace {
 
-// What a rank that cannot go on brings to an agreement: more than any number of bytes.
+// A rank that cannot go on brings this to an agreement: more than any number of bytes.
 constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
 
 std::atomic<Wait> wait_here = Wait::kOnStream;
 
-// For what stays for the life of the process.
+// For objects that stay for the life of the process.
 template <typename T>
 std::shared_ptr<T> Unowned(T* object) {
   return std::shared_ptr<T>(std::shared_ptr<T>(), object);
@@ -25,7 +25,7 @@ void Free(const std::vector<void*>& buffers) {
   for (void* buffer : buffers) (void)Loaded()->nccl.MemFree(buffer);
 }
 
-// FNV-1a: the same in every process, whatever its standard library is.
+// FNV-1a: the same in every process, with any standard library.
 int64_t DigestOf(const std::string& text) {
   uint64_t digest = 0xcbf29ce484222325;
   for (const unsigned char byte : text) digest = (digest ^ byte) * 0x100000001b3;
@@ -55,14 +55,14 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
   }
   if (!comm_) JAXMP_RETURN_IF_ERROR(Connect());
   stream_ = stream;
-  (void)TakeLastError();  // of a call that recovered from it
+  (void)TakeLastError();  // errors of a call that recovered from them
   JAXMP_RETURN_IF_ERROR(watch_->Enter(std::move(call)));
   is_first_ = false;
   ++calls_;
   return watch_->Follow(stream);
 }
 
-// It is also NCCL's first kernel on a new communicator, which all ranks then launch together, ahead of cuBLAS's.
+// The comparison is also NCCL's first kernel on a new communicator: all ranks launch it together, before cuBLAS's.
 Status RankContext::Compare(const Problem& problem, const std::string& call) {
   if (nranks_ == 1 || agreed_.count(problem) > 0) return {};
   is_first_ = true;
@@ -76,7 +76,7 @@ Status RankContext::Compare(const Problem& problem, const std::string& call) {
   const auto key = [this](int64_t of) { return key_ + "/call/" + std::to_string(of); };
   (void)CallExchange(key(digest), &text, Timeout());  // an error: another rank has published the same
   const int64_t other = most[0] == digest ? ~most[1] : most[0];
-  // Where a peer brings no digest, it waits ahead of a product.
+  // A peer that brings no digest waits before a product.
   const StatusOr<std::string> theirs =
       other < 0 ? std::string("a call that it has made before") : CallExchange(key(other), nullptr, Timeout());
   JAXMP_RETURN_IF_ERROR(theirs.status());
@@ -102,9 +102,9 @@ Status RankContext::Open(int ordinal, abi::CUcontext context) {
   return {};
 }
 
-// A communicator that blocks: cuBLASMp never asks NCCL whether a call is still in progress (its library has no
-// reference to ncclCommGetAsyncError). ncclCommInitRank waits for every rank, and takes no deadline: the watchdog has
-// one.
+// Makes a communicator that blocks, because cuBLASMp never asks NCCL whether a call is still in progress (its library
+// has no reference to ncclCommGetAsyncError). ncclCommInitRank waits for every rank and takes no deadline; the watchdog
+// has one.
 Status RankContext::Connect() {
   const std::string key = key_ + "/" + std::to_string(attempts_++);
   JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
@@ -146,15 +146,15 @@ Status RankContext::SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi
   return {};
 }
 
-// The same operation wherever ranks wait for each other: where one is in a call that another has not come to, the
-// other's comparison meets it, and tells.
+// The same operation wherever ranks wait for each other: if a rank is in a call that another has not come to, the other
+// rank's comparison meets it and reports the difference.
 Status RankContext::AllReduceScratch() {
   void* const at = reinterpret_cast<void*>(scratch_);
   return Check(Loaded()->nccl.AllReduce(at, at, Values().size(), abi::ncclInt64, abi::ncclMax, comm_, stream_),
                "ncclAllReduce");
 }
 
-// On the host, which so waits for all ranks.
+// Waits on the host, and so for all ranks.
 StatusOr<RankContext::Values> RankContext::AllReduceMax(Values values) {
   const Driver& driver = Loaded()->driver;
   JAXMP_RETURN_IF_ERROR(
@@ -190,7 +190,7 @@ StatusOr<bool> RankContext::IsOnAll(bool is_here) {
   return most[0] == 0;
 }
 
-// Always registered: without it cuBLASMp does not overlap.
+// Always registered, because cuBLASMp does not overlap otherwise.
 StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
                                                        size_t bytes, std::shared_ptr<void>) {
   Memory& memory = workspaces_[{shape, pattern}];
@@ -202,13 +202,13 @@ StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const G
   return Unowned(memory.buffers[memory.turn++ % memory.buffers.size()]);
 }
 
-// Each rank allocates by itself, and nothing that waits for the others begins before all of them have their memory.
-// Where one has none beside the old workspace, all of them give that back and try once more.
+// Each rank allocates by itself, and registers nothing before all of them have their memory. If a rank has too little
+// next to the old workspace, all ranks give the old one back and try once more.
 Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory) {
   StatusOr<std::vector<void*>> made = Allocate(bytes);
   JAXMP_ASSIGN_OR_RETURN(bool is_on_all, IsOnAll(made.ok()));
   if (memory->bytes > 0) {
-    // Every call that used it is on this stream, or ahead of it by an event.
+    // Every call that used it is on this stream, or before it by an event.
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
     JAXMP_RETURN_IF_ERROR(Release(api, grid, std::exchange(*memory, {})));
     if (!is_on_all) {
@@ -223,8 +223,8 @@ Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t byte
                             " bytes; its own error says why");
 }
 
-// Of NCCL's allocator, whose memory can be registered: cublasMpMalloc is this and cublasMpBufferRegister in one, and
-// leaves the others waiting where one rank has no memory.
+// Uses NCCL's allocator, because its memory can be registered. cublasMpMalloc is this and cublasMpBufferRegister in
+// one, and leaves the others waiting if one rank has no memory.
 StatusOr<std::vector<void*>> RankContext::Allocate(size_t bytes) const {
   std::vector<void*> made;
   while (made.size() < (nranks_ == 1 ? 1 : 2)) {
@@ -242,9 +242,9 @@ StatusOr<std::vector<void*>> RankContext::Allocate(size_t bytes) const {
   return made;
 }
 
-// Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
-// reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
-// samples go on without.
+// Registers memory with NCCL on all ranks, because cuBLASMp does not overlap otherwise. A grid may not support it (for
+// example, GPUs that do not reach each other's memory): cuBLASMp then says so on every rank, before anything
+// collective, and its samples go on without.
 Status RankContext::Register(const MpApi& api, abi::cublasMpGrid_t grid, Memory made, Memory* memory) const {
   for (void* buffer : made.buffers) {
     const abi::cublasMpStatus_t status = api.BufferRegister(grid, buffer, made.bytes);

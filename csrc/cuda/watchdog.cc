@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kLongestPause(100);
 
-// Never destroyed: its thread outlives main.
+// Never destroyed, because its thread outlives main.
 class Watchdog {
  public:
   void Add(std::shared_ptr<Watch> watch) {
@@ -39,7 +39,7 @@ class Watchdog {
     }
   }
 
-  // Without destructors: they would wait for the devices.
+  // Runs no destructors, because they would wait for the devices.
   [[noreturn]] static void End(const std::string& failure) {
     std::fprintf(stderr, "jaxmp.DistributedError: %s; ending the process\n", failure.c_str());
     std::_Exit(1);
@@ -97,7 +97,7 @@ void Watch::Leave() {
   call_.reset();
 }
 
-// The driver may keep a thread that records, where the device has too much to do; the watchdog must not wait for it.
+// Records without the mutex: if the device is busy, the driver may hold this thread up, but the watchdog must go on.
 Status Watch::Begin(abi::CUstream stream) {
   if (!has_peers_) return {};
   {
@@ -130,8 +130,8 @@ Status Watch::End(abi::CUstream stream) {
 Status Watch::Follow(abi::CUstream stream) {
   if (!last_stream_ || stream == last_stream_) return {};
   if (!has_peers_ && !changes_streams_) {
-    // Calls without peers mostly stay on one stream, and an event behind each would be for nothing. From the first that
-    // does not, there is one. The last stream may be gone by now, so it is not asked for an event.
+    // Calls without peers mostly stay on one stream, where events would be useless. From the first call that changes
+    // streams on, every call records one. The last stream may be gone by now, so it is not asked for an event.
     changes_streams_ = true;
     return Check(Loaded()->driver.CtxSynchronize(), "cuCtxSynchronize");
   }
@@ -168,10 +168,10 @@ std::string Watch::PollDevice(Clock::time_point now) {
   DropEnded();
   if (spans_.empty()) return "";
   Span& span = spans_.front();
-  // The time of a call counts from when the device comes to it: ahead of it in the stream may be hours of other work.
+  // The time of a call counts from when the device reaches it: hours of other work may come before it in the stream.
   const Driver& driver = Loaded()->driver;
   if (!span.reached && driver.EventQuery(span.begin) == abi::CUDA_SUCCESS) span.reached = now;
-  // Of a device that has failed, whoever waits for it hears; where the process is ending, nobody waits.
+  // A failed device reports to the code that waits for it; if the process is ending, no code waits.
   if (!span.reached || driver.EventQuery(span.end) != abi::CUDA_ERROR_NOT_READY) return "";
   if (const std::string failure = AskNccl(); !failure.empty()) return failure + ", in the call " + *span.call;
   return Late(*span.call, span.limit, now - *span.reached, "on the device");

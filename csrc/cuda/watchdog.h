@@ -1,9 +1,9 @@
-// Watches the ranks of this process while they wait for others, and ends the process where that does not end.
+// Watches the ranks of this process while they wait for others, and ends the process if a wait does not end.
 //
-// A thread polls every rank for a call that has begun and does not end, on the host, where it makes collective objects,
-// or on its stream, and for an asynchronous error of NCCL meanwhile (communicators that cuBLASMp has split off ours
-// report theirs to nobody). On either it prints rank and call, and ends the process. It aborts no communicator: their
-// kernels would return, and whoever waits for the stream would take what they leave behind for a result.
+// A thread polls every rank for a call that does not end, on the host (where it makes collective objects) or on its
+// stream, and for an asynchronous error of NCCL meanwhile. Communicators that cuBLASMp has split off ours report their
+// errors to no one. In either case the thread prints rank and call, and ends the process. It aborts no communicator,
+// because their kernels would return, and code that waits for the stream would take garbage for a result.
 #pragma once
 
 #include <chrono>
@@ -20,30 +20,30 @@
 
 namespace jaxmp::cuda {
 
-// One rank's calls. Used by one thread at a time, and by the watchdog's.
+// One rank's calls. Used by one thread at a time, and by the watchdog's thread.
 class Watch {
  public:
-  // `who` names the rank; one without peers waits for nobody. The context must be current, here and in the calls below.
+  // `who` names the rank; without peers it waits for no one. The context must be current, here and in the calls below.
   static StatusOr<std::shared_ptr<Watch>> Make(abi::CUcontext context, std::string who, bool has_peers);
 
-  // From here on the communicator is asked for errors.
+  // Asks the communicator for errors from now on.
   void Adopt(abi::ncclComm_t comm);
 
-  // The host's part of a call, which may block in a collective; `call` describes it. An error: the communicator has
-  // one, of a time when no call was waiting.
+  // Enclose the host's part of a call, which may block in a collective; `call` describes it. Enter() returns an error
+  // if the communicator got one while no call was waiting.
   Status Enter(std::shared_ptr<const std::string> call);
   void Leave();
-  // Gives the call at hand the deadline of a first run.
+  // Gives the current call the deadline of a first run.
   void Extend();
 
-  // The device's part: what is put on the stream between the two.
+  // Enclose the device's part: everything that a call puts on the stream.
   Status Begin(abi::CUstream stream);
   Status End(abi::CUstream stream);
 
-  // Makes the stream wait for what the last call put on another one.
+  // Makes the stream wait for everything that the last call put on another one.
   Status Follow(abi::CUstream stream);
 
-  // For the watchdog: "" or what a call that waits has met.
+  // For the watchdog: "", or the failure that a waiting call has met.
   std::string Poll();
 
  private:
@@ -54,7 +54,7 @@ class Watch {
     abi::CUevent begin = nullptr, end = nullptr;
     std::shared_ptr<const std::string> call;
     double limit = 0;                          // seconds
-    std::optional<Clock::time_point> reached;  // when the watchdog has found the device in the call
+    std::optional<Clock::time_point> reached;  // when the watchdog found the device in the call
   };
 
   Watch(abi::CUcontext context, std::string who, bool has_peers)
@@ -68,14 +68,14 @@ class Watch {
   const abi::CUcontext context_;
   const std::string who_;
   const bool has_peers_;
-  std::mutex mutex_;  // of what the watchdog reads; never held in a collective
+  std::mutex mutex_;  // guards what the watchdog reads; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   double limit_ = 0;                         // of call_, seconds
   Clock::time_point entered_;
   std::deque<Span> spans_;  // on the stream, in its order; none without peers
   std::vector<Span> free_;  // of calls that have ended
-  // The calling thread's own.
+  // Used by the calling thread only.
   Span next_;                        // of the call that is being put on the stream
   abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
   abi::CUstream last_stream_ = nullptr;

@@ -52,7 +52,7 @@ StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
 
 namespace {
 
-// By DType. A byte holds two f4e2m1, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
+// XLA's types, by DType. Not every platform passes f4e2m1: a byte then holds two. On CPUs see CheckBuffer.
 constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
                                        ffi::F32,
                                        ffi::F64,
@@ -86,7 +86,7 @@ DType DTypeOf(ffi::DataType type) {
 
 namespace {
 
-// XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
+// XLA's CPU client stores 4-bit numbers two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
   const bool is_packed_by_xla = dtype == DType::kE2M1 && buffer.element_type() == ffi::F4E2M1FN;
   if (dtype == DType::kE2M1 && !is_packed_by_xla) size /= 2;
@@ -100,7 +100,7 @@ Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, 
   return InvalidArgument(message);
 }
 
-// Hands out the buffers of a call frame in the order of the boundary, checking each.
+// Hands out the buffers of a call frame in the order of the boundary, and checks them.
 class Operands {
  public:
   Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) : args_(args), rets_(rets) {}

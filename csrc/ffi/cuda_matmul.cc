@@ -52,7 +52,7 @@ Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
   return {};
 }
 
-// From the attributes, or read from the device by the first call that comes by: it keeps its place in an executable.
+// Returns the position, from the attributes or from the device's memory. Only a device's first call reads it there.
 StatusOr<int64_t> FindPosition(const Problem& p, int ordinal, const void* position, abi::CUstream stream) {
   if (!p.devices.empty()) return cuda::PositionOf(p.devices, ordinal);
   int32_t at = 0;
@@ -97,8 +97,8 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
   return ZeroAmax(buffers, stream);
 }
 
-// Gives the execution context back as soon as everything is on the stream: the local rank's next call is queued after
-// it.
+// Gives the execution context back as soon as everything is on the stream, because the local rank's next call is queued
+// after it.
 Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
   cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);
@@ -146,7 +146,7 @@ ffi::Error RunCuda(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::R
                    ffi::RemainingRets rets) {
   try {
     return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
-  } catch (const std::exception& exception) {  // memory
+  } catch (const std::exception& exception) {  // out of memory
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxmp: ") + exception.what());
   }
 }

@@ -32,7 +32,7 @@ struct CudaSite : SiteType<CudaSite> {
     abi::CUcontext context = nullptr;  // the device's own; it lives as long as the process
   };
   std::mutex mutex;
-  std::map<int, Place> places;  // by device ordinal, once a device has come by; guarded by mutex
+  std::map<int, Place> places;  // by device ordinal, from the device's first call on; guarded by mutex
 
  private:
   std::atomic<bool> is_open_{false};
@@ -42,9 +42,9 @@ struct CudaSite : SiteType<CudaSite> {
 // libraries are open. Needs no device: programs may be compiled on a machine without one.
 XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution, on the device's own thread; call_frame.h has the arguments and results. It returns
-// when everything is on the stream. The first execution on a device makes what that rank needs, which is collective and
-// waits for the stream; later ones set the pointers and enqueue the product.
+// Runs once per device and execution, on the device's own thread; call_frame.h has the arguments and results. It
+// returns when everything is on the stream. The first execution on a device makes what that rank needs, which is
+// collective and waits for the stream; later ones set the pointers and enqueue the product.
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -42,7 +42,7 @@ StatusOr<std::unique_ptr<DeferredSite>> MakeDeferredSite(const ffi::Dictionary& 
 using Bytes = std::shared_ptr<char>;
 using Clock = std::chrono::steady_clock;
 
-// Memory of ours. What is given back is kept for a while: new pages cost about as much as copying to them.
+// Our memory. Blocks that are given back are kept for a while: new pages cost about as much as copying to them.
 class Blocks {
  public:
   Bytes Take(int64_t size) {
@@ -76,7 +76,7 @@ class Blocks {
     Clock::time_point since;
   };
 
-  // The one that was used last, or null.
+  // Returns the block of this size that was used last, or null.
   char* TakeFree(size_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found =
@@ -112,8 +112,8 @@ struct Product {
 // Products that were started and are not collected yet, by ticket.
 class Tickets {
  public:
-  // Drops what the device's other runs have left, which a run that failed did. Should one of them still go on, its
-  // collect multiplies again.
+  // Drops the products that other runs have left on the device, as a failed run does. If one of these runs still goes
+  // on, its collect multiplies again.
   uint64_t Give(std::shared_ptr<const Product> product) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = products_.begin(); it != products_.end();) {
@@ -149,7 +149,7 @@ CompletionPool& threads() {
   return *pool;
 }
 
-// A chain's products are multiplied in turn, each on all of XLA's threads.
+// A chain's products are multiplied in turn, each of them on all of XLA's threads.
 uint64_t StartProduct(const DeferredSite& site, int64_t run_id, int32_t device, int num_threads,
                       const std::shared_ptr<const Product>& ahead, const Buffers& operands) {
   const Problem& p = site.plan->problem();
@@ -173,7 +173,7 @@ uint64_t StartProduct(const DeferredSite& site, int64_t run_id, int32_t device, 
   product->done = work->get_future();
   threads().Post([work = std::move(work)]() mutable {
     (*work)();
-    work.reset();  // with the operands
+    work.reset();  // frees the operands
   });
   return tickets().Give(std::move(product));
 }
@@ -202,7 +202,7 @@ Status Start(const DeferredSite& site, int64_t run_id, int32_t device, int num_t
   *copied = *next;
   try {
     *ticket = StartProduct(site, run_id, device, num_threads, tickets().Find(*ahead, /*takes=*/false), operands);
-  } catch (const std::exception&) {  // memory, or a thread: collect multiplies
+  } catch (const std::exception&) {  // no memory or no thread: collect multiplies
     *ticket = 0;
   }
   return {};

@@ -1,5 +1,5 @@
-// Common parts of the handlers of all custom calls. A call site's state is made from its attributes, once; an
-// execution has the state, and binds none of them.
+// Common parts of the handlers of all custom calls. A call site's state is made from its attributes, once; executions
+// get the state and bind no attributes.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace jaxmp {
 
 xla::ffi::Error ToError(const Status& status);
 
-// The base of a state.
+// The base of a call site's state.
 template <typename Site>
 struct SiteType {
   inline static xla::ffi::TypeId id = {};  // XLA writes it when the type is registered
@@ -68,7 +68,7 @@ auto WithContexts(Binding&& binding) {
   }
 }
 
-// `run` has the state, XLA's contexts, and the arguments and results.
+// `run` gets the state, XLA's contexts, and the arguments and results.
 template <typename Site, auto run, typename... Contexts>
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
   namespace ffi = xla::ffi;
@@ -77,7 +77,7 @@ XLA_FFI_Error* Execute(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// The future of what `start` begins: it gets what ends it, and is not to call that where it returns an error.
+// The future of `start`, which gets a function that ends it and does not call this function if it returns an error.
 template <typename Start>
 xla::ffi::Future FutureOf(Start start) {
   auto promise = std::make_shared<xla::ffi::Promise>();

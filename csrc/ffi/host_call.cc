@@ -8,7 +8,7 @@ namespace ffi = xla::ffi;
 
 namespace jaxmp {
 
-// The stream's completion. A peer's program resumes in here, so nothing of the call is held when it does.
+// The stream's completion. A peer's program resumes in here, so nothing of the call is held any more.
 void InFlightCall::OnDone(void* context, const Status& status) {
   InFlightCall* call = static_cast<InFlightCall*>(context);
   call->status_ = status;
@@ -42,7 +42,7 @@ Outcome RunRank(std::unique_ptr<InFlightCall> owned, hostmp::Rendezvous& rendezv
   } catch (const std::exception& exception) {
     started = ResourceExhausted("jaxmp: ", exception.what());
   }
-  // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all of them get it.
+  // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all ranks get it.
   if (!started.ok()) hostmp::Fail(call->stream_, group_rank.rank, nranks, started);
   return call->Finish();
 }

@@ -29,9 +29,9 @@ class InFlightCall {
   virtual ~InFlightCall() = default;
 
  protected:
-  // Has the rank arrive with the stream. After an error it has not.
+  // Makes the rank arrive with the stream. After an error the rank has not arrived.
   virtual Status Start(int rank, hostmp::Stream& stream) = 0;
-  // Lets go of what the call has for as long as it runs.
+  // Releases what the call holds while it runs.
   virtual void Release() {}
 
  private:
@@ -47,7 +47,7 @@ class InFlightCall {
   std::atomic<bool> is_second_{false};
 };
 
-// The call of a rank of `nranks`, on as many threads as XLA uses.
+// Runs the call of one of `nranks` ranks, on as many threads as XLA uses.
 Outcome RunRank(std::unique_ptr<InFlightCall> call, hostmp::Rendezvous& rendezvous, xla::ffi::RunId run,
                 int num_threads, const GroupRank& group_rank, int nranks);
 

@@ -41,7 +41,7 @@ using Shape = std::vector<int64_t>;
 
 Shape ShapeOf(const ffi::AnyBuffer& x) { return {x.dimensions().begin(), x.dimensions().end()}; }
 
-// Whether an argument has the call's batch in front. Its other extents have to be `rest`.
+// Checks that an argument's shape is (batch, *rest) or (1, *rest). True if the first extent is not 1.
 StatusOr<bool> CheckShape(const char* name, const ffi::AnyBuffer& x, int64_t batch, const Shape& rest) {
   const Shape shape = ShapeOf(x);
   const bool is_like = shape.size() == rest.size() + 1 && std::equal(rest.begin(), rest.end(), shape.begin() + 1);

@@ -17,12 +17,12 @@ struct GroupedSite : SiteType<GroupedSite> {
   hostmp::Rendezvous rendezvous;
 };
 
-// Once per call site: decodes the attributes is_contraction, is_transposed and is_fixed_order (grouped.h); mesh_shape
-// and axes_row, as in Axes (communicator.h).
+// Runs once per call site: decodes the attributes is_contraction, is_transposed and is_fixed_order (grouped.h);
+// mesh_shape and axes_row, as in Axes (communicator.h).
 XLA_FFI_Error* GroupedInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution. Arguments x, w, bounds, each with a batch in front, of one where it serves all; where
-// a call has several ranks, the device's position in the mesh; result d.
+// Runs once per device and execution. Arguments: x, w and bounds, with a batch in front (1 to serve the whole batch);
+// in calls of several ranks also the device's position in the mesh. Result: d.
 XLA_FFI_Error* GroupedExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -12,8 +12,8 @@
 
 namespace jaxmp {
 
-// The state of one call site of one executable. Its rendezvous tells calls in different places of a program apart; the
-// plan may be shared with other sites.
+// The state of one call site of one executable. Its rendezvous separates calls in different places of a program; other
+// sites may share the plan.
 struct Site : SiteType<Site> {
   explicit Site(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
@@ -21,14 +21,14 @@ struct Site : SiteType<Site> {
   hostmp::Rendezvous rendezvous;
 };
 
-// Once per call site: decodes the attributes and resolves the plan.
+// Runs once per call site: decodes the attributes and resolves the plan.
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
 
-// A rank's product on these buffers, with its peers at this rendezvous; not pending where it has none.
+// Runs a rank's product on these buffers, with its peers at this rendezvous; without peers it is never pending.
 Outcome RunProduct(const std::shared_ptr<Plan>& plan, const Buffers& buffers, hostmp::Rendezvous& rendezvous,
                    int64_t run_id, int num_threads, const GroupRank& group_rank);
 
-// Once per device and execution; call_frame.h has the arguments and results.
+// Runs once per device and execution; call_frame.h has the arguments and results.
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -23,7 +23,7 @@ Status CheckProcesses(const std::vector<int64_t>& processes) {
   return {};
 }
 
-// The attributes of a process barrier; `has_tokens` as in CallSignature.
+// Reads the attributes of a process barrier; `has_tokens` as in CallSignature.
 StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictionary& attributes, bool has_tokens) {
   CallSignature signature;
   int64_t is_sequential = 0;
@@ -98,10 +98,10 @@ void AddAs(void* z, const void* x, const void* y, size_t count) {
 
 struct Element {
   size_t bytes;
-  Add add;  // none for what is not summed
+  Add add;  // null for types that are not summed
 };
 
-// Accumulators are summed, integers modulo 2^bits.
+// The types of accumulators are summed, integers modulo 2^bits.
 Element ElementOf(ffi::DataType type) {
   switch (type) {
     case ffi::F32:
@@ -171,7 +171,7 @@ StatusOr<Picks> ReadPicks(const ffi::RemainingArgs& args, size_t index, size_t n
                table->element_count() / 4, x.size_bytes() / static_cast<size_t>(x.dimensions()[0])};
 }
 
-// The places of `nranks` ranks: for each the token of what it wrote, and its run.
+// Checks the places of `nranks` ranks: for each rank the token of what it wrote, and its run.
 StatusOr<uint64_t*> Places(const ffi::AnyBuffer& places, size_t nranks) {
   if (places.element_type() == ffi::U64 && places.element_count() == 2 * nranks) {
     return static_cast<uint64_t*>(places.untyped_data());
@@ -179,7 +179,7 @@ StatusOr<uint64_t*> Places(const ffi::AnyBuffer& places, size_t nranks) {
   return InvalidArgument("jaxmp: a collective's places must be ", 2 * nranks, " of uint64");
 }
 
-// The tokens by rank. XLA's all-gather may bring the places of another run, where two threads run programs at once.
+// Returns the tokens by rank. An error if XLA's all-gather brings another run's places: two threads run programs then.
 StatusOr<std::vector<uint64_t>> TokensOf(const SharedCollective& call, int32_t position, int64_t run,
                                          const uint64_t* places) {
   const CallSignature& signature = *call.signature;

@@ -1,4 +1,4 @@
-// The custom calls between processes: `jaxmp_process_barrier` gives its operands once every process of the group has
+// The custom calls between processes: `jaxmp_process_barrier` returns its operands once every process of the group has
 // come; `jaxmp_process_collective` is a collective of a group that shares memory between its processes.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ProcessBarrierSite : SiteType<ProcessBarrierSite> {
 
   std::shared_ptr<const CallSignature> signature;
 };
-// A whole collective, which is pending until all have come; or one half, between which XLA brings the tokens round.
+// A whole collective, pending until all have come; or one half of it: XLA exchanges the tokens between the halves.
 enum class CollectivePart { kAll, kWrite, kRead };
 struct ProcessCollectiveSite : SiteType<ProcessCollectiveSite> {
   ProcessCollectiveSite(std::shared_ptr<const SharedCollective> call, CollectivePart part)
@@ -28,16 +28,16 @@ struct ProcessCollectiveSite : SiteType<ProcessCollectiveSite> {
   CollectivePart part;
 };
 
-// Once per call site: decodes the attributes program, index, repeat, call, fields, devices, processes, groups and
-// is_sequential (call_signature.h), and of a collective ranks, outer, sums and picks (collective.h) and part ("all",
+// Run once per call site: decode the attributes program, index, repeat, call, fields, devices, processes, groups and
+// is_sequential (call_signature.h), and for a collective ranks, outer, sums and picks (collective.h) and part ("all",
 // "write" or "read").
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution. Of a barrier, arguments any arrays, then the device's position in the mesh; results
-// the same arrays, in the same memory where XLA can arrange it. Of a collective, one array each; of "write", the result
-// is the place of what was written, its token and the run, as uint64; of "read", the places of the group by rank follow
-// the array. A collective that picks rows takes the two tables of `Picks` before the position.
+// Run once per device and execution. A barrier takes any arrays, then the device's position in the mesh, and returns
+// the same arrays, in the same memory if XLA can arrange it. A collective takes an array and the position and returns
+// an array. "write" returns the place of what was written, its token and the run, as uint64; "read" takes the places of
+// the group by rank after the array. A collective that picks rows takes the two tables of `Picks` before the position.
 XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame);
 

@@ -17,7 +17,7 @@ int64_t Extent(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t
   return extent;
 }
 
-// Row-major index of the coordinates on these axes alone.
+// Returns the row-major index of the coordinates on these axes only.
 int64_t Flatten(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinates,
                 const std::vector<int64_t>& axes) {
   int64_t index = 0;
@@ -57,8 +57,8 @@ std::vector<GroupRank> GroupRanksOf(const Axes& axes) {
 
 constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 register
 
-// hostmp's calls of one rank overlap, and its ranks look alike in every group: a local rank is a rank, each plan has
-// grids of its own, and each call in flight a handle and a workspace.
+// hostmp's calls of one rank may overlap, and its ranks are the same in every group. So a local rank is a rank, a plan
+// has grids of its own, and every call in flight has a handle and a workspace.
 class HostRank final : public RankObjects {
  public:
   explicit HostRank(abi::ncclComm_t comm) : comm_(comm) {}
@@ -132,7 +132,7 @@ StatusOr<GroupRank> Communicator::Find(int64_t position) const {
 }
 
 std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes) {
-  // Never destroyed: a plan of some other static may outlive this function's statics.
+  // Never destroyed, because a plan of some other static may outlive this function's statics.
   static auto* mutex = new std::mutex;
   static auto* known = new std::map<Axes, std::weak_ptr<const Communicator>>;
   {

@@ -1,4 +1,4 @@
-// Which devices of a mesh multiply together, and what their plans share: communicator, grids, handle, device memory.
+// The groups of devices that multiply together, and what their plans share: communicator, grids, handle, device memory.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace jaxmp {
 
-// The mesh axes that span a group. Ranks of a 1-D group count row-major over `row`, in the order given. In a grid `row`
+// The mesh axes that span a group. Ranks of a 1-D group count row-major over `row`, in the given order. In a grid `row`
 // gives the process row and `col` the process column, and ranks count down the columns: rank = prow + pcol * nprow.
 struct Axes {
   std::vector<int64_t> mesh_shape, row, col;
@@ -21,9 +21,9 @@ struct Axes {
   bool operator<(const Axes& other) const;
 };
 
-// Where one device of the mesh stands.
+// The place of one device of the mesh.
 struct GroupRank {
-  int rank;       // in its group
+  int rank;       // in the device's group
   int64_t group;  // row-major over the axes that do not span the group
 };
 
@@ -37,33 +37,26 @@ struct GridShape {
   }
 };
 
-// What the plans of one rank share.
+// The objects that the plans of one rank share.
 class RankObjects {
  public:
   virtual ~RankObjects() = default;
 
   virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape) = 0;
-  // A handle that one call at a time may use.
+  // Returns a handle that one call at a time may use.
   virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) = 0;
-  // Has the handle's next call go to the stream.
+  // Sends the handle's next call to the stream.
   virtual Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) = 0;
-  // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
-  // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
-  // process may have kept its own plan, and would not come to agree again.
+  // Agrees with every rank of the group on the workspace of this problem. `bytes`: what this rank takes, or its error;
+  // an error on one rank is an error on all. Ranks agree once on a problem, even if its plan is dropped: another
+  // process may have kept its plan, and would not come to agree again.
   virtual StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes) = 0;
-  // Device memory for one call of the pattern on the stream, in place of what the caller's last call had.
+  // Returns device memory for one call of the pattern on the stream. `last`: the memory of the caller's last call.
   virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, Pattern pattern,
                                                     size_t bytes, std::shared_ptr<void> last) = 0;
 };
 
-// The groups of one mesh, which all look alike: a rank means the same in each of them.
-//
-// Example: mesh_shape {2, 3}, row {1}, col {}. Positions 0 1 2 | 3 4 5 are two groups of three, position 4 is rank 1 of
-// group 1. With row {1}, col {0} there is one 3×2 grid: position 4 = coordinates (1, 1) is process row 1, column 1,
-// rank 1 + 1·3 = 4; position 3 = (1, 0) is rank 0 + 1·3 = 3.
-//
-// It is also where libraries differ: in who makes the objects of a rank, and in what ranks keep between plans. A rank
-// of one group that this process may serve is a *local rank*; objects belong to local ranks.
+// The groups of one mesh. They all have one shape: a rank means the same in each of them.
 class Communicator {
  public:
   explicit Communicator(const Axes& axes);
@@ -74,7 +67,7 @@ class Communicator {
   int nranks() const { return nprow_ * npcol_; }
   int64_t ngroups() const { return static_cast<int64_t>(group_ranks_.size()) / nranks(); }
 
-  // Group and rank of the device at this row-major position in the mesh; null where the mesh has no such position.
+  // Returns group and rank of the device at this row-major position in the mesh; null if the mesh has no such position.
   const GroupRank* Locate(int64_t position) const;
 
   // The same, or an error that names the position.
@@ -83,8 +76,8 @@ class Communicator {
   virtual int num_local_ranks() const = 0;
   int rank_of(int local_rank) const { return local_rank % nranks(); }
 
-  // Whether the objects of all local ranks are made at once, on any thread. Where making them is collective, each local
-  // rank's own thread makes them in the first call that comes to it.
+  // True if the objects of all local ranks are made at once, on any thread. If making them is collective, each local
+  // rank's own thread makes them in its first call.
   virtual bool is_made_at_once() const = 0;
 
   virtual RankObjects& rank_objects(int local_rank) const = 0;
@@ -94,7 +87,7 @@ class Communicator {
   std::vector<GroupRank> group_ranks_;  // by position
 };
 
-// hostmp's communicator of these axes: the same one for as long as anybody holds it.
+// Returns hostmp's communicator of these axes: the same one as long as it is held anywhere.
 std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes);
 
 }  // namespace jaxmp

@@ -22,7 +22,7 @@ struct Descriptor {
   }
 };
 
-// Of how ranks communicate. No source says what a product of one rank, which is cuBLASLt's, makes of them.
+// Sets the communication options. One rank gets none: no source says what cuBLASLt makes of them.
 Status SetHints(const Descriptor& to, const Problem& p) {
   if (p.nranks() == 1) return {};
   if (p.algorithm != Algorithm::kDefault) {
@@ -72,7 +72,7 @@ Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const 
   }
   JAXMP_RETURN_IF_ERROR(SetScaleModes(to, p));
   if (!p.has_aux()) return {};
-  if (p.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
+  if (p.dtype_aux != DType::kU8) {  // cuBLASMp refuses a type for the RELU mask, because it is fixed
     JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, NumberOf(p.dtype_aux)));
   }
   return to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout.aux.attribute_ld);

@@ -13,13 +13,13 @@
 namespace jaxmp {
 namespace {
 
-// op(A), op(B) or D: the grid of its processes, and how many of them share its rows and its columns.
+// How op(A), op(B) or D is cut: the grid of its processes, and how many of them share its rows and its columns.
 struct Cut {
   GridKind grid;
   int64_t row_parts, col_parts;
 };
 
-// Transposed, it is the other stored dimension that is cut: the shards of the ranks are then side by side.
+// If the operand is transposed, the other stored dimension is cut: the shards of the ranks are then side by side.
 Cut CutRows(Op op, int64_t parts) { return {op == Op::kN ? GridKind::kColumn : GridKind::kRow, parts, 1}; }
 Cut CutCols(Op op, int64_t parts) { return {op == Op::kN ? GridKind::kRow : GridKind::kColumn, 1, parts}; }
 Cut CutBoth(const Problem& p, Op op) {
@@ -27,15 +27,15 @@ Cut CutBoth(const Problem& p, Op op) {
   return {GridKind::kProcess, p.npcol(), p.nprow()};
 }
 
-// The matrix X as it is stored. The arguments are the extents and blocks of op(X).
+// Returns the stored matrix X. The arguments are the extents and blocks of op(X).
 MatrixDistribution Stored(const Cut& cut, Op op, int64_t rows, int64_t cols, int64_t row_block, int64_t col_block) {
   const int64_t local_rows = rows / cut.row_parts, local_cols = cols / cut.col_parts;
   if (op == Op::kN) return {cut.grid, rows, cols, row_block, col_block, 0, 0, local_rows, local_cols};
   return {cut.grid, cols, rows, col_block, row_block, 0, 0, local_cols, local_rows};
 }
 
-// cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m, op(B) and D on n. Where a dimension is
-// whole, any block is legal, and that of the other matrix makes the two agree.
+// cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m, op(B) and D on n. If a dimension is not cut,
+// any block is legal; the other matrix's block is used, so that the two agree.
 Status PlaceShards(const Problem& p, const Cut& a, const Cut& b, const Cut& d, Distribution* layout) {
   const std::tuple<const char*, int64_t, int64_t> divided[] = {{"m", p.m, a.row_parts}, {"k", p.k, a.col_parts},
                                                                {"k", p.k, b.row_parts}, {"n", p.n, b.col_parts},
@@ -46,7 +46,7 @@ Status PlaceShards(const Problem& p, const Cut& a, const Cut& b, const Cut& d, D
                            ", got ", name, "=", extent, "; pad the operands or choose another mesh");
   }
   const auto block = [](int64_t extent, int64_t own_parts, int64_t other_parts) {
-    return std::max<int64_t>(1, extent / (own_parts == 1 ? other_parts : own_parts));  // also of an empty matrix
+    return std::max<int64_t>(1, extent / (own_parts == 1 ? other_parts : own_parts));  // at least 1, for empty matrices
   };
   layout->a =
       Stored(a, p.trans_a, p.m, p.k, block(p.m, a.row_parts, d.row_parts), block(p.k, a.col_parts, b.row_parts));
@@ -58,7 +58,7 @@ Status PlaceShards(const Problem& p, const Cut& a, const Cut& b, const Cut& d, D
 
 int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// What the process that comes first holds, and no process holds more: `extent` in blocks of `block`, dealt to `nprocs`.
+// Returns the part of the first process, which is the largest: `extent` in blocks of `block`, dealt to `nprocs`.
 int64_t LargestPart(int64_t extent, int64_t block, int64_t nprocs) {
   const int64_t cycle = block * nprocs;
   return extent / cycle * block + std::min(block, extent % cycle);
@@ -81,7 +81,7 @@ Status PlaceCyclic(const Problem& p, Distribution* layout) {
   return {};
 }
 
-// The table of cuBLASMp's algorithms.
+// Follows the table of cuBLASMp's algorithms.
 Status PlaceMatrices(const Problem& p, Distribution* layout) {
   const int64_t P = p.nranks();
   switch (p.pattern) {
@@ -92,7 +92,7 @@ Status PlaceMatrices(const Problem& p, Distribution* layout) {
       return PlaceShards(p, CutCols(p.trans_a, P), CutRows(p.trans_b, P), CutCols(Op::kN, P), layout);
     case Pattern::kAllReduce:
       JAXMP_RETURN_IF_ERROR(PlaceShards(p, CutCols(p.trans_a, P), CutRows(p.trans_b, P), CutCols(Op::kN, 1), layout));
-      layout->d.cols *= P;  // every rank holds all of D: to cuBLASMp, P copies side by side
+      layout->d.cols *= P;  // every rank holds all of D, which are P copies side by side to cuBLASMp
       return {};
     case Pattern::kGrid:
       if (p.is_block_cyclic()) return PlaceCyclic(p, layout);
@@ -124,7 +124,7 @@ Status PlaceEpilog(const Problem& p, Distribution* layout) {
     return InvalidArgument(epilog, (wants_bias ? " needs" : " takes no"), " bias, but dtype_bias is ",
                            NameOf(p.dtype_bias));
   }
-  // A mask has bits, another aux numbers; the library judges their type.
+  // A mask has bits, another aux has numbers; the library checks their type.
   if (wants_aux != p.has_aux() || (wants_aux && is_relu != (p.dtype_aux == DType::kU8))) {
     return InvalidArgument(epilog,
                            !wants_aux ? " takes no aux"
@@ -142,15 +142,15 @@ Status PlaceEpilog(const Problem& p, Distribution* layout) {
   }
   if (wants_aux) {
     const int64_t rows = layout->d.local_rows;
-    // RELU_AUX: one bit an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.
+    // RELU_AUX: one bit for an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.
     layout->aux.attribute_ld = RoundUp(rows, is_relu ? 128 : 8);
     layout->aux.local_size = layout->aux.attribute_ld / (is_relu ? 8 : 1) * layout->d.local_cols;
   }
   return {};
 }
 
-// Of one rank's part of a matrix, `inner` along k in A and B and along the rows of D (cuBLAS documentation, "1D Block
-// Scaling Factors Distribution" and "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
+// Counts the scales of one rank's part, `inner` along k in A and B and along the rows of D (cuBLAS documentation, "1D
+// Block Scaling Factors Distribution", "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
 int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
   const auto blocks = [](int64_t extent, int64_t block) { return RoundUp(extent, block) / block; };
   switch (mode) {

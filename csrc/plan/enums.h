@@ -1,5 +1,5 @@
-// The words of a Problem: their names in attributes, and what they are to cuBLASMp. By value, so that each stands where
-// its enumeration has it.
+// The words of a Problem: their names in attributes, and what cuBLASMp calls them. The index of a word is the value of
+// its enumerator.
 #pragma once
 
 #include <cstddef>
@@ -68,7 +68,7 @@ constexpr const char* NameOf(Enum value) {
   return WordsOf(value)[static_cast<size_t>(value)].name;
 }
 
-// What cuBLASMp calls it: a number, or for a pattern the algorithm's name.
+// cuBLASMp's number for it or, for a pattern, the name of the algorithm.
 template <typename Enum>
 constexpr auto NumberOf(Enum value) {
   return WordsOf(value)[static_cast<size_t>(value)].number;
@@ -78,7 +78,7 @@ constexpr int64_t BytesOf(DType dtype, int64_t count) {
   return (count * kDTypes[static_cast<size_t>(dtype)].bits + 7) / 8;
 }
 
-// Whether alpha and beta are.
+// True if alpha and beta are doubles.
 constexpr bool IsDouble(Compute compute) {
   return compute == Compute::k64F || compute == Compute::k64FPedantic || compute == Compute::k64FEmulatedFixedPoint;
 }

@@ -16,8 +16,8 @@
 namespace jaxmp {
 namespace {
 
-// The one list of fields: attribute decoding, equality, hash and printing all walk it, so a new
-// field cannot be forgotten by any of them.
+// The one list of fields: attribute decoding, equality, hash and printing all walk it, so a new field cannot be
+// forgotten by any of them.
 template <typename P, typename Visitor>
 void VisitFields(P& p, Visitor&& visit) {
   visit("pattern", p.pattern);
@@ -113,7 +113,7 @@ Status Decode(const char* name, const Attribute& from, std::complex<double>& to)
 }
 
 Status Decode(const char* name, const Attribute& from, std::vector<int64_t>& to) {
-  // An empty list carries no element type on its way through Python.
+  // An empty list has no element type when it comes from Python.
   const auto* empty = std::get_if<std::vector<double>>(&from);
   if (empty && empty->empty()) return {};
   if (!std::holds_alternative<std::vector<int64_t>>(from)) return WrongType(name, "an int64 array");
@@ -136,7 +136,7 @@ Status Decode(const char* name, const Attribute& from, E& to) {
   return InvalidArgument("jaxmp: attribute ", name, " must be one of ", known, "; got ", text);
 }
 
-// Attributes are input: a program may have been changed since it was exported.
+// Attributes are checked as input, because a program may have been changed since it was exported.
 constexpr int64_t kMostDevices = 1 << 20;
 
 Status CheckNumbers(const Problem& problem) {

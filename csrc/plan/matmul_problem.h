@@ -41,7 +41,7 @@ enum class DType : uint8_t {
   kE5M2Fnuz,
   kE8M0,
 };
-// cuBLAS's compute types: how exactly products are formed, and in which type they are summed.
+// cuBLAS's compute types: how exactly products are formed, and the type of their sums.
 enum class Compute : uint8_t {
   k32F,
   k32FPedantic,
@@ -76,21 +76,21 @@ struct Problem {
   std::complex<double> alpha = 1.0, beta = 0.0;
   ScaleMode scale_mode_a = ScaleMode::kNone, scale_mode_b = ScaleMode::kNone, scale_mode_c = ScaleMode::kNone,
             scale_mode_d = ScaleMode::kNone, scale_mode_aux = ScaleMode::kNone;
-  ScaleMode d_out_scale_mode = ScaleMode::kNone;  // of the scales that the call computes for D's blocks
+  ScaleMode d_out_scale_mode = ScaleMode::kNone;  // the mode of the scales that the call computes for D's blocks
   int64_t amax_d = 0, amax_aux = 0;               // 1: the largest absolute value of D, or of the aux, is an output
   int64_t epilog = 0;                             // cuBLASMp's number without the ALLREDUCE bit
-  // Sizes of all mesh axes, and the indices of those that span a group. Ranks of a 1-D group count
-  // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
+  // The sizes of all mesh axes, and the indices of the axes that span a group. Ranks of a 1-D group count row-major
+  // over axes_row; in a grid axes_row give the process row and axes_col the column.
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
   std::string determinism;  // "run_to_run", "batch" or "topology"
-  // Communication options: the type in which partial sums travel (none: the library's choice), how communication and
+  // Communication options: the type that partial sums are sent in (none: the library's choice), how communication and
   // products overlap, and how many multiprocessors communicate (0: the library's choice).
   DType communication_dtype = DType::kNone;
   Algorithm algorithm = Algorithm::kDefault;
   int64_t comm_sm_count = 0;
   // Block-cyclic A, B and D on a grid, as stored: (mb, nb, rsrc, csrc). Empty: contiguous shards.
   std::vector<int64_t> layout_a, layout_b, layout_d;
-  // Global device ids by position in the mesh, where communicators depend on them and they are known.
+  // Global device ids by position in the mesh, if communicators depend on them and they are known.
   std::vector<int64_t> devices;
 
   // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 8 its derivative, 16 the gradient of the bias,
@@ -128,12 +128,12 @@ struct ProblemHash {
 using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>>;
 using Attributes = std::map<std::string, Attribute>;
 
-// The attributes that say which devices of a mesh call together, as in Axes.
+// Checks the attributes that say which devices of a mesh call together, as in Axes.
 Status CheckMesh(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& axes_row,
                  const std::vector<int64_t>& axes_col);
 
-// Requires every attribute by name and type, refuses unknown ones, and checks what concerns a single
-// attribute or the mesh. What the library can do with the problem is the plan's question.
+// Requires every attribute by name and type, refuses unknown ones, and checks what concerns a single attribute or the
+// mesh. The plan checks whether the library can compute the problem.
 StatusOr<Problem> MakeProblem(const Attributes& attributes);
 
 }  // namespace jaxmp

@@ -12,7 +12,7 @@ namespace jaxmp {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
-// The destruction order is the reverse of this one: a descriptor goes before the handle.
+// Destroyed in reverse order: the descriptor before the handle.
 struct Plan::ExecutionContext {
   std::shared_ptr<cublasMpHandle> handle;
   Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
@@ -22,7 +22,7 @@ struct Plan::ExecutionContext {
 
 namespace {
 
-// Stands for every operand where the library only counts bytes: it checks pointers for null even there.
+// Stands for every operand when the library only counts bytes, because it checks pointers for null even then.
 Buffers StandIns(const Problem& p, void* some) {
   Buffers buffers;
   buffers.a = buffers.b = buffers.bias = buffers.aux_input = some;
@@ -105,8 +105,8 @@ Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream
   return {};
 }
 
-// One rank has one grid for all operands, as in cuBLASMp's samples and in nvmath-python: to the library, grids of
-// another order are other grids, which may keep it from multiplying locally.
+// One rank has one grid for all operands, as in cuBLASMp's samples and in nvmath-python, because grids of another order
+// are other grids to the library, which may keep it from multiplying locally.
 GridShape Plan::ShapeOf(GridKind kind) const {
   if (nranks() == 1) return {1, 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
   const int64_t nprow = kind == GridKind::kProcess ? communicator_->nprow() : kind == GridKind::kColumn ? nranks() : 1;
@@ -175,7 +175,7 @@ StatusOr<Plan::ExecutionHandle> Plan::Take(int number, const Buffers& buffers, c
   if (!execution) {
     JAXMP_ASSIGN_OR_RETURN(execution, MakeExecutionContext(number, stream));
   }
-  // A plan that is only described, never run, costs no workspace.
+  // A plan that is only described, never run, takes no workspace.
   JAXMP_RETURN_IF_ERROR(TakeWorkspace(number, *execution));
   return ExecutionHandle(execution.release(), ReturnExecutionContext{this, number});
 }

@@ -1,9 +1,8 @@
 // A plan: the cuBLASMp objects of one problem for every rank of a group, ready to run.
 //
-// A plan is a function of its problem alone. What a call changes (stream, pointers, workspace) sits in execution
-// contexts: each call takes one for itself, so that one plan serves any number of calls at once. What differs between
-// libraries beside their functions (who makes the objects of a rank, and when; memory; what plans share) is the
-// communicator's.
+// A plan depends only on its problem. What a call changes (stream, pointers, workspace) is in execution contexts: a
+// call takes one for itself, so that one plan serves any number of calls at once. The communicator handles everything
+// else that differs between libraries: who makes the objects of a rank and when, memory, and what plans share.
 #pragma once
 
 #include <complex>
@@ -20,7 +19,7 @@
 
 namespace jaxmp {
 
-// One rank's operands and results; null where the problem has none.
+// One rank's operands and results; null if the problem has none.
 struct Buffers {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -34,14 +33,14 @@ struct Buffers {
   void *amax_d = nullptr, *amax_aux = nullptr, *d_out_scale = nullptr;
 };
 
-// A problem's static facts, and a call's pointers, as attributes of cuBLASMp's matmul descriptor. The first are all
-// that does not change between calls.
+// Set a problem's static facts, and a call's pointers, as attributes of cuBLASMp's matmul descriptor. SetAttributes
+// sets everything that does not change between calls.
 Status SetAttributes(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p,
                      const Distribution& layout);
 
 Status SetPointers(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p, const Buffers& buffers);
 
-// An object of the library, destroyed by the function of the table that it came from.
+// An object of the library, destroyed by a function of the same table that made it.
 template <typename Object>
 using Owned = std::unique_ptr<Object, abi::cublasMpStatus_t (*)(Object*)>;
 
@@ -50,7 +49,7 @@ class Plan {
   static StatusOr<std::shared_ptr<Plan>> Make(const MpApi& api, const Problem& problem,
                                               std::shared_ptr<const Communicator> communicator);
 
-  // What one call holds while it runs: a handle, a matmul descriptor and the workspace.
+  // Held by one call while it runs: a handle, a matmul descriptor and the workspace.
   struct ExecutionContext;
   struct ReturnExecutionContext {
     Plan* plan = nullptr;
@@ -59,12 +58,13 @@ class Plan {
   };
   using ExecutionHandle = std::unique_ptr<ExecutionContext, ReturnExecutionContext>;  // must not outlive the plan
 
-  // Makes the objects of the local rank where that is still to be done, with the buffers and the stream of this call.
+  // Takes an execution context. Makes the local rank's objects if they are missing, with this call's buffers and
+  // stream.
   StatusOr<ExecutionHandle> Take(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
 
   // Starts this rank's part of the product on the stream. Everything that `buffers` points to must stay until the
-  // stream has completed, and so must the execution context, unless the next call that takes it comes behind this one
-  // on the stream.
+  // stream has completed. The execution context must stay as long, unless its next call comes after this one on the
+  // stream.
   Status Run(int local_rank, ExecutionContext& execution, const Buffers& buffers, abi::cudaStream_t stream);
 
   const Problem& problem() const { return problem_; }
@@ -81,10 +81,10 @@ class Plan {
   struct Scalar {
     alignas(16) unsigned char bytes[16];
   };
-  // What a rank has whatever the call; made once, then only read, but for the free execution contexts.
+  // A rank's objects that do not depend on a call; made once, then only read, except for the free execution contexts.
   struct LocalRank {
     bool is_made = false;
-    std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null where unused
+    std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null if unused
     Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, c{nullptr, nullptr},
         d{nullptr, nullptr};  // c: null without C
     Scalar beta;
@@ -104,7 +104,7 @@ class Plan {
   Status TakeWorkspace(int local_rank, ExecutionContext& execution);
   GridShape ShapeOf(GridKind kind) const;
   RankObjects& objects(int local_rank) const { return communicator_->rank_objects(local_rank); }
-  // The size query and the launch take the same arguments but for their last ones, so both go through here.
+  // The size query and the launch differ only in their last arguments, so both go through here.
   template <typename Function, typename... Rest>
   Status Invoke(Function function, const char* name, const LocalRank& local_rank, ExecutionContext& execution,
                 const Buffers& buffers, Rest... rest);

@@ -25,7 +25,7 @@ StatusOr<std::shared_ptr<Plan>> PlanCache::Make(const Key& key, MakeCommunicator
 }
 
 PlanCache& plan_cache() {
-  // Never destroyed: executables that hold plans may outlive every static. The capacity is the configuration's.
+  // Never destroyed, because executables that hold plans may outlive every static. The configuration sets the capacity.
   static auto* cache = new PlanCache(512);
   return *cache;
 }

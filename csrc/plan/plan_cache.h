@@ -21,15 +21,15 @@ class PlanCache {
 
   using MakeCommunicator = std::shared_ptr<const Communicator> (*)(const Problem& problem);
 
-  // The plan of the problem on this library, made where the cache has none; `make` gives the communicator of a library
-  // that is not hostmp.
+  // Returns the plan of the problem on this library, and makes it if the cache has none. `make` returns the
+  // communicator; a library that is not hostmp passes its own.
   StatusOr<std::shared_ptr<Plan>> Get(const MpApi& api, const Problem& problem, MakeCommunicator make = OnHost);
 
   CacheInfo info() const { return plans_.info(); }
   void Clear() { plans_.Clear(); }
   void set_capacity(size_t capacity) { plans_.set_capacity(capacity); }
-  // What takes one line for each plan made, on the thread that made it and without a lock; null: nothing does. It stays
-  // alive for good.
+  // Receives one line for each plan made, on the thread that made it and without a lock; null for no log. The function
+  // must live as long as the process.
   using Log = std::function<void(const std::string& line)>;
   void set_log(const Log* log) { log_ = log; }
 

@@ -16,15 +16,15 @@ class Rank {
  public:
   virtual ~Rank() = default;
   virtual abi::ncclComm_t comm() const = 0;
-  // For the next call, which is the `number`-th of every rank.
+  // The stream of the next call, which is the `number`-th call of every rank.
   virtual abi::cudaStream_t stream(int64_t number) = 0;
-  // The call was refused and did not reach the stream, which its peers may be waiting for.
+  // Called if a call was refused and did not reach the stream; its peers may be waiting for it.
   virtual void give_up(const std::string& why) = 0;
-  // Waits for the other ranks where they may share a device, as jaxmp does.
+  // Waits for the other ranks if they may share a device, as jaxmp does.
   virtual Status meet() { return {}; }
   // Waits until the call is done.
   virtual Status synchronize() = 0;
-  // Memory that the library can use; null where there is none.
+  // Returns memory that the library can use; null if there is none.
   virtual void* allocate(size_t bytes) = 0;
   virtual void release(void* memory) = 0;
   virtual Status write(void* to, const void* from, size_t bytes) = 0;
@@ -50,7 +50,7 @@ std::unique_ptr<Backend> make_host_backend(int nranks, int threads = 0);
 struct CudaOptions {
   std::string cublasmp = "libcublasmp.so.0", nccl = "libnccl.so.2", driver = "libcuda.so.1", id_file;
 };
-// Ranks share the GPUs in turns, which NCCL has to be told (docs/gpu.md).
+// Ranks share the GPUs in turns; NCCL has to be told so (docs/gpu.md).
 StatusOr<std::unique_ptr<Backend>> make_cuda_backend(int nranks, const CudaOptions& options);
 
 }  // namespace jaxmp::conformance

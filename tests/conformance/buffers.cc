@@ -61,7 +61,7 @@ double get_tiled_scale(int mode, const char* data, int64_t index) {
   return std::ldexp(1.0, static_cast<unsigned char>(data[index]) - 127);
 }
 
-// The smallest number above 0, where that is not out of reach.
+// Returns the smallest number above 0, or 1e-37 if it is out of reach.
 double smallest(cudaDataType_t type) {
   if (type == CUDA_R_8F_E4M3) return std::ldexp(1, -9);
   if (type == CUDA_R_8F_E5M2) return std::ldexp(1, -16);
@@ -80,8 +80,8 @@ void Verdict::add(Number got, Number want, double allowed) {
   if (got == want) return;
   is_exact = false;
   const double used = std::abs(got - want) / allowed;
-  worst = used <= worst ? worst : used;                               // so too for a NaN
-  if (std::isnan(worst)) worst = std::numeric_limits<double>::max();  // which JSON has no word for
+  worst = used <= worst ? worst : used;                               // also for a NaN
+  if (std::isnan(worst)) worst = std::numeric_limits<double>::max();  // JSON has no word for NaN
 }
 
 int64_t Buffers::lld(const test::Layout& layout) const {
@@ -169,7 +169,7 @@ void Buffers::make_epilog(const Operands& operands) {
   aux_ld = round_up(rows, is_mask ? 128 : 8);
   aux = Buffer(rank_, is_mask ? static_cast<size_t>(aux_ld / 8 * cols) : bytes_of(c_.aux_type, aux_ld * cols));
   const bool is_written = c_.aux_is_whole && !test::is_derivative(c_.epilog);
-  if (is_mask && !is_written) std::memset(aux.before(), 0, aux.bytes());  // which gathering wants
+  if (is_mask && !is_written) std::memset(aux.before(), 0, aux.bytes());  // gathering needs zeros
   if (test::is_derivative(c_.epilog)) put_aux(operands.aux);
 }
 
@@ -263,7 +263,7 @@ Verdict Buffers::judge_blocks(const Expected& expected) const {
   return verdict;
 }
 
-// The mask of a sum of 0 is judged on hostmp alone: cuBLASMp has ones there.
+// Judges the mask of a sum of 0 only on hostmp: cuBLASMp has ones there.
 Verdict Buffers::judge_aux(const Expected& expected, bool is_host) const {
   Verdict verdict;
   const auto at_bit = [this](int64_t at) { return aux.after()[at / 8] >> (at % 8) & 1; };

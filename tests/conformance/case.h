@@ -1,7 +1,7 @@
-// One call of cuBLASMp's API: what is asked, and what hostmp answers to it.
+// One call of cuBLASMp's API: its arguments, and the answer that is expected of hostmp.
 //
 // A suite of these runs on both libraries (backend.h), and compare.py names what they do differently. Cases are data:
-// they say nothing of who runs them.
+// they say nothing about the library that runs them.
 #ifndef JAXMP_TESTS_CONFORMANCE_CASE_H_
 #define JAXMP_TESTS_CONFORMANCE_CASE_H_
 
@@ -51,7 +51,7 @@ struct Setting {
 };
 
 enum class Workspace {
-  kRegistered,  // as cublasMpMalloc gives it
+  kRegistered,  // as cublasMpMalloc returns it
   kPlain,
 };
 
@@ -70,17 +70,16 @@ struct Case : test::BaseCase {
   bool has_scale_aux = false, has_amax_aux = false;
   bool c_is_nan = false;                // with beta = 0, which does not read it
   bool is_random = false;               // normally distributed operands, with inexact sums
-  bool fixed_reduction_order = false;   // hostmp's alone, as is the next
+  bool fixed_reduction_order = false;   // only for hostmp, as is the next
   bool aux_is_whole = false;            // the padding of its columns is written too
   std::function<void(Operands&)> fill;  // changes the operands
   Workspace workspace = Workspace::kRegistered;
   std::vector<Setting> settings;
   std::function<void(Descriptions&)> describe;  // changes the descriptors
   std::function<void(Call&)> change;            // changes the call
-  // The first function that refuses, on hostmp; and the capability (mp_api.h) by which hostmp takes what the real
-  // library need not.
+  // hostmp's status, and the capability (api_table.h) that lets hostmp take what the real library may refuse.
   cublasMpStatus_t expected = CUBLASMP_STATUS_SUCCESS;
-  std::vector<std::string> says;  // what stands in hostmp's reason
+  std::vector<std::string> says;  // parts of hostmp's reason
   std::string capability;
 
   std::string name() const;
@@ -93,7 +92,7 @@ struct Case : test::BaseCase {
 
 // The cases for this many ranks, always in the same order.
 std::vector<Case> all_cases(int nranks);
-// More cases, of hostmp alone: each of them is about its kernels, tiles, epilogs or refusals.
+// More cases, for hostmp only: they test its kernels, tiles, epilogs or refusals.
 std::vector<Case> hostmp_cases(int nranks);
 
 // Patterns with their process grids: one-dimensional ones over all ranks, and every grid that they form.
@@ -105,9 +104,9 @@ constexpr std::pair<cudaDataType_t, cudaDataType_t> kTypes[] = {
     {CUDA_R_16F, CUDA_R_16F}, {CUDA_R_16F, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
 constexpr int kEpilogs[] = {4, 2, 6, 130, 134, 136, 152, 32, 36, 160, 164, 192, 208, 256, 512};
 
-// In parts.
+// The parts of the cases.
 using Add = std::function<void(const Case&)>;
-// With every transposition that the types have.
+// Adds the case with every transposition that its types have.
 void add_transposed(Case c, const Add& add);
 void add_products(int nranks, const Add& add);
 void add_epilogs(int nranks, const Add& add);

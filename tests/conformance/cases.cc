@@ -70,7 +70,7 @@ Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in
   c.topic = topic;
   c.pattern = pattern;
   c.p = nranks;
-  // Divided by up to 4 ranks and by every grid of them; all different, so that a confusion shows.
+  // Up to 4 ranks and every grid of them divide these; all differ, so that a confusion shows.
   c.m = 24, c.n = 16, c.k = 32;
   if (pattern == Pattern::kCyclic) c.m = 23, c.n = 31, c.k = 18;
   c.in = c.in_b = in;
@@ -139,7 +139,7 @@ void add_epilogs(int nranks, const Add& add) {
 
 namespace {
 
-// In units of what the types demand of each rank's part: different multiples, so that a confusion shows.
+// In units of the multiples that each rank's part must have for the types; they differ, so that a confusion shows.
 Case narrow_case(Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t out, int64_t outer, int64_t k) {
   Case c = make_case("narrow", pattern, nranks, in, out);
   c.m = 2 * outer * nranks, c.n = outer * nranks, c.k = 2 * k * nranks;
@@ -280,8 +280,8 @@ void add_options(int nranks, const Add& add) {
 
 namespace {
 
-// Cases that cuBLASMp 0.10.0 computes wrongly or refuses, or that end or stop the process, as seen on an H200. jaxmp
-// has them computed otherwise (jaxmp/_src/core/lowering/faults.py).
+// True for cases that cuBLASMp 0.10.0 computes wrongly or refuses, or that end or stop the process, as seen on an H200.
+// jaxmp computes them in another way (jaxmp/_src/core/lowering/faults.py).
 bool is_fault_of_cublasmp(const Case& c) {
   const bool is_many = c.nranks() > 1, is_double = c.out == CUDA_R_64F;
   const bool sums = c.pattern == Pattern::kReduceScatter || c.pattern == Pattern::kAllReduce;

@@ -1,8 +1,8 @@
-"""The results of two libraries for the same cases, and every difference by its name.
+"""Compares the results of two libraries for the same cases, and names every difference.
 
-The lines are those that `conformance` prints. A difference is a *fault* where hostmp promises something that the other
-library does not keep: it would make every test on a CPU worthless for the GPU. hostmp may refuse what the other takes,
-for it is strict on purpose, and take what it declares as a capability.
+`conformance` prints the lines. A difference is a *fault* if hostmp promises something that the other library does not
+keep: it would make every test on a CPU worthless for the GPU. hostmp may refuse what the other library takes, because
+it is strict on purpose, and may take what it declares as a capability.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENDS = ("crash", "hang", "run", "memory")
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """`kind` is a key of FAULTS or ALLOWED, `detail` what was seen."""
+    """`kind` is a key of FAULTS or ALLOWED, `detail` says what was seen."""
 
     kind: str
     case: str
@@ -49,7 +49,7 @@ class Difference:
 
 
 def compare(ours: list[dict], theirs: list[dict]) -> list[Difference]:
-    """Every difference of `theirs` to `ours` (hostmp's), in the order of the cases."""
+    """Returns every difference of `theirs` from `ours` (hostmp's), in the order of the cases."""
     host, other = _by_case(ours), _by_case(theirs)
     differences = []
     for key in [*host, *(key for key in other if key not in host)]:
@@ -78,7 +78,7 @@ def _by_case(lines: list[dict]) -> dict[tuple[str, int], list[dict]]:
 
 
 def _difference(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
-    """(kind, detail) of one case on all ranks: the gravest."""
+    """Returns (kind, detail) of the gravest difference in one case on all ranks; None if there is none."""
     for line in other:
         if line["stage"] in _ENDS:
             return "ends", f"rank {line['rank']}: {line['stage']}: {line['error']}"
@@ -107,7 +107,7 @@ def _difference_of_results(host: list[dict], other: list[dict]) -> tuple[str, st
         for name, result in line["results"].items():
             where = f"rank {line['rank']}: {name} uses {100 * result['worst']:.3g} % of its bound"
             if result["worst"] > 1:
-                is_known = host[0]["capability"] in ("as_documented", "complex_epilogs")  # which jaxmp asks for nowhere
+                is_known = host[0]["capability"] in ("as_documented", "complex_epilogs")  # jaxmp never asks for these
                 found.setdefault("capability" if is_known else "differs", where)
             elif not result["exact"] and (line["rank"], name) in exact:
                 found.setdefault("rounds", where)
@@ -118,7 +118,7 @@ def _difference_of_results(host: list[dict], other: list[dict]) -> tuple[str, st
 
 
 def known(path: Path | None) -> list[tuple[str, str]]:
-    """(kind, part of the name) of the faults that a file excuses: lines "kind: part", and comments."""
+    """Returns (kind, part of the name) of the faults that a file excuses: lines "kind: part", and comments."""
     if path is None:
         return []
     lines = (line.strip() for line in path.read_text().splitlines())
@@ -126,7 +126,7 @@ def known(path: Path | None) -> list[tuple[str, str]]:
 
 
 def report(differences: list[Difference], excuses: list[tuple[str, str]], is_whole: bool = True) -> tuple[str, bool]:
-    """(what to print, whether there is a fault that nothing excuses, or, in a whole run, an excuse of nothing)."""
+    """Returns (what to print, True if a fault has no excuse or, in a whole run, an excuse has no fault)."""
     counts = collections.Counter(difference.kind for difference in differences)
     lines = [f"{counts[kind]:5d}  {kind}: {why}" for kind, why in (FAULTS | ALLOWED).items() if counts[kind]]
     is_bad, used = False, set()

@@ -37,7 +37,7 @@ class CudaRank final : public Rank {
 
   abi::ncclComm_t comm() const override { return comm_; }
   abi::cudaStream_t stream(int64_t) override { return stream_; }
-  void give_up(const std::string&) override {}  // what a rank is refused all of them are
+  void give_up(const std::string&) override {}  // a refusal is the same on all ranks
 
   Status meet() override {
     if (!std::getenv("NCCL_MULTI_RANK_GPU_ENABLE")) return {};

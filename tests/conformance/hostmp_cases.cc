@@ -54,7 +54,7 @@ void add_large(int nranks, const Add& add) {
   }
 }
 
-// D = alpha A B + beta C, in place too; of k = 0; and with beta = 0, where C and D hold NaN and must not be read.
+// D = alpha A B + beta C, in place too; with k = 0; and with beta = 0, where C and D hold NaN and must not be read.
 void add_scalars(int nranks, const Add& add) {
   for (const auto& [in, out] : kTypes) {
     for (Case c : layouts_on("scalars", nranks, in, out)) {
@@ -89,7 +89,7 @@ void fit_narrow(const Case& c, Operands* x) {
   }
 }
 
-// On either side.
+// Adds the case with the narrow operand on either side.
 void add_mixed(Case c, cudaDataType_t narrow, cudaDataType_t wide, cudaDataType_t out, const Add& add) {
   c.topic = "mixed";
   for (const bool is_a_narrow : {true, false}) {
@@ -130,7 +130,7 @@ void add_every_mixed(int nranks, const Add& add) {
   }
 }
 
-// ---- int8 times the scales of rows and columns, which those hold who have these of the operands
+// ---- int8 times the scales of rows and columns; a rank has the scales of its parts of the operands
 
 void add_scaled_integers(int nranks, const Add& add) {
   constexpr int kRows = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32, kOne = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;

@@ -3,11 +3,10 @@
 //   conformance --library host --ranks 2,3 [--only TEXT] [--after NAME] [--share I/N] [--cases hostmp] [--threads N]
 //   conformance --library cublasmp --ranks 2 --cublasmp PATH --nccl PATH --driver PATH [--rank 0 --id FILE]
 //
-// All ranks are threads of this process, or, with --rank, this process is one of them. What cuBLASMp is known to do
-// otherwise than documented is asked of it with --faults yes alone: some of it ends the process. hostmp has to answer
-// as each case expects, so with it the number of surprises is the exit status; what the real library does instead is
-// for compare.py to say. Status 3: a case did not end within --seconds. Status 4: the device cannot go on after a
-// failure.
+// All ranks are threads of this process or, with --rank, this process is one of them. Cases that cuBLASMp is known not
+// to compute as documented run on it only with --faults yes, because some of them end the process. hostmp has to answer
+// as each case expects, so its exit status is the number of surprises; compare.py judges the real library. Status 3: a
+// case did not end within --seconds. Status 4: the device cannot go on after a failure.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -71,7 +70,7 @@ std::string line_of(const Case& c, const Expected& expected, int nranks, int ran
          "}}";
 }
 
-// The ranks of this process, each on a thread of its own, which take one case after the other.
+// The ranks of this process, on threads of their own, which take one case after the other.
 class Ranks {
  public:
   Ranks(Backend* backend, int nranks, std::optional<int> only) {
@@ -86,7 +85,7 @@ class Ranks {
     }
   }
 
-  // Has every rank do it; false where they did not all end in time.
+  // Runs `work` on every rank; false if they did not all end in time.
   bool each(std::function<void(Runner*, size_t)> work, std::chrono::seconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
     work_ = std::move(work);
@@ -144,7 +143,7 @@ class Ranks {
   int64_t turn_ = 0;
 };
 
-// The cases that the options leave, each with its index among all of them: the number of its call on every rank.
+// The cases that the options leave, with their index among all of them: the number of their call on every rank.
 std::vector<std::pair<int64_t, Case>> chosen(const Options& options, int nranks) {
   const auto option = [&options](const char* name) {
     const auto found = options.find(name);
@@ -189,7 +188,7 @@ int run_cases(const Options& options, Backend* backend, int nranks) {
   }
   int surprises = 0;
   for (const auto& [number, c] : chosen(options, nranks)) {
-    // Ahead of the case, so that a crash has a name.
+    // Before the case, so that a crash has a name.
     std::printf("{\"begins\": %s, \"ranks\": %d}\n", quoted(c.name()).c_str(), nranks);
     std::fflush(stdout);
     const Operands operands(c);

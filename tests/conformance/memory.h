@@ -14,7 +14,7 @@ namespace jaxmp::conformance {
 constexpr size_t kMargin = 256;
 constexpr char kCanary = static_cast<char>(0xa5);
 
-// Bytes between two margins, everything set to the canary at first: what is not written stays recognisable.
+// Bytes between two margins. Everything starts as the canary, so that unwritten bytes stay recognisable.
 class Buffer {
  public:
   Buffer() = default;
@@ -33,10 +33,10 @@ class Buffer {
   }
 
   size_t bytes() const { return before_.empty() ? 0 : before_.size() - 2 * kMargin; }
-  // On the device; null where the case has no such buffer.
+  // On the device; null if the case has no such buffer.
   char* get() const { return data_ ? data_ + kMargin : nullptr; }
   bool is_missing() const { return !data_ && !before_.empty(); }
-  // On the host: what goes there, and, once read, what was found.
+  // On the host: the bytes to write, and, after read(), the bytes that were found.
   char* before() { return before_.data() + kMargin; }
   const char* after() const { return after_.data() + kMargin; }
 

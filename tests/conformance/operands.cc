@@ -17,7 +17,7 @@ void fill(Matrix* matrix, cudaDataType_t type, int most, unsigned seed) {
   }
 }
 
-// So that D of 16 bits is exact, and a sum of its columns too.
+// Small enough for a D of 16 bits to be exact, and for a sum of its columns too.
 int largest_digit(const Case& c) { return Facts(c.out).is_16bit || Facts(c.in).is_low_precision ? 1 : 3; }
 
 bool is_transposed(cublasOperation_t op) { return op != CUBLAS_OP_N; }
@@ -40,7 +40,7 @@ Matrix scaled(const Case& c, const Matrix& x, bool is_a) {
   return result;
 }
 
-// result = a b^T and magnitude = |a| |b|^T, in complex arithmetic only where there are complex numbers.
+// result = a b^T and magnitude = |a| |b|^T, in complex arithmetic only for complex numbers.
 template <typename Scalar>
 void multiply(const std::vector<Scalar>& a, const std::vector<Scalar>& b, int64_t k, Matrix* result,
               Matrix* magnitude) {

@@ -1,11 +1,11 @@
-// One wrong thing at a time: the status that hostmp answers with, and what its reason says. Without these hostmp would
-// take what the real library leaves undefined, and a plan proven here would fail there.
+// One wrong thing at a time: hostmp's status, and parts of its reason. Without these hostmp would take what the real
+// library leaves undefined, and a plan proven here would fail there.
 #include "tests/conformance/case.h"
 
 namespace jaxmp::conformance {
 namespace {
 
-// The attribute's number less its prefix.
+// The attribute's number, by its name without the prefix.
 #define ATTRIBUTE(name) CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_##name
 
 constexpr cublasMpStatus_t kInvalid = CUBLASMP_STATUS_INVALID_VALUE, kUnsupported = CUBLASMP_STATUS_NOT_SUPPORTED;
@@ -176,7 +176,7 @@ void add_combinations(int nranks, const Refusals& refuse) {
   refuse.put(c, "no workspace", kInvalid, {"d_work is null"});
 }
 
-// ---- hostmp's alone
+// ---- refusals of hostmp only
 
 void add_arguments_of_hostmp(const Refusals& refuse) {
   refuse.change("handle", kInvalid, {"handle is null"}, [](Call& call) { call.handle = nullptr; });

@@ -33,7 +33,7 @@ class Runner {
 
   // Makes what all cases share; collective.
   Status start();
-  // Whether the ranks have memory that the library knows; it then takes no algorithm that overlaps by its name.
+  // True if the library can register the ranks' memory; else it takes no overlapping algorithm by its name.
   bool is_symmetric() const { return is_symmetric_; }
   // Collective too, with the same case on every rank. `index` counts the calls.
   Outcome run(const Case& c, const Operands& operands, const Expected& expected, int64_t index);
@@ -51,7 +51,7 @@ class Runner {
   std::map<GridKey, cublasMpGrid_t> grids_;
   cublasMpGrid_t of_rows_ = nullptr,
                  of_columns_ = nullptr;  // of `grids_`: the workspace is registered with these
-  // One for each pattern, as plans have it; where memory is not symmetric, the rank's own.
+  // One for each pattern, as plans have it; if memory is not symmetric, the rank's own.
   std::map<Pattern, void*> registered_;
   bool is_symmetric_ = true;
   void* plain_ = nullptr;
@@ -71,7 +71,7 @@ class CaseRun {
   // The arguments of Matmul, as they should be.
   Call ready();
   cublasMpStatus_t start(const Call& call, cudaStream_t stream);
-  // Both, changed as the case wants it, up to the end of the product.
+  // ready() and start(), changed as the case wants it, up to the end of the product.
   bool call(int64_t index);
   // True if the margin after the queried part of the workspace is as it was.
   bool workspace_is_intact();

@@ -3,8 +3,7 @@
     python tests/conformance/run.py --binary build/cpp/conformance --ranks 1,2,4 --out build/conformance
 
 The libraries are found as jaxmp finds them, or named (--cublasmp, --nccl, --driver). With --processes each rank is a
-process of its own, which several ranks on one GPU want. A library that crashes or hangs in a case is asked the rest in
-a new process.
+process of its own, which several ranks on one GPU need. After a crash or a hang the other cases run in a new process.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import compare
 
 # Exit statuses of `conformance` (main.cc).
 _HUNG, _BROKEN = 3, 4
-# So many crashes say that something is wrong as a whole.
+# More crashes than this say that something is wrong as a whole.
 _MOST_RESTARTS = 60
 # Seconds for the other ranks to end after the first one.
 _GRACE = 10.0
@@ -44,7 +43,7 @@ def run_suite(
     seconds: int = 60,
     env=None,
 ):
-    """Returns the lines of all cases on one library, and lines of our own for cases in which it crashed or hung."""
+    """Returns the lines of all cases on one library, and lines of our own for cases that crashed or hung."""
     lines: list[dict] = []
     after: list[str] = []
     for _ in range(_MOST_RESTARTS):
@@ -66,7 +65,7 @@ def run_suite(
 
 
 def _run_together(commands: list[list[str]], folder: Path, env) -> list[tuple[int, list[dict], str]]:
-    """(status, lines, errors) of each; once one has failed, the others have a moment to end."""
+    """Returns (status, lines, errors) of each command; once one has failed, the others have a moment to end."""
     outputs = [(folder / f"out{i}", folder / f"err{i}") for i in range(len(commands))]
     running = []
     for command, (out, err) in zip(commands, outputs, strict=True):
@@ -87,7 +86,7 @@ def _run_together(commands: list[list[str]], folder: Path, env) -> list[tuple[in
 
 
 def _parse(text: str) -> list[dict]:
-    """The lines of JSON; the last may be cut off by a crash."""
+    """Parses the lines of JSON; the last may be cut off by a crash."""
     lines = []
     for line in text.splitlines():
         try:
@@ -98,10 +97,10 @@ def _parse(text: str) -> list[dict]:
 
 
 def _lines_of_the_end(lines: list[dict], case: str, ranks: int, ended, errors: str) -> list[dict]:
-    """Returns a line for each rank that has none for the case in which the library ended."""
+    """Returns a line for each rank that has none for the case that ended the library."""
     have = {line["rank"] for line in lines if line["case"] == case and line["ranks"] == ranks}
     failed = [status for status, _, _ in ended if status not in (0, 1)]
-    status = next((status for status in failed if status != -signal.SIGKILL), failed[0])  # which may be ours
+    status = next((status for status in failed if status != -signal.SIGKILL), failed[0])  # SIGKILL may be ours
     stage = "hang" if status == _HUNG else "run" if status == _BROKEN else "crash"
     why = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
     about = {"case": case, "ranks": ranks, "library": "", "capability": "", "stage": stage, "status": None}
@@ -144,7 +143,7 @@ def _blas() -> str:
 
 
 def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
-    """Run both with this many ranks; (what to print, whether there is a fault)."""
+    """Runs both with this many ranks. Returns (what to print, True if there is a fault)."""
     share = ["--share", arguments.share] if arguments.share else []
     share += ["--only", arguments.only] if arguments.only else []
     emulator = list(filter(None, arguments.emulator.split(";")))

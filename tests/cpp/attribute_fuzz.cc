@@ -1,7 +1,7 @@
 // Programs are input: an exported one can be changed before it runs. So each attribute of each kind of call is set to
 // every value that arithmetic could stumble over, left out, given twice or with another type, and then several of them
-// at random; what is not refused is executed, with buffers of exactly the sizes that the call had before. The answer is
-// an error or a result, never a crash, memory that is not ours, or a wait without end.
+// at random. Calls that are not refused are executed, with buffers of exactly the sizes that the call had before. The
+// answer is an error or a result, never a crash, an access outside of our memory, or an endless wait.
 //
 // JAXMP_FUZZ is the number of attribute sets, JAXMP_FUZZ_SEED the first seed (a failure names its own).
 #include <sys/socket.h>
@@ -158,7 +158,7 @@ const AnyAttribute kTypes[] = {int64_t{1},
                                1.0,
                                true};
 
-// Every value at each place and at all of them, and other lengths.
+// Adds `many` with every value at each place and at all places, and with other lengths.
 template <typename T>
 void AddMany(const std::vector<T>& many, const std::vector<T>& values, std::vector<AnyAttribute>* to) {
   std::vector<T> changed;
@@ -194,7 +194,7 @@ std::vector<AnyAttribute> VariantsOf(const AnyAttribute& attribute) {
   return all;
 }
 
-// Every mutation of one attribute, by number: its variants, then none and two of it.
+// Mutates one attribute, by number: to each of its variants, left out, given twice, and given with another value too.
 constexpr size_t kCounts = 3;
 void Mutate(size_t index, const std::vector<AnyAttribute>& variants, size_t mutation, AnyAttributes* attributes) {
   const std::pair<std::string, AnyAttribute> copy = (*attributes)[index];
@@ -207,7 +207,7 @@ void Mutate(size_t index, const std::vector<AnyAttribute>& variants, size_t muta
   }
 }
 
-// One to three of them at random.
+// Mutates one to three attributes at random.
 void MutateSome(Random& random, AnyAttributes* attributes) {
   for (size_t left = 1 + Below(random, 3); left > 0; --left) {
     const size_t index = Below(random, attributes->size());
@@ -216,7 +216,7 @@ void MutateSome(Random& random, AnyAttributes* attributes) {
   }
 }
 
-// One number for the blocks of all matrices along some of m, n and k: blocks have to fit each other, so that one alone
+// Sets one number for the blocks of all matrices along some of m, n and k. Blocks have to fit each other, so one alone
 // would be refused for that.
 const std::string kLetters[] = {"m", "n", "k", "mnk"};
 void MutateBlocks(const std::string& letters, int64_t block, AnyAttributes* attributes) {
@@ -242,7 +242,7 @@ const std::map<DType, XLA_FFI_DataType> kFfiTypes = {
     {DType::kS8, XLA_FFI_DataType_S8},   {DType::kS32, XLA_FFI_DataType_S32}, {DType::kE2M1, XLA_FFI_DataType_U8},
     {DType::kS4, XLA_FFI_DataType_S4}};
 
-// The buffers of one device, each in memory of its own, which ends where the buffer does.
+// The buffers of one device. The memory of each buffer ends where the buffer does.
 class Operands {
  public:
   Operands(const Problem& p, const Distribution& layout, int32_t position) {
@@ -279,11 +279,11 @@ class Operands {
   std::vector<std::unique_ptr<char[]>> memory_;
 };
 
-// A call site to be made of attributes, and what came of the attempts.
+// A call site to be made of attributes, and the results of the attempts.
 struct Target {
   std::string name;
   AnyAttributes all;
-  std::function<bool(const AnyAttributes&)> attempt;  // whether the site was made; it has then been executed
+  std::function<bool(const AnyAttributes&)> attempt;  // true if the site was made; it has then been executed
   int64_t accepted = 0;
 
   void Try(const std::string& mutation, const AnyAttributes& attributes) {
@@ -294,7 +294,7 @@ struct Target {
   static inline int64_t sets = 0, succeeded = 0, failed = 0;  // attempts, and executions of matmul
 };
 
-// Every device executes the site, or hears of an error.
+// Every device executes the site, or gets an error.
 Target MatmulTarget(const Kind& kind) {
   const Problem problem = *MakeProblem(kind.attributes);
   const Distribution layout = *MakeDistribution(problem);
@@ -310,7 +310,7 @@ Target MatmulTarget(const Kind& kind) {
     for (const Operands& of : *operands) {
       executions.push_back(std::make_unique<fake_xla::Execution>(*instance.site, ++run / 64, of.args, of.rets));
     }
-    instance.site.reset();  // ranks that wait for ranks which do not exist
+    instance.site.reset();  // frees ranks that wait for ranks that do not exist
     for (const auto& execution : executions) ++(execution->Wait().empty() ? Target::succeeded : Target::failed);
     return true;
   };

@@ -84,7 +84,7 @@ inline void load_blas() {
   report(status.ok(), __FILE__, __LINE__, status.message());
 }
 
-// To the one that JAXMP_ISA names: one machine tests every instruction set that its processor has.
+// Limits kernels to the set that JAXMP_ISA names: one machine tests every instruction set that its processor has.
 inline void limit_instruction_set() {
   const char* const name = std::getenv("JAXMP_ISA");
   if (!name) return;

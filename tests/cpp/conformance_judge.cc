@@ -1,4 +1,4 @@
-// The judge of the conformance suite, judged: without this a suite that finds nothing could be one that looks at
+// Tests the judge of the conformance suite: without this, a suite that finds nothing could be one that looks at
 // nothing. Right results pass; each kind of result, wrong by one element, and each kind of stray write, is found.
 #include <cmath>
 
@@ -45,7 +45,7 @@ Case narrow(cudaDataType_t out) {
   return c;
 }
 
-// The result by this name is right, and no longer is when `spoil` changes what is expected of it.
+// Checks that the result of this name is right, and no longer when `spoil` changes what is expected of it.
 void check_found(World* world, const Case& c, const char* result, const std::function<void(Expected*)>& spoil) {
   Expected expected(c, Operands(c));
   const Outcome before = world->run(c, expected);
@@ -75,7 +75,7 @@ TEST(test_results) {
   Case amax = narrow(CUDA_R_8F_E4M3);
   amax.has_amax = true;
   check_found(&world, amax, "amax", [](Expected* x) {
-    x->d.at(0, 0) = 512;  // which D, that ends at 448, does not show
+    x->d.at(0, 0) = 512;  // not visible in D, which ends at 448
     x->magnitude.at(0, 0) = 1e9;
   });
   Case blocks = narrow(CUDA_R_8F_E4M3);

@@ -67,14 +67,14 @@ std::string DriverCallsOn(int device) {
   return log(device);
 }
 
-// Beyond the libraries' own work: nothing for one rank; two events, by which the watchdog knows the time of a call, for
-// one of several. No copy, no memset, no wait.
+// Next to the libraries' own work there is nothing for one rank; for several ranks there are two events, which tell the
+// watchdog the time of a call. No copy, no memset, no wait.
 TEST(ALaterExecutionPutsLittleOnTheDevice) {
   const std::pair<Attributes, const char*> cases[] = {
       {Local(6, 5, 4), ""},
       {OnDevices(AllGather(2, 4, 6, 8), {4, 5}), "EventRecord EventRecord "},
       {OnDevices(ReduceScatter(2, 4, 6, 8), {4, 5}), "EventRecord EventRecord "},
-      {AllGather(2, 4, 6, 8), "EventRecord EventRecord "}};  // not even of a position that is an argument
+      {AllGather(2, 4, 6, 8), "EventRecord EventRecord "}};  // not even a copy of a position argument
   for (const auto& [attributes, expected] : cases) {
     const InstanceOf<CudaSite> instance = Make(attributes);
     const bool is_local = instance.site->plan->nranks() == 1;
@@ -148,7 +148,7 @@ TEST(PointersAreAttributes) {
   }
 }
 
-// A handle, a communicator and grids serve every plan of a rank, and two workspaces those whose D lies on one grid.
+// A handle, a communicator and grids serve every plan of a rank; two workspaces serve every plan with D on one grid.
 TEST(PlansShareWhatARankHas) {
   const std::vector<const Gpu*> gpus = Gpus({6, 7});
   const auto run = [&](int64_t m, int64_t k) {
@@ -196,7 +196,7 @@ TEST(MeshesOverOtherDevicesDoNotMix) {
     const InstanceOf<CudaSite> instance = Make(OnDevices(attributes, devices));
     RunRight(*instance.site, Gpus({static_cast<size_t>(devices[0]), static_cast<size_t>(devices[1])}));
   }
-  // Where the devices are not known, the first that come are the mesh.
+  // If the devices are not known, the first that come are the mesh.
   const InstanceOf<CudaSite> unknown = Make(AllGather(2, 4, 6, 8));
   RunRight(*unknown.site, Gpus({0, 1}));
   const InstanceOf<CudaSite> elsewhere = Make(With(AllGather(2, 4, 6, 8), {{"alpha", std::vector<double>{2, 0}}}));

@@ -103,7 +103,7 @@ void APeerThatStaysAwayInASplitCommunicator() {
   (void)pair.RunBoth();
 }
 
-// Rank 0 has made its call before, so its host waits for nobody; rank 1 has not made its own.
+// Rank 0 has made its call before, so its host waits for no one; rank 1 has not made its own.
 void APeerInACallThatIsNew() {
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -131,7 +131,7 @@ void AnErrorThatNcclReports() {
   later.join();
 }
 
-// The same between two calls: what the streams hold are results, and each later call gives the reason.
+// The same between two calls: the streams hold results, and each later call gives the reason.
 void AnErrorThatNcclReportsBetweenCalls() {
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -163,7 +163,7 @@ void AnEndIsNoFailure() {
 struct Case {
   const char* name;
   void (*run)();
-  const char* last_words;  // of the process; null where it goes on
+  const char* last_words;  // of the process; null if it goes on
 };
 
 #define CASE(name, last_words) {#name, name, last_words}

@@ -32,7 +32,7 @@ std::string LoadErrorWith(const char* knob, const char* value) {
   return error;
 }
 
-// A program is compiled without the libraries, and needs them where it runs.
+// A program is compiled without the libraries, and needs them to run.
 std::string CallError() {
   const auto instance = fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4));
   CHECK_EQ(instance.error, "");

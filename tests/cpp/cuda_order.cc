@@ -1,5 +1,5 @@
 // Calls in a row over a library that keeps only what cuBLASMp and NCCL promise (fakes/cublasmp_product.h): a rank may
-// be a call ahead of its peers, and what it sends may come before they have read what it sent before.
+// be one call further than its peers, and its messages may come before they have read the last ones.
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -36,7 +36,7 @@ std::vector<InstanceOf<CudaSite>> Sites(int64_t first_device) {
   return sites;
 }
 
-// Of so many calls, those with a wrong element. Every rank puts a batch of them on its stream before it waits, and each
+// Counts the calls with a wrong element. Every rank puts a batch of calls on its stream before it waits, and each call
 // has numbers of its own.
 int CountWrong(int64_t first_device, int calls) {
   const std::vector<InstanceOf<CudaSite>> sites = Sites(first_device);
@@ -79,7 +79,7 @@ TEST(TheMachineStarts) {
   setenv("FAKE_CUBLASMP_SEED", "7", 0);
 }
 
-// What the tests below are worth: with one buffer for all calls some are wrong, as on one GPU that ranks shared.
+// Shows that the tests below can fail: with one buffer for all calls some are wrong, as on one GPU that ranks shared.
 TEST(OneBufferMixesCalls) {
   setenv("FAKE_CUBLASMP_ONE_BUFFER", "1", 1);
   cuda::SetWait(cuda::Wait::kNone);
@@ -102,7 +102,7 @@ TEST(TheWaitOnTheStreamIsEnoughByItself) {
 TEST(TheDefaultDoesNotMixCalls) { CHECK_EQ(CountWrong(400, Calls()), 0); }
 
 TEST(RanksThatShareADeviceWaitOnTheHost) {
-  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);  // with which the fake refuses a call behind one that has not ended
+  setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);  // the fake then refuses a call if the last has not ended
   cuda::SetWait(cuda::Wait::kOnHost);
   CHECK_EQ(CountWrong(500, Calls() / 4), 0);
 }

@@ -86,7 +86,7 @@ TEST(OneRankWithoutMemoryStopsAll) {
   runs(4);
   CHECK_EQ(allocations(), with_communicator + 4);
   exhaust(5, 1);
-  runs(8);  // in place of the old one, beside which there was no room
+  runs(8);  // replaces the old one; there was no room for both
   CHECK_EQ(allocations(), with_communicator + 4);
   fails(16, 2);
   CHECK_EQ(allocations(), with_communicator);
@@ -136,7 +136,7 @@ TEST(ALateRankIsNamed) {
   RunRight(*instance.site, gpus);
 }
 
-// Two processes with different programs: an error that names both calls, ahead of everything that waits for a peer.
+// Two processes with different programs get an error that names both calls, before anything waits for a peer.
 TEST(RanksInDifferentCallsNameBoth) {
   const InstanceOf<CudaSite> sites[] = {Make(OnDevices(AllGather(2, 4, 6, 8), {60, 61})),
                                         Make(OnDevices(ReduceScatter(2, 4, 6, 12), {60, 61}))};

@@ -103,7 +103,7 @@ TEST(WhatHasNoProductIsMultiplied) {
   CHECK(chain.CollectIsRight(world, ticket));
   world.d[0].assign(world.d[0].size(), 0);
   CHECK(chain.CollectIsRight(world, ticket));  // twice
-  // A ticket that does not exist any more is none ahead either.
+  // A ticket that does not exist any more is no previous product either.
   CHECK(chain.CollectIsRight(other, chain.Start(other, ticket)));
 }
 
@@ -114,7 +114,7 @@ TEST(WhatARunLeavesBehindIsFreedByTheNext) {
   const uint64_t left = chain.Start(world, 0, /*run_id=*/1), elsewhere = chain.Start(world, 0, 1, /*device=*/1);
   const uint64_t next = chain.Start(world, 0, /*run_id=*/2);
   CHECK(next != left && left != elsewhere);
-  for (auto* operand : {&world.a[0], &world.b[0]}) operand->assign(operand->size(), 0);  // tells who multiplies
+  for (auto* operand : {&world.a[0], &world.b[0]}) operand->assign(operand->size(), 0);  // shows who multiplies
   for (const auto& [ticket, is_there] : {std::pair(left, false), {elsewhere, true}, {next, true}}) {
     CHECK_EQ(chain.Collect(world, ticket), "");
     bool is_zero = true;

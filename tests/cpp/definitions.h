@@ -40,7 +40,7 @@ inline Number activation(int epilog, Number z) {
   return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
-// By which a derivative multiplies z: gelu' in the form s + x s (1 - s) 2u' that does not cancel.
+// The factor of z in a derivative: gelu' in the form s + x s (1 - s) 2u', which does not cancel.
 inline double slope(int epilog, double x) {
   if (is_relu(epilog)) return x > 0 ? 1 : 0;
   const double inner = 2 * std::sqrt(2 / M_PI);

@@ -29,7 +29,7 @@ inline Status LoadFakes() {
   return cuda::Load(Fake("right/libcublasmp.so.0"), Fake("right/libnccl.so.2"), Fake("right/libcuda.so.1"));
 }
 
-// One of the fakes' own functions, of the library that is loaded.
+// Finds one of the fakes' own functions in the library that is loaded.
 template <typename Function>
 Function* FakeFunction(const char* library, const char* name) {
   return reinterpret_cast<Function*>(dlsym(dlopen(Fake(library).c_str(), RTLD_NOW | RTLD_LOCAL), name));
@@ -60,14 +60,14 @@ struct Gpu {
   abi::CUstream stream = nullptr;
 };
 
-// Every device of a machine with `count` of them on a thread of its own.
+// Runs work(i) for `count` devices, each on a thread of its own.
 inline void OnEach(int count, const std::function<void(int)>& work) {
   std::vector<std::thread> threads;
   for (int i = 0; i < count; ++i) threads.emplace_back(work, i);
   for (std::thread& thread : threads) thread.join();
 }
 
-// Gives a fake device the id that a program has for this position, as jaxmp.register() does; ids that others have stay.
+// Gives a fake device the id that a program has for this position, as jaxmp.register() does; other devices keep theirs.
 inline void NameDevice(const Problem& problem, int32_t position, const Gpu& gpu) {
   static std::mutex mutex;
   static std::map<int, int64_t> ids;
@@ -76,7 +76,7 @@ inline void NameDevice(const Problem& problem, int32_t position, const Gpu& gpu)
   cuda::SetDeviceIds(ids);
 }
 
-// The position's argument, where a call takes one.
+// Adds the argument of the position, if a call takes one.
 inline void AddPosition(const Problem& problem, int32_t* position, const Gpu& gpu,
                         std::vector<fake_xla::Buffer>* args) {
   if (problem.nranks() == 1) return;
@@ -84,7 +84,7 @@ inline void AddPosition(const Problem& problem, int32_t* position, const Gpu& gp
   NameDevice(problem, *position, gpu);
 }
 
-// One rank of a world on a device, up to the end of its stream; the call's error, or the stream's.
+// Runs one rank of a world on a device, up to the end of its stream; returns the call's error, or the stream's.
 inline std::string RunRank(CudaSite& site, World& world, const Gpu& gpu, int32_t position, size_t rank) {
   std::vector<fake_xla::Buffer> args = {F32(world.a[rank]), F32(world.b[rank])};
   if (world.problem.has_c()) args.push_back(F32(world.d[rank]));
@@ -101,7 +101,7 @@ inline int32_t PositionOf(const CudaSite& site, int rank) {
   return position;
 }
 
-// All ranks of group 0; rank r runs on gpus[r]. The errors by rank.
+// Runs all ranks of group 0; rank r runs on gpus[r]. Returns the errors by rank.
 inline std::vector<std::string> RunAll(CudaSite& site, World& world, const std::vector<const Gpu*>& gpus) {
   std::vector<std::string> errors(gpus.size());
   OnEach(static_cast<int>(gpus.size()), [&](int rank) {
@@ -139,7 +139,7 @@ inline std::string CallsOn(int device) {
   return log(device);
 }
 
-// The next such call of cuBLASMp on this device.
+// Makes the next such call of cuBLASMp on this device fail.
 inline void FailNext(const char* call, int device, int status = abi::CUBLASMP_STATUS_INTERNAL_ERROR) {
   FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")(call, device, status);
 }

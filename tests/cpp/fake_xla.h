@@ -61,7 +61,7 @@ Context& ContextOf(const Args* args) {
   return *reinterpret_cast<Context*>(args->ctx);
 }
 
-// XLA_FFI_Error_GetMessage is XLA_FFI_Error_GetDetails from version 0.5 of the interface on, and gives the code too.
+// From version 0.5 of the interface on, XLA_FFI_Error_GetMessage is XLA_FFI_Error_GetDetails, and gives the code too.
 template <typename Api>
 auto SetErrorText(Api& api, int) -> decltype(void(api.XLA_FFI_Error_GetDetails)) {
   api.XLA_FFI_Error_GetDetails = [](auto* args) {
@@ -215,7 +215,7 @@ inline std::string Take(XLA_FFI_Error* error) {
   return owned ? owned->message : "";
 }
 
-// A call site of an executable, or the message with which it was refused.
+// A call site of an executable, or the message of its refusal.
 template <typename Site>
 struct InstanceOf {
   std::unique_ptr<Site> site;

@@ -43,7 +43,7 @@ std::unique_ptr<Execution> Begin(Site& site, tests::World& world, int64_t run_id
   return std::make_unique<Execution>(site, run_id, std::move(args), std::vector<Buffer>{F32(world.d[r])});
 }
 
-// Every rank on a thread of its own, as devices are. The errors by rank.
+// Runs every rank on a thread of its own, as devices do. Returns the errors by rank.
 std::vector<std::string> RunAll(Site& site, tests::World& world, int64_t run_id) {
   std::vector<std::string> errors(static_cast<size_t>(world.problem.nranks()));
   std::vector<std::thread> ranks;
@@ -54,7 +54,7 @@ std::vector<std::string> RunAll(Site& site, tests::World& world, int64_t run_id)
   return errors;
 }
 
-// The error of a call, or "" where D is right, of other operands each time: a used plan answers as a fresh one.
+// Returns the error of a call, or "" if D is right. Operands differ each time: a used plan answers like a fresh one.
 std::string Run(const Attributes& attributes) {
   fake_xla::Instance instance = fake_xla::Instantiate(attributes);
   if (!instance.site) return instance.error;
@@ -126,7 +126,7 @@ TEST(CommunicationOptionsReachTheLibrary) {
   }
 }
 
-// Nor where helpers are slow with the last pieces.
+// Also if helpers are slow with the last pieces.
 TEST(OneRankNeedsNoFuture) {
   for (const int64_t extent : {8, 768}) {
     const Attributes attributes = tests::Local(extent, extent, extent);

@@ -1,6 +1,6 @@
-// Garbage for the custom calls: buffers of wrong number, dtype and shape, and messages of any bytes. Whatever comes,
-// the answer is an error, or a product that the sanitizers have nothing to say about; never a crash, a hang or a
-// broken promise. (attribute_fuzz has wrong attributes.)
+// Garbage for the custom calls: buffers of wrong number, dtype and shape, and messages of any bytes. The answer is
+// always an error, or a product without a report from the sanitizers; never a crash, a hang or a broken promise.
+// (attribute_fuzz has wrong attributes.)
 #include <cstdint>
 #include <cstring>
 #include <iterator>

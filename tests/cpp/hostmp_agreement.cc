@@ -1,5 +1,5 @@
-// Ranks that pass different things would leave the real library hanging, or answer wrongly: hostmp tells all of them
-// which argument differs, and what each has.
+// Ranks that pass different arguments would make the real library hang or answer wrongly: hostmp tells all of them
+// which argument differs, and the value of each rank.
 #include <functional>
 
 #include "tests/cpp/hostmp_world.h"
@@ -9,7 +9,7 @@ namespace {
 
 TEST(LoadsTheBlas) { check::load_blas(); }
 
-// Rank 1 passes something else; both ranks hear which argument, and both values.
+// Rank 1 passes something else; both ranks get the name of the argument, and both values.
 void disagree(Pattern pattern, const std::function<void(Call&)>& change, const std::string& what) {
   World world(product(pattern, 2, 8, 8, 8));
   change(world.calls[1]);

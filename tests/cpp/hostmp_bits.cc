@@ -26,7 +26,7 @@ std::vector<Case> layouts() {
   return cases;
 }
 
-// D of each layout, with k of several K blocks, cut inside of them, in blocks of 2 at the finest.
+// D of each layout. k has several K blocks and is cut inside of them, in blocks of 2 at the finest.
 void check_same_everywhere(cublasOperation_t op, const std::function<void(Case*)>& set, const Matrix* expected) {
   Matrix first;
   Threads pool(3);
@@ -138,7 +138,7 @@ TEST(test_gradients_of_d_are_summed_in_chunks) {
   }
 }
 
-// The same bits however many threads help.
+// The same bits for any number of helping threads.
 TEST(test_bits_do_not_depend_on_threads) {
   for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_C_32F}) {
     Case c = product(Pattern::kReduceScatter, 2, 300, 210, 260, type, type);

@@ -61,7 +61,7 @@ TEST(test_as_many_as_processors) {
   CHECK(processors_of(machine_threads()) == std::multiset<int>(processors().begin(), processors().end()));
 }
 
-// Who multiplies a call's tiles: one thread on each processor, so that no processor idles while two threads share one.
+// The threads that multiply a call's tiles: one on each processor, so that none idles while two threads share another.
 TEST(test_one_thread_on_each_processor) {
   Workers workers;
   for (int processor = 0; processor < machine_threads(); ++processor) {

@@ -25,7 +25,7 @@ FloatState state_of(bool flushes) {
   return flushes ? state.Flushing() : state;
 }
 
-// A subnormal number times a large one, on this thread: 0 where it flushes.
+// Multiplies a subnormal number by a large one on this thread: 0 if the thread flushes.
 bool keeps_subnormals() {
   volatile float tiny = 1e-40f, large = 1e30f;
   return tiny * large != 0;
@@ -106,7 +106,7 @@ void check_resumption(bool fails) {
 TEST(test_ranks_resume_in_their_own_state) { check_resumption(/*fails=*/false); }
 TEST(test_ranks_that_failed_resume_in_their_own_state) { check_resumption(/*fails=*/true); }
 
-// Ranks that still wait when their call site goes.
+// Ranks still wait when their call site is destroyed.
 TEST(test_ranks_of_a_destroyed_site_resume_in_their_own_state) {
   for (bool flushes : {false, true, false}) {
     Resumed resumed;
@@ -199,7 +199,7 @@ TEST(test_the_product_does_not_depend_on_who_computes_it) {
   }
 }
 
-// And flushing is flushing: a product of subnormal operands is zero then, and only then.
+// A product of subnormal operands is zero if the state flushes, and only then.
 TEST(test_the_state_reaches_the_kernels) {
   for (bool fixed_reduction_order : {false, true}) {
     for (bool flushes : {false, true}) {

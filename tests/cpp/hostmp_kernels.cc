@@ -1,6 +1,6 @@
-// Our own kernels, each where this processor has its instructions. Those of sums in one order have the bits of the
-// plain loops that their header describes; bf16's and int8's are exact. Without these a kernel could misplace a row or
-// a column at an edge, read beyond an operand, or write beyond C or its scratch area; and bits could depend on the
+// Our own kernels, if this processor has their instructions. Kernels that sum in one order have the bits of the plain
+// loops that their header describes; bf16's and int8's are exact. Without these a kernel could misplace a row or a
+// column at an edge, read beyond an operand, or write beyond C or its scratch area; and bits could depend on the
 // extents, or on where k is cut.
 #include <array>
 #include <cstdio>
@@ -147,7 +147,7 @@ bool is_same(const Case<T>& test, int64_t m, int64_t n, const Sums& part, const 
   return true;
 }
 
-// Whatever an instruction does within a K block: the whole is the sum of the K blocks, each alone, in ascending order.
+// The whole is the sum of the K blocks, each alone, in ascending order, for any order within a K block.
 template <typename T>
 void test_extents_and_cuts() {
   constexpr int64_t kM = 70, kN = 70;
@@ -252,7 +252,7 @@ TEST(test_bf16_kernels) {
   kernel.name = "AMX", kernel.is_available = hostmp::cpu().amx, kernel.unit = hostmp::kAmxUnit;
   kernel.multiply = hostmp::AmxGemm, kernel.scratch = hostmp::AmxGemmScratch;
   check_kernel(kernel);
-  // k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
+  // k may be cut anywhere: some of these cuts are at the end of an instruction's k.
   kernel.name = "the chosen kernel", kernel.is_available = true, kernel.unit = 8, kernel.scales = scales;
   kernel.multiply = [](const KSegments& parts, float alpha, float beta, char* scratch) {
     const Product& p = parts.front();

@@ -1,4 +1,4 @@
-// X X^T: which tiles are computed where A and B are one matrix, and that D is symmetric to the bit.
+// X X^T: which tiles are computed if A and B are one matrix, and that D is symmetric to the bit.
 #include <random>
 
 #include "csrc/hostmp/exec/tile_task.h"
@@ -27,7 +27,7 @@ MatmulCall square(int64_t n, int64_t k) {
   return call;
 }
 
-// How often each element of D is written, and the part of D that is computed.
+// Checks that each element of D is written once. Returns the part of D that is computed.
 double coverage(const MatmulCall& call, const Tiling& tiling) {
   std::vector<int> writes(static_cast<size_t>(call.m * call.n));
   double computed = 0;

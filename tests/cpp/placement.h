@@ -186,7 +186,7 @@ struct Layouts {
 
 inline int64_t part(int64_t extent, int64_t parts) { return std::max<int64_t>(1, (extent + parts - 1) / parts); }
 
-// cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed where asked for.
+// cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed if asked for.
 inline Layouts layouts_of(const BaseCase& c) {
   const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
   // One rank has one grid, as in cuBLASMp's samples.

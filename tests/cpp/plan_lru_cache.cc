@@ -64,7 +64,7 @@ TEST(ThreadsThatMissTogetherGetOneValue) {
   std::atomic<int> waiting{0};
   const auto slow = [&](const std::string& key) {
     ++waiting;
-    while (waiting < 4) std::this_thread::yield();  // everybody has missed
+    while (waiting < 4) std::this_thread::yield();  // all have missed
     return Echo(key);
   };
   std::vector<std::shared_ptr<std::string>> values(4);

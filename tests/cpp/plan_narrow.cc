@@ -46,7 +46,7 @@ StatusOr<std::shared_ptr<Plan>> MakePlan(const Attributes& attributes) {
   return Plan::Make(api, *problem, GetCommunicator({problem->mesh_shape, problem->axes_row, problem->axes_col}));
 }
 
-// The modes of A, B, C, D, the aux and D's output scales; -1 where the attribute is not set.
+// The modes of A, B, C, D, the aux and D's output scales; -1 if the attribute is not set.
 std::string Modes() {
   std::string text;
   for (int attribute : {17, 19, 21, 23, 15, 26}) {

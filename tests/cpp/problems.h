@@ -66,7 +66,7 @@ inline Attributes Grid(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int64
   return attributes;
 }
 
-// The same in blocks of 2 along m, 3 along n and 4 along k; the first blocks are on process rows and columns 1, where
+// The same in blocks of 2 along m, 3 along n and 4 along k; the first blocks are on process rows and columns 1, if
 // there are any.
 inline Attributes Cyclic(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int64_t k, bool is_a_plain = true,
                          bool is_b_plain = true) {

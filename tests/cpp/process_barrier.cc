@@ -92,7 +92,7 @@ TEST(IndependentCallsMayComeInAnyOrder) {
   CHECK_EQ(first.get(), "");
 }
 
-// Rank 1's run 1 has ended before the call. Its run 2 meets nothing of run 1 here, and is met by run 2.
+// Rank 1's run 1 has ended before the call. Its run 2 meets nothing of run 1 here; only run 2 meets it.
 TEST(ARunThatARankHasLeftIsGivenUp) {
   for (const bool is_at_this_call : {true, false}) {
     Peer peer;
@@ -255,7 +255,7 @@ TEST(ARankThatEndsIsNamedAtOnce) {
   }
 }
 
-// At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
+// At the end of a program all leave and wait for the others: a failure that one of them sees is the reason for all.
 TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
   for (const char* text : {"", "rank 2 has ended without a word"}) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, text});
@@ -284,7 +284,7 @@ TEST(TheEndFreesThoseWhoWait) {
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
 }
 
-// Ranks that wait and the last rank go on as XLA's threads compute, which take subnormal numbers as zero.
+// Waiting ranks and the last rank resume in the state of XLA's threads, which take subnormal numbers as zero.
 TEST(AProgramResumesInTheStateInWhichItCame) {
   struct Resumed {
     FloatState state;
@@ -315,7 +315,7 @@ TEST(AProgramResumesInTheStateInWhichItCame) {
   CHECK(FloatState::Current() == keeping);
 }
 
-// A first call, at which both are.
+// Both ranks meet at a first call.
 void Meet(Peer& peer) {
   const auto first = Make("jit_first", 0, "k=2");
   ExpectCall(*first);
@@ -323,7 +323,7 @@ void Meet(Peer& peer) {
   CHECK(ArriveForAMoment(first, {}, 0).ok());
 }
 
-// Ahead of a collective of XLA's: what is known in a moment is the outcome.
+// Before a collective of XLA's: the outcome is what is known after a moment.
 TEST(AMomentIsEnoughForWhoComesAtOneTime) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
@@ -349,7 +349,7 @@ TEST(WhoComesLateIsWaitedForInTheCollective) {
   CHECK_EQ(LateFailure(), "");
 }
 
-// XLA's collectives do not tell one run from another: the rank that is ahead waits until the other one comes or ends.
+// XLA's collectives do not distinguish runs: a rank that is one run further waits until the other one comes or ends.
 TEST(ARankThatIsARunAheadEntersNoCollective) {
   Peer peer;
   const auto call = Make("jit_first", 1, "k=4");
@@ -368,7 +368,7 @@ TEST(ARankThatIsARunAheadEntersNoCollective) {
   CHECK_EQ(LateFailure(), "");
 }
 
-// The collective cannot be told, so the calls that follow are.
+// The failure is too late for the collective, so the calls that follow report it.
 TEST(ALateFailureFailsEveryFurtherCall) {
   const auto call = Make("jit_f", 0, "k=4"), next = Make("jit_f", 1, "k=8");
   for (const bool has_ended : {false, true}) {
@@ -384,7 +384,7 @@ TEST(ALateFailureFailsEveryFurtherCall) {
   }
 }
 
-// Another program must not meet this one in its collective, and the end of a good job is no failure.
+// Another program must not meet this one in its collective; the end of a job without errors is no failure.
 TEST(AMomentIsLongerBesideAnotherProgram) {
   Peer peer;
   peer.Come(*Make("jit_g", 5, "k=4"), 1);
@@ -418,7 +418,7 @@ TEST(APlaceOutsideTheMeshIsRefused) {
   CHECK_CONTAINS(Prepare(short_of_groups).status().message(), "got 2, 2 and 0");
 }
 
-// A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
+// A process without a connection is asked for once, and later gets the messages that were sent to it before.
 TEST(AProcessIsConnectedWhenItIsNeeded) {
   StartBarrier({0, 3, kTimeout});
   const auto call = Make("jit_f", 0, "k=4");
@@ -450,7 +450,7 @@ TEST(AProcessThatCannotBeConnectedIsNamedAtOnce) {
   StopBarrier();
 }
 
-// A second connection to the same process, and one of a process that the job has not, are closed.
+// A second connection to the same process is closed, and so is a connection of a process outside of the job.
 TEST(AConnectionOfNoUseIsClosed) {
   Peer peer;
   for (int process : {0, 1, 2, -1}) {
@@ -507,7 +507,7 @@ TEST(TheProxyKeepsNoDescriptorOfAStranger) {
     char bytes[5];
     CHECK_EQ(recv(served, bytes, 5, MSG_WAITALL), 5);
     close(i % 2 ? served : stranger);
-    for (int j = 0; i % 2 && j < 3; ++j) {  // the client is not told of the service's end, even where it writes
+    for (int j = 0; i % 2 && j < 3; ++j) {  // the client is not told of the service's end, even if it writes
       CHECK_EQ(write(stranger, "hello", 5), 5);
       Pause(1);
       CHECK_EQ(recv(stranger, bytes, 1, MSG_DONTWAIT), -1);

@@ -74,7 +74,7 @@ TEST(MemoryThatIsNotUsedGoesBack) {
   const Block large = *AllocateBlock(kLarge, 1);
   Fill(large, 5, kLarge);
   TrimArenas(0);
-  ReadAndRelease(large.token, kLarge, 5);  // not what is in use
+  ReadAndRelease(large.token, kLarge, 5);  // frees no block that is in use
   CHECK(LocalArenaUse().touched >= kLarge);
   const Block small = *AllocateBlock(1000, 1);  // does not keep the large one
   Fill(small, 6, 1000);
@@ -90,7 +90,7 @@ TEST(MemoryThatIsNotUsedGoesBack) {
   TrimArenas(0);
 }
 
-// In a process of its own, under a limit: the blocks that are there stay, and who reads the one that is not hears why.
+// Runs in a process of its own, under a limit: existing blocks stay, and a reader of the missing one gets the reason.
 int AtALimit(__rlimit_resource resource, rlim_t limit, const char* why) {
   std::signal(SIGXFSZ, SIG_IGN);  // as Python does
   const Block block = *AllocateBlock(1000, 1);

@@ -57,7 +57,7 @@ class Threads final : public hostmp::Pool {
   bool stops_ = false;
 };
 
-// The streams of some ranks' calls: what became of each, once all are done.
+// The streams of some ranks' calls, and the outcome of each call once all are done.
 class Streams {
  public:
   explicit Streams(size_t count) : errors(count), streams_(count), ranks_(count) {}

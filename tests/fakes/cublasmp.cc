@@ -1,6 +1,6 @@
-// A libcublasmp.so.0 over hostmp: products run on fake streams, and what is collective blocks until every rank has
-// come. It insists on what the header demands of its caller: a current context, the handle's context, equal arguments
-// on all ranks, memory of its own as workspace.
+// A libcublasmp.so.0 over hostmp: products run on fake streams, and collective functions block until every rank has
+// come. It requires what the header requires of its caller: a current context, the handle's context, equal arguments on
+// all ranks, and a workspace in its own memory.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -42,7 +42,7 @@ void LoadBlas() {
   if (!is_loaded) std::abort();  // a test that does not name a BLAS
 }
 
-// Whether one rank's product is cuBLASLt's alone: no source promises it for operands on different grids.
+// True if one rank's product is cuBLASLt's alone; no source promises this for operands on different grids.
 bool IsLocal(int nranks, std::initializer_list<cublasMpMatrixDescriptor_t> operands) {
   const auto is_alike = [&](cublasMpMatrixDescriptor_t x) {
     return !x || x->grid.layout == (*operands.begin())->grid.layout;
@@ -128,7 +128,7 @@ cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLa
       host().GridCreate(nprow, npcol, layout, GroupOf(comm).comm(fake_nccl_rank(comm)), grid);
   std::lock_guard<std::mutex> lock(state().mutex);
   if (status == CUBLASMP_STATUS_SUCCESS) {
-    // As the real library does: what a grid does together, it does on communicators of its own.
+    // The real library too uses communicators of its own for the collective work of a grid.
     ncclComm_t const own = state().grids[*grid] = fake_nccl_split(comm);
     state().comms.try_emplace({(*grid)->comm.group, (*grid)->comm.rank}, own);
   }
@@ -145,7 +145,7 @@ cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid) {
   return host().GridDestroy(grid);
 }
 
-// Windows are symmetric: equal sizes, on every rank. Without them the library says so at once, and waits for nobody.
+// Windows are symmetric: equal sizes on every rank. Without them, returns an error at once and waits for no one.
 cublasMpStatus_t Register(const char* function, cublasMpGrid_t grid, void* pointer, size_t size) {
   const ncclComm_t comm = CommOf(grid);
   if (!comm || size == 0) return CUBLASMP_STATUS_INVALID_VALUE;
@@ -250,7 +250,7 @@ cublasMpStatus_t cublasMpMatmul_bufferSize(cublasMpHandle_t handle, cublasMpMatm
       host().Matmul_bufferSize(handle, matmul, m, n, k, alpha, a, ia, ja, desc_a, b, ib, jb, desc_b, beta, c, ic, jc,
                                desc_c, d, id, jd, desc_d, device_bytes, host_bytes);
   if (status != CUBLASMP_STATUS_SUCCESS) return Report(status, "cublasMpMatmul_bufferSize");
-  // hostmp rarely asks for memory, the real library does.
+  // hostmp rarely asks for memory, but the real library does.
   *device_bytes = std::max({*device_bytes, static_cast<size_t>(8 * m * n), sizeof(void*) * kFakeMostRanks});
   *host_bytes = 64;
   return status;

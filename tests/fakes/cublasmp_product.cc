@@ -26,7 +26,7 @@ using jaxmp::hostmp::AsStream;
 
 [[noreturn]] void Fail(const std::string& why) {
   std::fprintf(stderr, "fake cublasmp: %s\n", why.c_str());
-  std::abort();  // a device that fails: nothing that a test expects
+  std::abort();  // a device that fails, which no test expects
 }
 
 cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
@@ -41,7 +41,7 @@ cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
   return status;
 }
 
-// hostmp's product of all ranks: their memory is the host's.
+// Runs hostmp's product of all ranks, because their memory is the host's.
 void Multiply(const jaxmp::hostmp::Group& group, const std::vector<Arguments*>& ranks) {
   jaxmp::hostmp::Rendezvous rendezvous;
   jaxmp::test::Streams streams(ranks.size());
@@ -65,8 +65,8 @@ size_t BytesOf(const cublasMpMatrixDescriptor& desc, int64_t rank) {
   return static_cast<size_t>(jaxmp::hostmp::BytesOf(desc.type, desc.lld * columns));
 }
 
-// A rank's arguments and operands as they are now, in the memory of the job; it stands for its blocks, or for its
-// partial sums.
+// Copies a rank's arguments and operands, as they are now, to the memory of the job. The copy stands for the rank's
+// blocks, or for its partial sums.
 Arguments* Copy(const Arguments& x, int rank) {
   const size_t bytes[] = {BytesOf(x.desc_a, rank), BytesOf(x.desc_b, rank), x.has_c ? BytesOf(x.desc_c, rank) : 0};
   auto* const made = new (fake_cuda_share(sizeof(Arguments) + bytes[0] + bytes[1] + bytes[2])) Arguments(x);
@@ -88,16 +88,16 @@ bool IsOneCall(const Arguments& x, const Arguments& y) {
 // One rank's calls on one communicator, on its stream.
 struct Sequence {
   uint64_t call = 0, drawn = 0;
-  std::deque<Arguments*> sent;  // which a peer may still read
+  std::deque<Arguments*> sent;  // a peer may still read these
 
   void Keep(Arguments* message) {
-    constexpr size_t kMost = 64;  // no rank is so far behind another
+    constexpr size_t kMost = 64;  // no rank lags so many calls
     sent.push_back(message);
     if (sent.size() <= kMost) return;
     fake_cuda_unshare(sent.front());
     sent.pop_front();
   }
-  // Mostly short, at times longer than a call takes.
+  // Delays are mostly short, at times longer than a call takes.
   void Delay(int rank) {
     const uint64_t seed = static_cast<uint64_t>(Knob("FAKE_CUBLASMP_SEED", 0));
     const uint64_t x = Hash(seed * 1000003 + call * 8191 + static_cast<uint64_t>(rank) * 131 + ++drawn);
@@ -116,12 +116,12 @@ Sequence& SequenceOf(ncclComm_t comm) {
   return (*all)[comm];
 }
 
-// Where a rank's message lies in this workspace.
+// The place of a sender's message in an owner's workspace.
 std::atomic<Arguments*>& Slot(const Windows& windows, int owner, int sender) {
   return reinterpret_cast<std::atomic<Arguments*>*>(windows[static_cast<size_t>(owner)])[sender];
 }
 
-// A matrix product alone: what else a rank reads or writes is at addresses that its attributes hold.
+// True for a plain matrix product. All other data that a rank reads or writes is at addresses in its attributes.
 bool IsPlain(const Arguments& x) {
   constexpr int kPointers[] = {
       CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER,
@@ -146,7 +146,7 @@ void Product::Run(void* data) {
   --state().running[product->comm];
 }
 
-// On a GPU that ranks share, the real library's ranks do not wait for each other from one call to the next.
+// Fails if ranks that share a GPU begin a call before the last one ended: the real library's ranks do not wait for it.
 void Product::Count() const {
   std::lock_guard<std::mutex> lock(state().mutex);
   const bool is_shared = Knob("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0 && fake_nccl_nranks(comm) > 1;
@@ -180,7 +180,7 @@ void Product::Exchange() const {
   }
   fake_nccl_await_signals(comm, ++sequence.call);
   std::vector<Arguments> ranks;
-  std::vector<std::vector<char>> scratch;  // hostmp's workspaces, and the peers' results, which nobody reads
+  std::vector<std::vector<char>> scratch;  // hostmp's workspaces, and the peers' results, which are not read
   bool is_one_call = true;
   for (int peer = 0; peer < nranks; ++peer) {
     sequence.Delay(rank);

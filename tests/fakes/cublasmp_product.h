@@ -13,10 +13,10 @@
 
 namespace fakes {
 
-// What a rank brings to a product. It lies where each process of the job reads it.
+// A rank's arguments of a product, in memory that each process of the job reads.
 struct Arguments {
   int64_t m, n, k;
-  std::array<char, 16> alpha, beta;  // the plan's scalars have 16 bytes whatever their type is
+  std::array<char, 16> alpha, beta;  // the plan's scalars have 16 bytes for any type
   const void *a, *b, *c;
   void *d, *work;
   int64_t ia, ja, ib, jb, ic, jc, id, jd;
@@ -28,8 +28,8 @@ struct Arguments {
 };
 static_assert(std::is_trivially_copyable_v<Arguments>);
 
-// It goes on when every rank has come and rank 0 has computed all of it; or, with FAKE_CUBLASMP_SEED=n, as soon as the
-// library's promises let it.
+// It ends when every rank has come and rank 0 has computed all of it; with FAKE_CUBLASMP_SEED=n, as soon as the
+// library's promises allow.
 struct Product {
   Arguments* arguments;
   ncclComm_t comm;
@@ -40,9 +40,9 @@ struct Product {
 
  private:
   void Compute() const;
-  // What is promised, and no more: the work of one rank is in the order of its stream. What a rank sends lies in its
-  // peers' workspaces as soon as it runs, or in its own, from where they fetch it; it goes on when all have sent
-  // theirs. Every step is late by a time that depends on the seed, the rank and the call.
+  // Keeps only what is promised: the work of one rank is in the order of its stream. A rank puts its message in its
+  // peers' workspaces as soon as it runs, or in its own, where they fetch it. It goes on when all have sent theirs.
+  // Every step is late by a time that depends on the seed, the rank and the call.
   void Exchange() const;
 };
 

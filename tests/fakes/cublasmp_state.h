@@ -1,5 +1,5 @@
-// What the fake libcublasmp.so.0 remembers: objects, who belongs to which communicator, what was called, and which call
-// a test wants to fail.
+// The state of the fake libcublasmp.so.0: objects, the communicators that they belong to, past calls, and calls that a
+// test wants to fail.
 #ifndef JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
 #define JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
 
@@ -17,7 +17,7 @@
 #include "csrc/hostmp/handles/runtime.h"
 #include "tests/fakes/fake.h"
 
-// A process may have several builds of the library, each with a state of its own.
+// A process may have several builds of the library, with a state for each of them.
 #pragma GCC visibility push(hidden)
 
 namespace fakes {
@@ -55,28 +55,28 @@ State& state();
 void Log(int ordinal, const std::string& entry);
 void Say(int level, const char* function, const std::string& message);
 
-// Notes the call; returns the status that a test wants of it.
+// Notes the call; returns the status that a test wants for it.
 cublasMpStatus_t Enter(const std::string& name);
 
-// Says why a call failed, and returns the status.
+// Reports why a call failed, and returns the status.
 cublasMpStatus_t Report(cublasMpStatus_t status, const char* function);
 
-// Waits for every rank; an error where they differ.
+// Waits for every rank; returns an error if their values differ.
 cublasMpStatus_t Agree(ncclComm_t comm, long long value);  // NOLINT
 
 const jaxmp::hostmp::Group& GroupOf(ncclComm_t comm);  // hostmp's side of a communicator, in this process
-ncclComm_t CommOf(cublasMpGrid_t grid);                // null where there is no such grid
-// The grid that a descriptor holds is hostmp's copy; the communicator is that of the first grid of its group, the same
-// for all ranks.
+ncclComm_t CommOf(cublasMpGrid_t grid);                // null if there is no such grid
+// A descriptor holds hostmp's copy of a grid. Returns the communicator of the first grid of its group, the same on all
+// ranks.
 ncclComm_t CommOf(cublasMpMatrixDescriptor_t desc);
 Handle HandleOf(cublasMpHandle_t handle);  // {-1, null}
 
-// Whether ranks reach each other's memory. Where they do not, cublasMpMalloc says so at once and waits for nobody.
+// True if ranks reach each other's memory. If they do not, cublasMpMalloc says so at once and waits for no one.
 bool IsSymmetric();
 bool IsRegistered(void* work);  // on any grid
-// Of the workspace; with FAKE_CUBLASMP_ONE_BUFFER=1 of the communicator's first, whatever a call was given.
+// The windows of the workspace; with FAKE_CUBLASMP_ONE_BUFFER=1 always of the communicator's first workspace.
 Windows WindowsOf(void* work, ncclComm_t comm);
-bool HasWorkspace(void* work, size_t bytes);  // that, any memory where none is symmetric, or no bytes
+bool HasWorkspace(void* work, size_t bytes);  // registered; or any memory if none is symmetric, or no bytes
 
 }  // namespace fakes
 

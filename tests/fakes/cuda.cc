@@ -1,5 +1,5 @@
-// A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
-// device's number; where the driver wants one to be current, this one insists.
+// A libcuda.so.1 with devices in host memory. A stream is a thread that works through a queue; a context is a device's
+// number; functions that need a current context in the real driver check for one here.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +17,7 @@ std::atomic<bool> is_shut_down{false};
 
 struct Streams {
   std::mutex mutex;
-  std::set<CUstream> all;  // that were created and not destroyed
+  std::set<CUstream> all;  // created and not destroyed
 };
 
 Streams& streams() {
@@ -47,7 +47,7 @@ Memory& memory() {
 CUcontext Current() { return current.empty() ? nullptr : current.back(); }
 
 void Note(CUcontext context, const char* name) {
-  constexpr size_t kMost = 1 << 16;  // of a program that nobody asks about
+  constexpr size_t kMost = 1 << 16;  // for programs that never ask for the log
   std::lock_guard<std::mutex> lock(calls().mutex);
   std::string& names = calls().names[context->ordinal];
   if (names.size() < kMost) names += std::string(name) + " ";
@@ -190,7 +190,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
   stream->Put([=] { std::memcpy(to, Pointer(from), bytes); });
   return CUDA_SUCCESS;
 }
-// Pageable memory may be reused as soon as the call has returned.
+// Copies at once, because pageable memory may be reused as soon as the call has returned.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   if (!stream || !to) return CUDA_ERROR_INVALID_VALUE;
   Note(stream->context, "MemcpyHtoDAsync");
@@ -292,7 +292,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   return CUDA_SUCCESS;
 }
 
-// What the real libcublasmp.so.0 wants of a driver beyond that, to be opened; none of it works.
+// More functions that the real libcublasmp.so.0 needs to be opened; none of them works.
 extern "C" {
 CUresult cuCtxGetId(CUcontext, unsigned long long*) { return CUDA_ERROR_UNKNOWN; }  // NOLINT
 CUresult cuMemGetAddressRange_v2(CUdeviceptr*, size_t*, CUdeviceptr) { return CUDA_ERROR_UNKNOWN; }

@@ -1,6 +1,6 @@
-// What XLA:GPU asks of libcuda.so.1 beyond what jaxmp does: enough to start, to copy, and to run its programs.
+// The functions of libcuda.so.1 that XLA:GPU calls and jaxmp does not: enough to start, to copy, and to run programs.
 //
-// Declared here as cuda.h of CUDA 13 has them. A number of an enumeration stands beside its name.
+// Declared as in cuda.h of CUDA 13. The number of an enumerator stands next to its name.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kNotSupported = 801;  // CUresult
 
-// An H200's, by CUdevice_attribute; every other one is 0.
+// An H200's values, by CUdevice_attribute; all others are 0.
 const std::map<int, int>& Attributes() {
   static const std::map<int, int> attributes = {
       {1, 1024},        // MAX_THREADS_PER_BLOCK

@@ -1,5 +1,5 @@
 // Modules and kernels of the fake driver: shared libraries that xla_gpu/bin/ptxas has made of XLA's PTX. Their threads
-// run one after the other on the stream; those of a block, or of a warp, wait for each other where the kernel says so.
+// run one after the other on the stream; threads of a block, or of a warp, wait for each other if the kernel says so.
 #include <dlfcn.h>
 #include <elf.h>
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ class SharedMemory {
   void* data_;
 };
 
-// Serves the threads of a warp that wait for each other, of which `first` is the first: those at one place of the code.
+// Serves the waiting threads of a warp that are at one place of the code; `first` is the warp's first thread.
 void Exchange(std::vector<Thread>& threads, size_t first) {
   const size_t end = std::min(first + kWarp, threads.size());
   std::optional<size_t> at;
@@ -86,7 +86,7 @@ void RunBlock(const Kernel& kernel, unsigned position, unsigned count, const cha
   }
 }
 
-// An image does not say how long it is; the table of its sections ends it.
+// An image does not say its length; it ends with the table of its sections.
 size_t BytesOf(const void* image) {
   const auto& header = *static_cast<const Elf64_Ehdr*>(image);
   return header.e_shoff + size_t{header.e_shnum} * header.e_shentsize;
@@ -94,7 +94,7 @@ size_t BytesOf(const void* image) {
 
 }  // namespace
 
-// As cuda.h has it, up to what is read here.
+// As in cuda.h, up to the last field that is read here.
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   CUstream stream;
@@ -113,7 +113,7 @@ API CUresult cuModuleLoadData(void** module, const void* image) {
   if (!*module) std::fprintf(stderr, "fake cuda: %s\n", dlerror());
   return *module ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
-API CUresult cuModuleUnload(void*) { return CUDA_SUCCESS; }  // kernels of it may still be on their way
+API CUresult cuModuleUnload(void*) { return CUDA_SUCCESS; }  // its kernels may still be on their way
 API CUresult cuModuleGetFunction(const Kernel** kernel, void* module, const char* name) {
   *kernel = static_cast<const Kernel*>(dlsym(module, (std::string("kernel_") + name).c_str()));
   return *kernel ? CUDA_SUCCESS : kNotFound;
@@ -121,7 +121,7 @@ API CUresult cuModuleGetFunction(const Kernel** kernel, void* module, const char
 API CUresult cuModuleGetGlobal_v2(void** pointer, size_t* bytes, void* module, const char* name) {
   auto* const global = static_cast<Global*>(dlsym(module, (std::string("global_") + name).c_str()));
   if (!global) return kNotFound;
-  if (!fake_cuda_has(global->data, global->bytes)) {  // in the library still, where no other process of a job reads it
+  if (!fake_cuda_has(global->data, global->bytes)) {  // still in the library, where no other process of a job reads it
     global->data = std::memcpy(Allocate(global->bytes, Current()->ordinal, false), global->data, global->bytes);
   }
   if (pointer) *pointer = global->data;

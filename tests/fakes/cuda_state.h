@@ -1,4 +1,4 @@
-// What the fake libcuda.so.1 remembers: contexts, streams, memory, and what was put on the streams.
+// The state of the fake libcuda.so.1: contexts, streams, memory, and the calls that were put on the streams.
 #ifndef JAXMP_TESTS_FAKES_CUDA_STATE_H_
 #define JAXMP_TESTS_FAKES_CUDA_STATE_H_
 
@@ -93,9 +93,9 @@ struct Block {
 
 struct Memory {
   std::mutex mutex;
-  std::map<const char*, Block> blocks;  // by address: what was allocated and not freed
+  std::map<const char*, Block> blocks;  // by address: allocated and not freed
 
-  // The block around the address, or blocks.end().
+  // Returns the block around the address, or blocks.end().
   std::map<const char*, Block>::const_iterator Find(const void* at) const {
     auto found = blocks.upper_bound(static_cast<const char*>(at));
     if (found == blocks.begin()) return blocks.end();
@@ -105,14 +105,14 @@ struct Memory {
 };
 
 Memory& memory();
-CUcontext Current();  // of this thread; null where there is none
+CUcontext Current();  // of this thread; null if there is none
 
-// Notes a call that puts something on a stream, or waits for one; without `context`, on the current device.
+// Notes a call that puts something on a stream, or waits for one.
 void Note(CUcontext context, const char* name);
 
 CUstream NewStream(CUcontext context);
 void* Allocate(size_t bytes, int ordinal, bool is_host);
-bool Release(void* data);  // whether it was allocated
+bool Release(void* data);  // true if it was allocated
 
 inline void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
 

@@ -1,5 +1,5 @@
-// A libcudart.so.13 over the fake driver, with what JAX's CUDA plugin asks of one. The real one takes private tables
-// from the driver.
+// A libcudart.so.13 over the fake driver, with the functions that JAX's CUDA plugin calls. The real one takes private
+// tables from the driver.
 #include "tests/fakes/fake.h"
 
 FAKE(cuDriverGetVersion);  // libcuda's
@@ -25,7 +25,7 @@ API int cudaRuntimeGetVersion(int* version) {
 API int cudaGetDeviceCount(int* count) { return ::cuDeviceGetCount(count); }
 API int cudaPeekAtLastError() { return kSuccess; }
 
-// Kernels that are linked into a library announce themselves when it is opened.
+// Kernels that are linked into a library register themselves when it is opened.
 API void** __cudaRegisterFatBinary(void*) {
   static void* handle[8];
   return handle;

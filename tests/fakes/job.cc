@@ -17,9 +17,9 @@
 namespace fakes {
 namespace {
 
-// The file: a page that counts its processes, the board, and a share of memory for each process that has ever opened
-// it. It is sparse, and takes as much of a disk as was written.
-constexpr uintptr_t kAddress = uintptr_t{1} << 44;  // where neither a program nor its libraries and heap lie
+// The file has a page that counts its processes, the board, and a share of memory for every process that has ever
+// opened it. It is sparse, and takes only as much of a disk as was written.
+constexpr uintptr_t kAddress = uintptr_t{1} << 44;  // far from programs, their libraries and heaps
 constexpr size_t kPage = 4096, kShare = size_t{8} << 30, kMostProcesses = 128;
 constexpr size_t kFileBytes = kPage + kFakeBoardBytes + kMostProcesses * kShare;
 
@@ -68,11 +68,11 @@ class Job {
 
  private:
   std::mutex mutex_;
-  char *next_, *end_;                          // of this process's share: what was never taken
-  std::map<size_t, std::vector<char*>> free_;  // by size: what was given back
+  char *next_, *end_;                          // the part of this process's share that was never taken
+  std::map<size_t, std::vector<char*>> free_;  // given back, by size
 };
 
-// Null where the process is alone. Never destroyed: streams may still run at exit.
+// Null if the process is alone. Never destroyed, because streams may still run at exit.
 Job* job() {
   static Job* const only = [] {
     const char* const file = std::getenv("FAKE_CUDA_JOB");

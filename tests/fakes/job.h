@@ -1,5 +1,5 @@
-// What the processes of a job have in common. FAKE_CUDA_JOB names a file, which all of them map to the same addresses:
-// a pointer of one process means the same in every other. Without that name a process is alone.
+// Common memory of the processes of a job. FAKE_CUDA_JOB names a file, which all of them map to the same addresses: a
+// pointer of one process means the same in every other. Without that name a process is alone.
 #ifndef JAXMP_TESTS_FAKES_JOB_H_
 #define JAXMP_TESTS_FAKES_JOB_H_
 
@@ -7,11 +7,11 @@
 
 namespace fakes {
 
-// Zeros at first, and one for all processes of the job.
+// Zeros at first, and the same for all processes of the job.
 void* Board();
 
-// Memory that every process of the job reads and writes, on a multiple of 256 bytes; to be given back by the process
-// that took it.
+// Memory that every process of the job reads and writes, on a multiple of 256 bytes. The process that took it gives it
+// back.
 char* Take(size_t bytes);
 void GiveBack(char* data, size_t bytes);
 

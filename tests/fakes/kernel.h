@@ -1,5 +1,4 @@
-// What the fake driver and a kernel that xla_gpu/bin/ptxas has translated know of each other, and the arithmetic of
-// PTX.
+// The interface between the fake driver and a kernel that xla_gpu/bin/ptxas has translated, and the arithmetic of PTX.
 #ifndef JAXMP_TESTS_FAKES_KERNEL_H_
 #define JAXMP_TESTS_FAKES_KERNEL_H_
 
@@ -15,13 +14,13 @@ namespace fakes {
 
 enum class Wait { kNothing, kBarrier, kWarp, kEnd };
 
-// Runs until it waits, and goes on from there. All registers have 64 bits.
+// A thread runs until it waits, and goes on from there. All registers have 64 bits.
 struct Thread {
   unsigned x = 0;
   size_t at = 0;
   Wait waits = Wait::kNothing;
-  uint64_t value = 0;  // for the warp, and then from it
-  int lane = 0;        // whose value it wants, or kSum
+  uint64_t value = 0;  // to the warp, and then from it
+  int lane = 0;        // the lane that it wants the value of, or kSum
   std::vector<uint64_t> registers;
 };
 constexpr int kWarp = 32, kSum = -1;
@@ -29,7 +28,7 @@ constexpr int kWarp = 32, kSum = -1;
 struct Kernel {
   Wait (*run)(Thread& thread, const char* parameters, unsigned block, char* shared);
   size_t registers, shared_bytes;
-  std::vector<size_t> parameters;  // bytes of each; they lie on multiples of 16
+  std::vector<size_t> parameters;  // bytes of each; they start at multiples of 16
 };
 
 // A variable of a module.
@@ -46,7 +45,7 @@ using Half = _Float16;
 
 struct BFloat {
   BFloat() = default;
-  BFloat(float value) {  // to the nearest, and to even between two
+  BFloat(float value) {  // rounds to the nearest, ties to even
     uint32_t wide;
     std::memcpy(&wide, &value, sizeof(wide));
     bits = std::isnan(value) ? 0x7fff : static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
@@ -66,7 +65,7 @@ T As(uint64_t bits) {
   std::memcpy(&value, &bits, sizeof(T));
   return value;
 }
-// With the sign of an integer that has one.
+// Keeps the sign of signed integers.
 template <typename T>
 uint64_t Bits(T value) {
   if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) return static_cast<uint64_t>(int64_t{value});
@@ -88,13 +87,13 @@ T Shift(T x, uint32_t by, bool is_left) {
   if (by >= kBits) return T(!is_left && x < 0 ? -1 : 0);
   return is_left ? T(uint64_t(x) << by) : T(x >> by);
 }
-// The lane that a shuffle of the thread asks for, or its own where that is outside of the thread's segment.
+// Returns the lane that a shuffle of the thread asks for, or its own lane if that is outside of the thread's segment.
 inline int LaneOf(unsigned x, uint64_t wanted, uint64_t mask) {
   const unsigned lane = x % kWarp, segment = mask >> 8 & 31, last = (lane & segment) | (mask & 31 & ~segment);
   return static_cast<int>(wanted <= last ? static_cast<unsigned>(wanted) : lane);
 }
 
-// Element by element from a place on.
+// Stores and loads element by element, and moves on.
 template <typename T>
 void Store(T value, char** at) {
   std::memcpy(*at, &value, sizeof(T));

@@ -1,5 +1,5 @@
-// A libnccl.so.2 whose ranks are threads of one process, or of the processes of a job. What blocks on the host or on a
-// stream blocks here as well, until every rank has come.
+// A libnccl.so.2 with ranks on threads of one process, or of the processes of a job. Calls that block on the host or on
+// a stream block here as well, until every rank has come.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,7 +19,7 @@
 namespace fakes {
 
 void Await(const std::function<bool()>& holds) {
-  constexpr int kYields = 200;  // then it sleeps: a rank may stay away for long
+  constexpr int kYields = 200;  // then it sleeps, because a rank may stay away for long
   for (int i = 0; !holds(); ++i) {
     i < kYields ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -43,7 +43,7 @@ namespace {
 
 using fakes::Group;
 
-// Every communicator of the job, by NCCL's id or by what it was split off. No locks: a process may die at any time.
+// Every communicator of the job, by NCCL's id or by its parent. No locks, because a process may die at any time.
 struct Entry {
   enum State : int { kFree, kWriting, kWritten };
   std::atomic<int> state;
@@ -77,7 +77,7 @@ Group* GroupOf(const std::string& name) {
 
 std::mutex mutex;
 std::map<int, int>& refusals() {
-  static auto* const all = new std::map<int, int>;  // by device: how many allocations are still to fail
+  static auto* const all = new std::map<int, int>;  // by device: the allocations that are still to fail
   return *all;
 }
 std::atomic<int> asynchronous_error{0};
@@ -89,7 +89,7 @@ namespace jaxmp::abi {
 struct ncclComm {
   Group* group;
   std::string name;  // of the group
-  Group* root;       // that this one was split off, or itself
+  Group* root;       // the one that this was split off, or itself
   int rank, nranks;
   size_t splits = 0;
 };

@@ -1,5 +1,5 @@
-// The collectives of the fake libnccl.so.2, jaxmp's and XLA's: on a stream every rank learns where the others' data
-// lie, takes what is its own, and writes it once all have taken theirs. Sums are in the order of the ranks.
+// The collectives of the fake libnccl.so.2, jaxmp's and XLA's. On a stream every rank learns where the others' data
+// are, takes its part, and writes it once all have taken theirs. Sums are in the order of the ranks.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -40,7 +40,7 @@ void Fold(std::vector<char>* into, const char* from, int type, int op) {
   if (type == ncclInt64 && op == ncclMax) return Fold<int64_t>(into, from, op);
   if (type == ncclFloat32 && op == ncclSum) return Fold<float>(into, from, op);
   std::fprintf(stderr, "fake nccl: a reduction of type %d by %d\n", type, op);
-  std::abort();  // nothing that a test expects
+  std::abort();  // no test expects it
 }
 
 using Take = std::function<std::vector<char>(const std::vector<const char*>& parts)>;  // by rank
@@ -68,7 +68,7 @@ ncclResult_t Collective(const void* from, void* to, ncclComm_t comm, cudaStream_
   });
 }
 
-// The reduction of `bytes` from `offset` on of every part.
+// Reduces `bytes` of every part, from `offset` on.
 Take Reduction(size_t offset, size_t bytes, int type, int op) {
   return [=](const std::vector<const char*>& parts) {
     std::vector<char> sum(parts[0] + offset, parts[0] + offset + bytes);
@@ -77,7 +77,7 @@ Take Reduction(size_t offset, size_t bytes, int type, int op) {
   };
 }
 
-// The same bytes of every part, one after the other.
+// Joins the same bytes of every part, one after the other.
 Take Concatenation(size_t offset, size_t bytes) {
   return [=](const std::vector<const char*>& parts) {
     std::vector<char> whole;
@@ -104,7 +104,7 @@ ncclResult_t Await(const Receipt& receipt) {
 }
 
 thread_local int group_depth = 0;
-thread_local std::vector<Receipt> receipts;  // of the group at hand: behind all that it sends
+thread_local std::vector<Receipt> receipts;  // of the current group: run after everything that it sends
 
 }  // namespace
 
@@ -157,7 +157,7 @@ API ncclResult_t ncclGroupEnd() {
   return ncclSuccess;
 }
 
-// ---- what XLA asks of a communicator beside them
+// ---- XLA's other calls for communicators
 
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank, void*) {
   return ::ncclCommInitRank(comm, nranks, id, rank);

@@ -1,4 +1,4 @@
-// cuBLASMp's calls, one by one: unpack, check, do. What a call does is elsewhere.
+// cuBLASMp's functions: each unpacks its arguments, checks them and calls the code that does the work.
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -20,11 +20,11 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
-constexpr int kVersion = 1000;  // of the header whose calls these are: 0.10.0
+constexpr int kVersion = 1000;  // of the header that declares these functions: 0.10.0
 
 thread_local std::string error_message;
 
-// Every call runs through here: a C function must not throw, and last_error() speaks of the last call.
+// Runs every call, because a C function must not throw and last_error() reports the last call.
 template <typename Function>
 cublasMpStatus_t Guarded(Function function) noexcept {
   Status status;
@@ -101,7 +101,7 @@ cublasMpStatus_t GridDestroy(cublasMpGrid_t grid) {
   return Guarded([&] { return DestroyObject(grid, "grid"); });
 }
 
-// Any memory serves: nothing is registered.
+// Accepts any memory, because nothing is registered.
 Status CheckBuffer(cublasMpGrid_t grid, const void* ptr) {
   if (!grid) return InvalidArgument("grid is null");
   return ptr ? Status() : InvalidArgument("ptr is null");

@@ -5,8 +5,8 @@
 
 #if defined(__x86_64__)
 
-// GCC 12 takes the "undefined" values of its own AVX-512 header for mistakes (GCC bug 105593), where they are inlined:
-// to the end of the file that includes this one.
+// GCC 12 warns about the "undefined" values of its own AVX-512 header where they are inlined (GCC bug 105593), so the
+// warning is off to the end of the file that includes this one.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

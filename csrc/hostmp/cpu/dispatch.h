@@ -1,4 +1,4 @@
-// What functions share that are compiled for several instruction sets and picked once at run time.
+// Helpers of functions that are compiled for several instruction sets and picked at run time.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ JAXMP_INLINE float FloatOf(uint32_t bits) {
   return value;
 }
 
-// Defines <name>Best: one function for each instruction set, all with the same body; behind `prefix`, "template <...>"
-// or nothing.
+// Defines <name>Best, which calls one of several functions with the same body, compiled for different instruction sets.
+// `prefix` is "template <...>" or nothing.
 #if defined(__x86_64__)
 #define JAXMP_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define JAXMP_AVX2 __attribute__((target("avx2,fma,f16c")))

@@ -20,7 +20,7 @@ namespace {
 #if defined(__x86_64__)
 bool Bit(unsigned value, int number) { return (value >> number) & 1; }
 
-// Linux gives the tile registers' 8 KiB to processes that ask (Documentation/arch/x86/xstate.rst).
+// Linux gives the tile registers' 8 KiB only to processes that ask (Documentation/arch/x86/xstate.rst).
 bool MayUseTiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
@@ -32,7 +32,7 @@ bool MayUseTiles() {
 
 Cpu Detect() {
   Cpu found;
-  // The compiler's test covers what the system saves on a context switch, for the registers of AVX and AVX-512.
+  // The compiler's test includes whether the system saves the AVX and AVX-512 registers on a context switch.
   found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -64,8 +64,8 @@ const Cpu& detected() {
   return found;
 }
 
-// The fastest instructions. Intel's VDPBF16PS has half the rate of multiplication and addition in f32: widening bf16 to
-// f32 is faster (benchmarks/bench_matmul.py, beside the same with JAXMP_ISA=avx512_bf16).
+// The fastest instructions. Intel's VDPBF16PS has half the rate of multiplication and addition in f32, so widening bf16
+// to f32 is faster (benchmarks/bench_matmul.py, compared with JAXMP_ISA=avx512_bf16).
 Cpu Choose() {
   Cpu chosen = detected();
 #if defined(__x86_64__)
@@ -84,7 +84,7 @@ struct InstructionSet {
   bool Cpu::* feature;
 };
 
-// From the most capable one down; each of x86 has those below it.
+// From the most capable one down; an x86 set includes the sets below it, except avx_vnni.
 constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx},
                                                {"avx512_bf16", &Cpu::avx512_bf16},
                                                {"avx512_vnni", &Cpu::avx512_vnni},

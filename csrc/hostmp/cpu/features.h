@@ -1,4 +1,4 @@
-// What this processor, and the system's kernel, let us use.
+// The instructions and processors that this process may use.
 #pragma once
 
 #include <string>
@@ -19,25 +19,25 @@ struct Cpu {
   bool neon_dotprod = false;
 };
 
-// The instruction sets that our kernels use: all of this processor, or those that LimitInstructionSet() leaves.
+// The instruction sets that our kernels use: the fastest of this processor, or what LimitInstructionSet() leaves.
 const Cpu& cpu();
 
-// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni",
-// "avx2", "neon_dotprod", "neon" or "portable", which is what the compiler makes of plain code for the architecture.
+// The highest of our instruction sets that cpu() has: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni",
+// "avx2", "neon_dotprod", "neon" or "portable" (plain code, as compiled for the architecture).
 std::string instruction_set();
 
-// Leaves to cpu() the named instruction set and those below it; an error where this processor does not have it. Called
-// ahead of the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
+// Limits cpu() to the named instruction set and the sets below it; an error if this processor does not have it. Called
+// before the first product, because cpu() picks every kernel of ours. A BLAS detects the processor itself.
 Status LimitInstructionSet(const std::string& name);
 
 // The processors that this process may use, asked once, on the first call.
 const std::vector<int>& processors();
 
-// The index there of the one that runs the calling thread; -1 if that is none of them.
+// Returns the index in processors() of the one that runs the calling thread; -1 if it is none of them.
 int current_processor();
 
-// The number of threads that a product is cut for: one for each of processors(), fixed for the life of the process, so
-// that the cut, and with it every bit of a result, does not depend on who happens to be free.
+// The number of threads that a product is cut for: one for each of processors(). It is fixed for the life of the
+// process, so that the cut, and with it every bit of a result, does not depend on which threads are free.
 int machine_threads();
 
 }  // namespace jaxmp::hostmp

@@ -10,10 +10,10 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Sums of this many rows stay in the first cache, and 1 KB of a column of floats at a time is read in sequence.
+// Rows summed at a time: their sums stay in the L1 cache, and 1 KB of a column of floats is read in sequence.
 constexpr int64_t kMostRows = 256;
 constexpr int64_t kReductionBlock = 64;
-// Reduction blocks that one thread takes at a time: 512 KB of floats, so that the shared counter costs little.
+// Reduction blocks that a thread takes at a time: 512 KB of floats, so that the shared counter costs little.
 constexpr int64_t kGroup = 8;
 
 Operand MatmulCall::* SummedOperand(Gradient gradient) {
@@ -75,7 +75,7 @@ class BiasGradReduction {
     }
   }
 
-  // `from` holds elements of D's type, or of the operand's: T, or what is narrower than a float.
+  // Adds `count` elements of the summed matrix to `sums`: elements of type T or, if T is float, of a narrower type.
   void Add(const void* from, int64_t offset, int64_t count, T* sums) const {
     const abi::cudaDataType_t type = (calls_[0]->*operand_).desc.type;
     if constexpr (std::is_same_v<T, float>) {
@@ -107,7 +107,7 @@ class BiasGradReduction {
   Operand MatmulCall::* const operand_;
 };
 
-// f(run) with the run of the product's types.
+// Calls f(run) with the reduction for the product's types.
 template <typename Function>
 void WithReduction(const DistributedProduct& product, const BiasGrad& work, Function function) {
   const MatmulCall& call = *product.calls[0];
@@ -117,7 +117,7 @@ void WithReduction(const DistributedProduct& product, const BiasGrad& work, Func
   });
 }
 
-// f(piece) for every piece of D that the tile writes a part of.
+// Calls f(piece) for every piece of D that the tile writes a part of.
 template <typename Function>
 void ForPiecesOf(const DistributedProduct& product, const BiasGrad& work, const Tile& tile, Function function) {
   const int64_t row = product.tiling().m[static_cast<size_t>(tile.m_range)].begin + tile.row;
@@ -142,12 +142,12 @@ BiasGrad MakeBiasGrad(const DistributedProduct& product) {
   work.needs_d = gradient == Gradient::kD;
   const bool is_of_b = gradient == Gradient::kB;
   const Operand& x = call.*SummedOperand(gradient);
-  // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and the first will do.
+  // After an all-reduce every rank holds all of D. The descriptor describes the copies side by side; the first is read.
   const int64_t extent = work.needs_d ? call.n : call.k;
   work.cols = LocalRanges(x.desc.cols, x.col, extent);
   work.blocks = CeilDiv(extent, kReductionBlock);
   work.groups = std::max<int64_t>(1, CeilDiv(work.blocks, kGroup));  // sums over nothing are written too
-  // Sums of B go to every rank whole, the others to where D has the row.
+  // Sums over B go whole to every rank; other sums go to the ranks that hold the same rows of D.
   const auto results =
       is_of_b ? std::vector<LocalRange>{{0, call.n, 0, 0}} : LocalRanges(call.d.desc.rows, call.d.row, call.m);
   for (const CommonRange& cut : CommonRanges(results, LocalRanges(x.desc.rows, x.row, is_of_b ? call.n : call.m))) {

@@ -11,7 +11,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Rows that are finished at a time, which stay in the first cache.
+// Rows finished at a time; they stay in the L1 cache.
 constexpr int64_t kRowsAtOnce = 512;
 
 template <typename From, typename To>
@@ -37,8 +37,8 @@ void Relu(T* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = values[i] < T(0) ? T(0) : values[i];
 }
 
-// Writes the lowest `count` of `bits` into the byte, from bit `from` on. Tiles are cut where the ranks' parts of A are,
-// anywhere within a byte, so other threads may write the rest of it meanwhile.
+// Writes the lowest `count` of `bits` into the byte, starting at bit `from`. Other threads may write its other bits
+// meanwhile, because tiles are cut where the ranks' parts of A are, anywhere within a byte.
 void WriteBits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
   const unsigned own = ((1u << count) - 1) << from;
   uint8_t have = __atomic_load_n(byte, __ATOMIC_RELAXED), wanted;
@@ -54,7 +54,7 @@ unsigned PositiveBits(const T* values, int64_t count) {
   return bits;
 }
 
-// Bit row % 8 of byte row / 8 says whether the row's value is > 0; `values` begin with row `at`.
+// Sets bit row % 8 of byte row / 8 if the row's value is > 0; `values` begins with row `at`.
 template <typename T>
 void WriteMask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
   for (int64_t i = 0; i < count;) {
@@ -68,7 +68,7 @@ void WriteMask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
   }
 }
 
-// The aux of GELU in the type that was asked for, from element `at` on.
+// Writes the aux of GELU in the requested type, from element `at` on.
 template <typename T>
 void WriteGeluAux(const Finish& f, int64_t at, const T* values, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
@@ -84,7 +84,7 @@ void WriteGeluAux(const Finish& f, int64_t at, const T* values, int64_t count) {
   Store(values, static_cast<T*>(f.aux) + at, count);
 }
 
-// The aux of some rows of a column, from z + bias.
+// Writes the aux of some rows of a column; `values` holds z + bias.
 template <typename T>
 void WriteAux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
@@ -96,7 +96,7 @@ void WriteAux(const Finish& f, int64_t row, int64_t col, const T* values, int64_
   }
 }
 
-// values *= slope of the activation where the forward pass had aux, for some rows of a column.
+// Multiplies some rows of a column by the slope of the activation, computed from the forward pass's aux.
 template <typename T, typename Out>
 void MultiplyBySlope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {

@@ -11,8 +11,8 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Below this a call is not worth waking a second thread.
-constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
+// Calls with less work do not wake a second thread.
+constexpr double kWorthSharing = 2e6;  // floating-point operations, about 20 us
 
 void FinishOne(CollectiveCall& collective) {
   if (collective.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -21,7 +21,7 @@ void FinishOne(CollectiveCall& collective) {
   Complete(collective, Status());
 }
 
-// Asks the pool for a thread on each other processor. Ranks that wait help too, but they may all be on this one.
+// Asks the pool for a thread on each other processor. Waiting ranks help too, but they may all be on this processor.
 void CallHelpers(const std::shared_ptr<CollectiveCall>& collective, int rank) {
   Pool* const pool = collective->arrivals[static_cast<size_t>(rank)].stream->pool;
   if (!pool || collective->work->operations() < kWorthSharing) return;
@@ -54,14 +54,14 @@ void Work(CollectiveCall& collective, int area) {
 }
 
 void Execute(const std::shared_ptr<CollectiveCall>& collective, int rank) {
-  const int area = collective->workers.Join(current_processor());  // ahead of all others, so there is one
+  const int area = collective->workers.Join(current_processor());  // before all others, so there is one
   Status status;
   try {
     status = Prepare(*collective);
-  } catch (const std::exception& exception) {  // memory
+  } catch (const std::exception& exception) {  // out of memory
     status = ResourceExhausted(exception.what());
   }
-  if (!status.ok()) return Complete(*collective, status);  // the ranks have arrived, so they must hear of it
+  if (!status.ok()) return Complete(*collective, status);  // the ranks have arrived, so they must get the error
   try {
     CallHelpers(collective, rank);
   } catch (const std::exception&) {  // without help it only takes longer

@@ -21,13 +21,13 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kLine = 64;              // of the cache
+constexpr int64_t kLine = 64;              // bytes of a cache line
 constexpr int64_t kLargestTile = 1 << 18;  // elements of d
 constexpr int64_t kSmallestTile = 1 << 12;
 constexpr int64_t kTilesPerThread = 4;
-// A group's rows of several ranks are multiplied together up to so many, so that its matrix is read once.
+// Rows of one group from several ranks are multiplied together up to this many rows, so that its matrix is read once.
 constexpr int64_t kMostTogether = 256;
-constexpr int64_t kMostCopied = 4 << 20;  // bytes of them, for each thread
+constexpr int64_t kMostCopied = 4 << 20;  // bytes of such rows, for each thread
 
 std::mutex rows_mutex;
 GroupRows rows_of_groups;
@@ -40,21 +40,21 @@ auto At(Pointer from, abi::cudaDataType_t type, int64_t elements) {
   return static_cast<Byte*>(from) + BytesOf(type, elements);
 }
 
-// Rows of a group that lie together on a rank: in x, and in d or, of a contraction, in w.
+// Adjacent rows of one group in a rank's memory: in x, and in d (in w for a contraction).
 struct Rows {
   const char *x, *w;
   char* d;
   int64_t count;
 };
 
-// A part of column-major d^T, which is w^T x^T or, of a contraction, w^T x of the group's rows.
+// A part of column-major d^T: of w^T x^T or (contraction) of w^T x over the group's rows.
 struct GroupTile {
-  const char* w;   // the matrices of the rank that has the group's; of a contraction null
-  char* d;         // the matrix of a contraction, else null
-  int64_t matrix;  // the element of w with which the group's begins
+  const char* w;   // matrices of the rank that has the group's; null for a contraction and for rows of no group
+  char* d;         // the group's matrix in a contraction, else null
+  int64_t matrix;  // the element of w at which the group's matrix begins
   int64_t row, nrows, col, ncols;
-  size_t first, last;  // the rows; of d^T they are the columns, which a contraction sums over
-  int64_t depth;       // where there is nothing to sum the tile becomes zero
+  size_t first, last;  // the rows, in rows_: columns of d^T or (contraction) the terms of the sum
+  int64_t depth;       // terms of a sum; without any, the tile becomes zero
 };
 
 class GroupedWork final : public SharedWork {
@@ -124,7 +124,7 @@ class GroupedWork final : public SharedWork {
   }
 
   void CutGroups(int64_t index) {
-    std::vector<int64_t> ends(ranks_.size(), 0);  // of the groups before, by rank
+    std::vector<int64_t> ends(ranks_.size(), 0);  // of the previous groups, by rank
     int64_t largest = 0, all = 0;
     for (int64_t group = 0; group < groups(); ++group) {
       std::vector<Rows> rows;
@@ -154,7 +154,7 @@ class GroupedWork final : public SharedWork {
     rows_of_groups.mean += static_cast<double>(all) / static_cast<double>(groups());
   }
 
-  // Rows that no group has.
+  // Makes the tiles of rows that belong to no group: zeros.
   void LeaveZero(const GroupedProduct& rank, int64_t index, int64_t begin, int64_t end) {
     if (p_.is_contraction || begin == end) return;
     const Rows rows = RowsOf(rank, index, begin, end);
@@ -170,7 +170,7 @@ class GroupedWork final : public SharedWork {
     }
   }
 
-  // Rows of several ranks stay together.
+  // Cuts rows of one or more ranks into tiles; rows of several ranks stay together.
   void CutTogether(const Rows* rows, size_t ranks, const char* w, int64_t matrix) {
     int64_t count = 0;
     for (size_t i = 0; i < ranks; ++i) count += rows[i].count;
@@ -208,7 +208,7 @@ class GroupedWork final : public SharedWork {
     }
   }
 
-  // By operations, so that a group with most of the rows is cut into most of the tiles.
+  // Counts tiles by operations, so that a group with most of the rows is cut into most of the tiles.
   int64_t CountPieces(int64_t nrows, int64_t ncols, int64_t depth) const {
     const double each = operations_ / static_cast<double>(2 * kTilesPerThread * machine_threads());
     const double target = each / static_cast<double>(std::max<int64_t>(1, depth));
@@ -245,10 +245,10 @@ class GroupedWork final : public SharedWork {
   char* InMatrix(const GroupTile& tile) const { return At(tile.d, p_.out, tile.col * p_.n + tile.row); }
   char* InRows(const GroupTile& tile, const Rows& rows) const { return At(rows.d, p_.out, tile.row); }
 
-  // The element of w with which the rows of a tile begin.
+  // The element of w at which the tile's part of the matrix begins.
   int64_t FirstOf(const GroupTile& tile) const { return tile.matrix + (p_.is_transposed ? tile.row * p_.k : tile.row); }
 
-  // Rows times the matrix of their group. Rows of several ranks are first copied behind each other to `copied`.
+  // Rows times the matrix of their group. Rows of several ranks are first copied one after the other to `copied`.
   Product ProductOf(const GroupTile& tile, char* copied) const {
     const int64_t ld = p_.is_transposed ? p_.k : p_.n;
     const char* x = rows_[tile.first].x;
@@ -273,7 +273,7 @@ class GroupedWork final : public SharedWork {
             0};
   }
 
-  // Likewise, of a narrow w, which is decoded a K block at a time. Rows of several ranks are read where they lie.
+  // The same for a narrow w, which is decoded one K block at a time. Rows of several ranks are read in place.
   ScaledProduct DecodedProductOf(const GroupTile& tile, char* c, int64_t ldc) const {
     const int64_t ld = p_.is_transposed ? p_.k : p_.n;
     const ScaledOperand w = {p_.type_w, tile.w, FirstOf(tile), ld, p_.is_transposed, {}, 0, 0, 0, 0};
@@ -284,7 +284,7 @@ class GroupedWork final : public SharedWork {
     return product;
   }
 
-  // The rows of each rank, summed one behind the other.
+  // The terms of a contraction: the rows of each rank, one rank after the other, cut at whole units.
   KSegments SegmentsOf(const GroupTile& tile, char* copied) const {
     std::vector<int64_t> ends;
     for (size_t i = tile.first; i < tile.last; ++i) ends.push_back((i > tile.first ? ends.back() : 0) + rows_[i].count);
@@ -312,7 +312,7 @@ class GroupedWork final : public SharedWork {
     for (int64_t col = 0; col < tile.ncols; ++col) std::memset(At(to, p_.out, col * p_.n), 0, bytes);
   }
 
-  // Sums of so many columns to d, whose columns are n apart.
+  // Stores the sums of `ncols` columns in d. Columns of d are n elements apart.
   void Store(char* from, int64_t nrows, int64_t ncols, char* to) const {
     hostmp::Finish finish{};
     finish.epilog = FindEpilog(abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT);
@@ -323,7 +323,7 @@ class GroupedWork final : public SharedWork {
   }
 
   const std::vector<const GroupedProduct*> ranks_;
-  const GroupedProduct& p_;  // the first rank's, for what all ranks share
+  const GroupedProduct& p_;  // the first rank's, for everything that all ranks share
   const abi::cudaDataType_t sums_;
   double operations_ = 0;
   std::vector<Rows> rows_;
@@ -335,7 +335,7 @@ class GroupedWork final : public SharedWork {
 struct GroupedRank final : RankCall {
   explicit GroupedRank(const GroupedProduct& product) : product(product) {}
 
-  // Everything that the ranks have to agree on.
+  // Everything that must be equal on all ranks.
   auto Key() const {
     const GroupedProduct& p = product;
     return std::make_tuple(p.is_contraction, p.is_transposed, p.is_fixed_order, p.type, p.type_w, p.out, p.batch,

@@ -11,7 +11,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// The tiles, and pieces of a gradient that do not wait for them.
+// The tiles of a product, and the pieces of a bias gradient that do not wait for tiles.
 class MatmulWork final : public SharedWork {
  public:
   explicit MatmulWork(std::vector<const MatmulCall*> calls) {

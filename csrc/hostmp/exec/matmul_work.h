@@ -1,4 +1,4 @@
-// A rank's call of Matmul at the rendezvous.
+// One rank's Matmul at the rendezvous.
 #pragma once
 
 #include <memory>

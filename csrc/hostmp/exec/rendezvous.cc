@@ -15,10 +15,10 @@ namespace jaxmp::hostmp {
 
 struct Rendezvous::Table {
   std::mutex mutex;
-  // In the order in which any rank reached them. A rank joins the first that it has not joined yet, so that its i-th
-  // arrival meets everybody's i-th; a full one is always the first. That is exact: the table belongs to one instruction
-  // of one executable, which all devices of the process run, and within a run a device comes to one instruction again
-  // only in the next iteration of a loop. Entries go with their last gathering: nothing grows with the number of runs.
+  // Calls in the order of their first arrivals. A rank joins the first call that it has not joined yet, so its
+  // i-th arrival meets every rank's i-th, and the first call fills first. This is exact: the table belongs to one
+  // instruction of one executable, all devices of the process run it, and within a run a device reaches it again only
+  // in the next iteration of a loop. Entries are erased with their last call, so nothing grows with the number of runs.
   std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<CollectiveCall>>> waiting;
 };
 
@@ -33,8 +33,8 @@ Rendezvous::~Rendezvous() {
 
 namespace {
 
-// Peers' programs resume on these threads, each in the floating-point state of the thread that it came on. Never
-// destroyed: the threads outlive main.
+// The threads on which other ranks' programs resume, in the float state of each rank's own thread. Never destroyed,
+// because the threads outlive main.
 CompletionPool& completions() {
   static auto* const pool = new CompletionPool;
   return *pool;
@@ -74,10 +74,10 @@ Status FirstError(const std::vector<Arrival>& arrivals) {
   return {};
 }
 
-// How long a thread stays for the others to come, and for the last piece: about what it costs to wake another thread
-// instead, twice. It must end: a program may need this thread to bring the very rank that is missing.
+// How long a thread waits for the other ranks and for the last piece: about twice the cost of waking another thread.
+// The wait must end, because a program may need this thread to run the missing rank.
 constexpr std::chrono::microseconds kSpinTimeout(100);
-// How often a rank without peers looks whether helpers have finished their pieces.
+// How often a rank without peers checks whether helpers have finished their pieces.
 constexpr std::chrono::microseconds kPoll(20);
 
 template <typename Condition>
@@ -91,8 +91,8 @@ bool SpinUntil(const Condition& holds) {
   return false;
 }
 
-// A rank's thread in a call: it helps with the pieces where they come soon, and completes its own stream where it
-// is still here at the end.
+// A rank's thread in a call: helps with the pieces if they come soon, and completes its own stream if it is still here
+// at the end.
 void Participate(CollectiveCall& collective, int rank, bool has_worked) {
   std::atomic<WaiterState>& waiter = collective.waiters[static_cast<size_t>(rank)];
   const auto is_done = [&waiter] { return waiter.load(std::memory_order_acquire) == WaiterState::kDone; };
@@ -101,10 +101,10 @@ void Participate(CollectiveCall& collective, int rank, bool has_worked) {
     Work(collective, collective.workers.Join(current_processor()));
   }
   if (has_worked || is_prepared()) SpinUntil(is_done);
-  // A rank alone waits for no peer, only for the pieces that helpers have begun.
+  // A rank without peers waits only for the pieces that helpers have begun.
   while (collective.arrivals.size() == 1 && !is_done()) std::this_thread::sleep_for(kPoll);
   const WaiterState before = waiter.exchange(WaiterState::kLeft, std::memory_order_acq_rel);
-  if (before != WaiterState::kDone) return;  // Complete() will see to it
+  if (before != WaiterState::kDone) return;  // Complete() completes the stream
   Stream* const stream = collective.arrivals[static_cast<size_t>(rank)].stream;
   stream->done(stream->context, collective.status);
 }

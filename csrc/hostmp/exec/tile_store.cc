@@ -16,10 +16,10 @@ void RaiseTo(uint32_t* most, uint32_t value) {
   }
 }
 
-// Blocks go through memory of their own: the columns of a matrix may all belong into one set of the first cache.
+// Transposes block by block through a buffer, because the columns of a matrix may all map to one set of the L1 cache.
 template <typename T>
 void Transpose(const T* from, int64_t ld, int64_t rows, int64_t cols, T* to, int64_t ld_to) {
-  constexpr int64_t kBlock = std::max<int64_t>(8, kAlignment / sizeof(T));  // whole lines of the cache
+  constexpr int64_t kBlock = std::max<int64_t>(8, kAlignment / sizeof(T));  // whole cache lines
   T block[kBlock][kBlock];
   for (int64_t col = 0; col < cols; col += kBlock) {
     const int64_t width = std::min(kBlock, cols - col);
@@ -34,7 +34,7 @@ void Transpose(const T* from, int64_t ld, int64_t rows, int64_t cols, T* to, int
   }
 }
 
-// `to` becomes the transpose of `from`, rows x cols numbers of a whole number of bytes.
+// Writes the transpose of `from`, rows x cols numbers of whole bytes, to `to`.
 void TransposeView(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols, const MatrixView& to) {
   WithType(type, [&](auto number) {
     using T = decltype(number);
@@ -44,7 +44,7 @@ void TransposeView(abi::cudaDataType_t type, const MatrixView& from, int64_t row
 
 }  // namespace
 
-// Behind an all-reduce C is added on each rank, and is the same on all.
+// In an all-reduce C is the same on all ranks, so the first rank's is read.
 bool TileStore::AddC(bool is_started) const {
   const MatmulCall& call = owner();
   if (!call.reads_c) return is_started;
@@ -74,7 +74,7 @@ void TileStore::Store() const {
   ApplyEpilog(epilog, DOf(origin_.rank), call_.d.desc.type);
 }
 
-// fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
+// For fp8 and fp4: applies the epilog to the float sums in place, then scales and encodes them.
 void TileStore::StoreLowPrecision(const Epilog* epilog) const {
   if (!epilog->is_plain()) ApplyEpilog(epilog, z_, abi::CUDA_R_32F);
   const MatrixView d = DOf(origin_.rank);
@@ -86,7 +86,7 @@ void TileStore::StoreLowPrecision(const Epilog* epilog) const {
   Raise(&MatmulCall::amax_d, amax);
 }
 
-// The epilog from the sums into `to`, of type `out`.
+// Applies the epilog to the sums and writes the result, of type `out`, to `to`.
 void TileStore::ApplyEpilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const {
   const void* bias = epilog->has_bias ? BiasAs(out) : nullptr;
   const Aux aux = epilog->has_aux ? AuxOf(origin_.rank) : Aux{};
@@ -97,12 +97,12 @@ void TileStore::ApplyEpilog(const Epilog* epilog, const MatrixView& to, abi::cud
   Raise(&MatmulCall::amax_aux, amax);
 }
 
-// The part's rows of the bias.
+// The bias of the part's rows, in the given type.
 const void* TileStore::BiasAs(abi::cudaDataType_t type) const {
   const abi::cudaDataType_t have = call_.bias_type;
   const char* const bias = static_cast<const char*>(owner().bias) + BytesOf(have, origin_.row);
   if (have == type) return bias;
-  float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
+  float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done by now
   if (have == abi::CUDA_R_16BF) Widen(reinterpret_cast<const BFloat16*>(bias), wide, rows_);
   if (have == abi::CUDA_R_16F) Widen(reinterpret_cast<const Float16*>(bias), wide, rows_);
   return wide;
@@ -124,7 +124,7 @@ TileStore::Aux TileStore::AuxOf(int64_t rank) const {
   return aux;
 }
 
-// Raises the maximum of every rank that has the part.
+// Raises the maximum on every rank that has the part.
 void TileStore::Raise(uint32_t* MatmulCall::* most, uint32_t value) const {
   for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
     uint32_t* const of_rank = CallOf(rank).*most;

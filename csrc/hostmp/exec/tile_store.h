@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: C, the epilog, and D as each rank stores it.
+// Finishes a tile: adds C to its sums, applies the epilog, and stores D on each rank.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 
 namespace jaxmp::hostmp {
 
-// Where a part of D lies: on which rank (after an all-reduce all of them have it, and this is the first), and at which
-// local row and column.
+// Where a part of D is stored: the rank (the first one in an all-reduce, where all ranks have the part), and the local
+// row and column.
 struct TileOrigin {
   int64_t rank, row, col;
 };
 
-// A rectangle of D that is in one piece in a rank's memory, and so has C, aux and the epilog's inputs of its own.
+// A rectangle of D that is in one piece in a rank's memory, and therefore has its own C, aux and epilog inputs.
 class TileStore {
  public:
-  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has ScaledGemmScratch()
-  // bytes where operands are of low precision.
+  // `z` holds the sums, in the accumulator's type; it is D itself if `is_in_d`. `scratch` has ScaledGemmScratch() bytes
+  // if operands are of low precision.
   TileStore(const std::vector<const MatmulCall*>& calls, const TileOrigin& origin, int64_t rows, int64_t cols,
             const MatrixView& z, bool is_in_d, char* scratch)
       : calls_(calls),
@@ -31,23 +31,23 @@ class TileStore {
         is_in_d_(is_in_d),
         scratch_(scratch) {}
 
-  // z (+)= beta C; returns whether z has been written by now.
+  // z = beta C, or z += beta C if `is_started`. Returns whether z has been written by now.
   bool AddC(bool is_started) const;
 
-  // From z to D, with everything that comes with it, on every rank that has the part.
+  // Writes z to D, together with aux, scales and maxima, on every rank that has the part.
   void Finish() const;
 
-  // D, transposed, to where `to` is, on every rank that has that part.
+  // Writes the transpose of D at `to`, on every rank that has the part there.
   void Mirror(const TileOrigin& to) const;
 
  private:
-  // Where the part's aux is.
+  // The aux of the part, on one rank.
   struct Aux {
     char* data = nullptr;
-    int64_t bit = 0;     // of RELU: where the first row's is in its byte
+    int64_t bit = 0;     // RELU: position of the first row's bit in its byte
     int64_t ld = 0;      // bytes for RELU, elements for GELU
-    int64_t rows = 0;    // with the padding, in the last tile of a column
-    int64_t bytes = 0;   // of `rows`
+    int64_t rows = 0;    // including the padding, in the last tile of a column
+    int64_t bytes = 0;   // of `rows` in one column
     int64_t stride = 0;  // bytes
   };
 
@@ -66,7 +66,7 @@ class TileStore {
   void CopyScales(const MatmulCall& to) const;
 
   const std::vector<const MatmulCall*>& calls_;  // by rank
-  const MatmulCall& call_;                       // rank 0's, for what all ranks share
+  const MatmulCall& call_;                       // rank 0's, for everything that all ranks share
   const TileOrigin origin_;
   const int64_t rows_, cols_;
   const MatrixView z_;

@@ -48,13 +48,13 @@ class TileTask {
  private:
   const CommonRange& NRangeAt(int32_t i) const { return product_.tiling().n[static_cast<size_t>(i)]; }
 
-  // Where D has the tile's first row, and column `col` of a range of n.
+  // Where D has the tile's first row and column `col` of a range of n.
   TileOrigin OriginOf(const CommonRange& n, int64_t col) const {
     const int64_t rank = call_.is_all_reduce ? 0 : RankOf(call_.grid(), m_.proc[0], n.proc[0]);
     return {rank, m_.local[0] + tile_.row, n.local[0] + col};
   }
 
-  // The tile's transpose, on the other side of the diagonal.
+  // Stores the tile's transpose on the other side of the diagonal.
   void StoreMirrored() const {
     if (tile_.m_range == tile_.n_range && tile_.row == tile_.col) return;
     const CommonRange& rows = product_.tiling().m[static_cast<size_t>(tile_.n_range)];
@@ -63,9 +63,9 @@ class TileTask {
     stores_.front().Mirror({rank, rows.local[0] + tile_.col, cols.local[0] + tile_.row});
   }
 
-  // z = beta C, and onto it the products, as fast as the kernel does them.
+  // z = beta C, then adds the products in the order that is fastest for the kernel.
   void Sum() {
-    bool is_started = stores_.size() > 1;  // some of them may read C, and others not
+    bool is_started = stores_.size() > 1;  // some stores may read C and others not
     if (is_started) FillZero();
     for (const TileStore& store : stores_) is_started = store.AddC(is_started);
     if (!product_.tiling().k.empty()) return Multiply(is_started);
@@ -84,7 +84,7 @@ class TileTask {
     for (const TileStore& store : stores_) store.AddC(true);
   }
 
-  // Sums of integers become floats, times alpha and the scales of their row and column. A rank holds the scales of the
+  // Turns integer sums into floats, times alpha and the scales of their row and column. A rank holds the scales of the
   // rows and columns of its part of an operand.
   void ScaleColumns(double alpha) {
     const ScaledProduct p = ScaledProductOf(product_.tiling().k.empty() ? CommonRange{} : product_.tiling().k.front());
@@ -98,7 +98,7 @@ class TileTask {
     }
   }
 
-  // Of A and B; the ranks agree on tensor-wide scales.
+  // The product of the tensor-wide scales of A and B; the ranks agree on them.
   double TensorScale() const {
     double scale = 1;
     for (const Scales* scales : {&call_.scale_a, &call_.scale_b}) {
@@ -107,7 +107,7 @@ class TileTask {
     return scale;
   }
 
-  // z = alpha op(A) op(B), onto z where `adds`.
+  // z = alpha op(A) op(B), or z += it if `adds`.
   void Multiply(bool adds) {
     const std::complex<double> alpha = call_.scales_last() ? 1.0 : call_.alpha;
     if (call_.is_decoded()) return MultiplyDecoded(alpha.real(), adds);
@@ -144,7 +144,7 @@ class TileTask {
     return Piece(&MatmulCall::b, call_.is_b_plain(), {k.proc[1], k.local[1]}, {n.proc[1], n.local[1] + col});
   }
 
-  // The columns of all ranks, put together as they are stored.
+  // Copies the columns of all ranks next to each other, in the layout of B.
   MatrixView GatheredB(const CommonRange& k) const {
     const abi::cudaDataType_t type = call_.b.desc.type;
     const bool is_plain = call_.is_b_plain();
@@ -196,7 +196,7 @@ class TileTask {
     return product;
   }
 
-  // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).
+  // Finds op(X) at (row, col); an index is a process coordinate and a local index along that axis of op(X).
   struct Index {
     int64_t proc, local;
   };
@@ -216,14 +216,14 @@ class TileTask {
   const DistributedProduct& product_;
   const Tile tile_;
   const CommonRange& m_;
-  const CommonRange& n_;    // the first one
-  const MatmulCall& call_;  // rank 0's, for what all ranks share
+  const CommonRange& n_;    // the tile's first range of n
+  const MatmulCall& call_;  // rank 0's, for everything that all ranks share
   const KernelChoice kernel_;
   char* const scratch_;
   char* const boundary_;
   char* const gathered_;
   MatrixView z_;
-  std::vector<TileStore> stores_;  // each range of n apart, where the tile is not in one piece in D
+  std::vector<TileStore> stores_;  // one for each range of n if the tile is not in one piece in D
 };
 
 }  // namespace

@@ -8,11 +8,11 @@
 
 namespace jaxmp::hostmp {
 
-// Everything a tile needs, fixed before the first one runs.
+// Everything that tiles need, fixed before the first tile runs.
 struct DistributedProduct {
   std::vector<const MatmulCall*> calls;  // by rank
   bool is_one_matrix = false;            // D is symmetric
-  // Whether each tile is stored on both sides of the diagonal.
+  // True if each tile is stored on both sides of the diagonal.
   bool is_mirrored() const {
     return is_one_matrix && calls[0]->epilog == abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT &&
            !calls[0]->tiling->symmetric.tiles.empty();
@@ -21,10 +21,10 @@ struct DistributedProduct {
   const Area& area() const { return calls[0]->tiling->area; }
 };
 
-// Whether the product is X X^T: every rank's B is its A.
+// True if the product is X X^T: on every rank B is A.
 bool IsOneMatrix(const std::vector<const MatmulCall*>& calls);
 
-// `workspace` is the thread's own area.
+// Computes one tile. `workspace` is the thread's own area.
 void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace);
 
 }  // namespace jaxmp::hostmp

@@ -1,4 +1,4 @@
-// Which threads multiply: at most one on each processor, each with an area of the workspace of its own.
+// Which threads multiply: at most one per processor, with an area of the workspace for each thread.
 #pragma once
 
 #include <atomic>
@@ -9,21 +9,21 @@
 
 namespace jaxmp::hostmp {
 
-// The areas of one call, one for each of processors(). Two threads on one processor would take turns on it while
-// another processor idles: Linux may leave two threads on one for as long as a product takes. So the second one gets no
+// The areas of one call, one for each of processors(). Two threads on one processor would take turns while another
+// processor idles, because Linux may leave them there for as long as a product takes. So the second thread gets no
 // area.
 class Workers {
  public:
   Workers() : is_taken_(static_cast<size_t>(machine_threads())) {}
 
-  // An area for a thread on processors()[processor]; -1 if another thread on that processor has it.
+  // Returns an area for a thread on processors()[processor], or -1 if another thread on that processor has it.
   int Join(int processor) {
-    if (processor < 0) return JoinAnywhere();  // which of them, the system does not say
+    if (processor < 0) return JoinAnywhere();  // on none of processors(), so any area will do
     return Take(processor) ? processor : -1;
   }
 
-  // For a thread that was asked to help because a processor was free: if the system did not put it there, it takes the
-  // area of another one. -1 if none is left.
+  // Returns an area for a thread that was asked to help because a processor was free: the area of another processor if
+  // the system did not put the thread there, -1 if none is left.
   int JoinAsHelper(int processor) {
     const int area = Join(processor);
     return area >= 0 ? area : JoinAnywhere();

@@ -26,11 +26,11 @@ struct Blas {
   BlasLibrary described;
 };
 
-// Written once, under the mutex, before `loaded` is set; never freed, because a product may run until the very end.
+// Written once, under the mutex, before `loaded` is set. Never freed, because a product may run until the very end.
 std::mutex load_mutex;
 std::atomic<const Blas*> loaded{nullptr};
 
-// OpenBLAS from scipy-openblas32 carries a prefix; any other CBLAS does not.
+// Finds a function. OpenBLAS from scipy-openblas32 prefixes its names; other CBLAS libraries do not.
 template <typename Function>
 bool Find(void* library, const char* name, Function* function) {
   const std::string prefixed = std::string("scipy_") + name;
@@ -41,7 +41,7 @@ bool Find(void* library, const char* name, Function* function) {
 }
 
 Status LoadCblas(const char* path, Blas* blas) {
-  // RTLD_LOCAL: numpy and scipy bring a BLAS with the same names.
+  // RTLD_LOCAL, because numpy and scipy bring a BLAS with the same names.
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) return FailedPrecondition("jaxmp: cannot open the BLAS: ", dlerror());
   const bool is_complete = Find(library, "cblas_sgemm", &blas->sgemm) && Find(library, "cblas_dgemm", &blas->dgemm) &&
@@ -51,7 +51,7 @@ Status LoadCblas(const char* path, Blas* blas) {
                               " has no cblas_{s,d,c,z}gemm; pass the library of scipy-openblas32");
   }
   blas->described.path = path;
-  // The tiles are the parallelism: a BLAS that forks inside one would only oversubscribe.
+  // One thread: the tiles are the parallelism, and a BLAS that forks inside a tile would only oversubscribe.
   void (*set_num_threads)(int) = nullptr;
   if (Find(library, "openblas_set_num_threads", &set_num_threads)) set_num_threads(1);
   char* (*get_config)() = nullptr;
@@ -74,9 +74,9 @@ void CallComplex(ComplexGemm function, const Product& p, T alpha, T beta) {
            static_cast<int>(p.ldc));
 }
 
-// OpenBLAS 0.3.34 takes another kernel for small single-precision products (m n k up to 1e6), and the one for two
-// transposed operands is not safe on two threads at once: it crashes, or mixes up their operands (seen on a processor
-// with AVX-512; tests/cpp/hostmp_blas.cc). Tiles of that size take microseconds, so they take turns.
+// OpenBLAS 0.3.34 has another kernel for small single-precision products (m n k up to 1e6). For two transposed operands
+// it is not safe on two threads at once: it crashes or mixes up their operands (seen on a processor with AVX-512;
+// tests/cpp/hostmp_blas.cc). Such products take microseconds, so they run one at a time.
 std::mutex small_tt_mutex;
 constexpr int64_t kSmallTt = 2'000'000;
 

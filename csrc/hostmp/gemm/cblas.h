@@ -10,8 +10,7 @@
 
 namespace jaxmp::hostmp {
 
-// Opens the BLAS. The first success holds for the process; further calls change nothing. Matmul refuses to run before
-// it.
+// Opens the BLAS. The first success holds for the process; later calls change nothing. Matmul refuses to run before it.
 Status LoadBlas(const char* blas_path);
 bool blas_is_loaded();
 bool blas_is_openblas();
@@ -19,7 +18,7 @@ bool blas_is_openblas();
 // The open library; empty before LoadBlas.
 struct BlasLibrary {
   std::string path;
-  std::string config;  // as the library describes itself, with the processor it detected
+  std::string config;  // the library's description of itself, with the processor that it detected
 };
 BlasLibrary blas_library();
 

@@ -12,8 +12,8 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Widens K blocks of both operands, as they are stored, for sgemm. A block is deep enough for the BLAS's own blocking
-// and small enough to stay in the cache. The operands have one K segment; C is one tile.
+// Widens K blocks of both operands for sgemm, without reordering them. A block is deep enough for the BLAS's own
+// blocking and small enough to stay in the cache. The operands have one K segment; C is one tile.
 struct WideningKernel {
   static constexpr int64_t kKC = 512, kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
@@ -41,7 +41,7 @@ struct WideningKernel {
     Gemm(p, alpha, adds || block.first > 0 ? 1.0f : 0.0f);
   }
 
-  // `rows` x `cols` numbers as stored, from the one at `offset` on, to dense ones.
+  // Widens `rows` x `cols` stored numbers, from number `offset` on, to dense floats.
   void Pack(const void* from, int64_t offset, int64_t ld, int64_t rows, int64_t cols, char* to) const {
     type == abi::CUDA_R_16BF ? PackAs(static_cast<const BFloat16*>(from) + offset, ld, rows, cols, to)
                              : PackAs(static_cast<const Float16*>(from) + offset, ld, rows, cols, to);
@@ -66,7 +66,7 @@ void BlasGemm(abi::cudaDataType_t type, const Product& p, std::complex<double> a
   });
 }
 
-// A segment that is no multiple of the kernel's k unit must end its batch.
+// Multiplies batches of segments. A batch ends after a segment with a k that is no multiple of the kernel's unit.
 template <typename Gemm>
 void MultiplyBatches(const KSegments& segments, int64_t unit, bool adds, Gemm gemm) {
   KSegments batch;
@@ -79,7 +79,7 @@ void MultiplyBatches(const KSegments& segments, int64_t unit, bool adds, Gemm ge
   }
 }
 
-// Products that follow each other in k as one, copied together.
+// Copies products of adjacent k together into one product.
 Product Joined(const KSegments& parts, char* memory) {
   Product all = parts.front();
   all.k = 0;
@@ -106,7 +106,7 @@ Product Joined(const KSegments& parts, char* memory) {
 KSegments CutAtUnits(const std::vector<int64_t>& ends, int64_t unit,
                      const std::function<Product(size_t, int64_t, int64_t)>& product_of, char* memory) {
   KSegments segments;
-  int64_t at = 0;  // k that the segments cover so far
+  int64_t at = 0;  // k covered by the segments so far
   for (size_t i = 0; i < ends.size(); ++i) {
     const int64_t whole = ends[i] == ends.back() ? ends[i] : ends[i] / unit * unit;
     if (at < whole) segments.push_back(product_of(i, at, whole));
@@ -162,7 +162,7 @@ int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k
     case Kernel::kWideningBlas:
       return ScratchOf(WideningKernel(choice.type), m, n, k).bytes();
     case Kernel::kAmx:
-    case Kernel::kAmxFewColumns:  // which alpha decides, and a workspace is made before alpha is known
+    case Kernel::kAmxFewColumns:  // alpha decides which, and a workspace is made before alpha is known
       return AmxGemmScratch(m, n, k);
     case Kernel::kAvx512Bf16:
     case Kernel::kAvx512Bf16FewColumns:

@@ -13,11 +13,11 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
 
-// Up to which our kernel for f32 and AVX-512 is faster than any BLAS that was measured.
+// Up to this many columns our f32 kernel for AVX-512 is faster than every BLAS that was measured.
 constexpr int64_t kAvx512Columns = 256;
 
-// Where sums may be in any order: few columns, and of f32 and f16 with AVX-512 any number of them, beside OpenBLAS
-// (docs/benchmarks.md).
+// True if our kernel is the faster one when sums may be in any order: for few columns and, with AVX-512 and real
+// numbers of up to 32 bits, for up to 256 columns, or for any number of columns next to OpenBLAS (docs/benchmarks.md).
 bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   if (Facts(type).is_complex) return false;
   if (p.n <= kSmallN && p.trans_a == CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
@@ -25,7 +25,7 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   return p.n <= kAvx512Columns || blas_is_openblas();
 }
 
-// By rate (docs/benchmarks.md).
+// Chooses the fastest kernel (docs/benchmarks.md).
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
   const bool is_bf16 = type == CUDA_R_16BF, is_16bit = Facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
   const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
@@ -37,15 +37,15 @@ Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one
   return is_16bit ? Kernel::kWideningBlas : Kernel::kBlas;
 }
 
-// To bf16, which holds all numbers of 8 bits and fewer; beside a wider operand only where the processor multiplies it.
+// Returns bf16, which holds all numbers of 8 bits and fewer; f32 if no bf16 instruction multiplies the wider operand.
 cudaDataType_t DecodedType(const ProductKind& p) {
   const cudaDataType_t wide = Facts(p.a).is_low_precision ? p.b : p.a;
   const bool has_bf16_kernel = cpu().amx || cpu().avx512_bf16;
   return Facts(wide).is_low_precision || (wide == CUDA_R_16BF && has_bf16_kernel) ? CUDA_R_16BF : CUDA_R_32F;
 }
 
-// Of a mixed pair. In a fixed order only where bf16, too, is summed so. With AVX2, integers of a byte have as many
-// columns as a product of 1 to 64 rows: OpenBLAS takes as long for decoded numbers alone.
+// True if a mixed pair takes the kernel for few columns; in a fixed order only if many columns are decoded to f32 too.
+// With AVX2, byte integers take it for up to 64 columns: OpenBLAS takes as long for the decoded numbers alone.
 bool DecodesFewColumns(const ProductKind& p, cudaDataType_t decoded) {
   const bool is_byte_integer = p.a == CUDA_R_8I || p.a == CUDA_R_8U;
   const int64_t most = is_byte_integer && simd_level() == SimdLevel::kAvx2 ? 4 * kSmallN : kSmallN;
@@ -83,7 +83,7 @@ KernelChoice KernelOf(const ProductKind& p) {
     if (is_mixed && DecodesFewColumns(p, type)) {
       return {Kernel::kSimdFewColumns, CUDA_R_32F, Conversion::kDecodedFewColumns};
     }
-    // Sums of two such operands are multiplied by alpha behind the kernel.
+    // Sums of two such operands are multiplied by alpha after the kernel.
     return {KernelOfType(type, p, p.is_alpha_one || !is_mixed), type, Conversion::kDecoded};
   }
   return {KernelOfType(p.a, p, p.is_alpha_one), p.a};

@@ -1,5 +1,5 @@
-// Which kernel multiplies a product on this processor: decided here alone. The workspace and the products follow the
-// choice, and `jaxmp info` and `jaxmp.explain` print it.
+// Chooses the kernel that multiplies a product on this processor; it is decided only here. The workspace and the
+// products follow the choice, and `jaxmp info` and `jaxmp.explain` print it.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace jaxmp::hostmp {
 
-// A kernel for few columns reads op(A) = A where it lies; one of bf16 has the bits of the kernel for many columns.
+// A kernel for few columns reads op(A) = A in place; for bf16 it has the bits of the kernel for many columns.
 enum class Kernel {
   kBlas,
-  kWideningBlas,  // 16-bit numbers, widened to f32 a K block at a time
+  kWideningBlas,  // 16-bit numbers, widened to f32 one K block at a time
   kAmx,
   kAmxFewColumns,
   kAvx512Bf16,
@@ -22,10 +22,10 @@ enum class Kernel {
   kInt8,  // int8_gemm.h, at int8_level()
 };
 
-// What becomes of the operands, a K block at a time, before the kernel has them.
+// The conversion of operands, one K block at a time, before the kernel gets them.
 enum class Conversion { kNone, kDecoded, kDecodedFewColumns };
 
-// What the choice depends on. In a fixed order each element is one sum, whatever the other extents are.
+// Everything that the choice depends on. In a fixed order an element is one sum that the other extents do not change.
 struct ProductKind {
   abi::cudaDataType_t a, b;
   abi::cublasOperation_t trans_a;
@@ -43,10 +43,10 @@ struct KernelChoice {
 KernelChoice KernelOf(const ProductKind& product);
 
 std::string Describe(const KernelChoice& choice);
-// The kernels for many and, where that is another one, for few columns of op(B).
+// Describes the kernel for many columns of op(B) and, if it is another one, the kernel for few.
 std::string DescribeKernels(abi::cudaDataType_t type);
 
-// k that an instruction of the kernel sums at once, and k of a K block.
+// The k that one instruction of the kernel sums, and the k of a K block.
 int64_t KUnit(Kernel kernel);
 int64_t KBlockDepth(Kernel kernel);
 

@@ -25,7 +25,7 @@ BFloat16 HalfOf(BFloat16 x) {
 }
 float HalfOf(float x) { return x / 2; }
 
-// Numbers of any real type as the kernels multiply them.
+// Converts numbers of any real type to the type that the kernels multiply.
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, BFloat16* to) {
   if (x.type != abi::CUDA_R_16BF) return Decode(x.type, x.data, first, count, scale, to);
   std::copy_n(reinterpret_cast<const BFloat16*>(x.data) + first, count, to);
@@ -43,33 +43,33 @@ void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, 
   }
 }
 
-// Numbers of 4 bits as bytes.
+// Unpacks 4-bit numbers to bytes.
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
   Unpack(x.type, x.data, first, count, to);
 }
 
-// One stored column of `count` numbers along k, each block times its scale.
+// Decodes one stored column of `count` numbers along k, each block times its scale.
 template <typename T>
 void DecodeScaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
   const int64_t block = BlockOf(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
     const float scale = x.scales.OfBlock((inner + i) / block, outer, blocks);
-    // 2^-127, which is subnormal: threads of XLA take it for 0.
+    // 2^-127 is subnormal, and threads of XLA take it for 0: the numbers are scaled by 2^-126 and halved.
     const bool is_least = x.scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 && scale < 0x1p-126f;
     Convert(x, first + i, block, is_least ? 0x1p-126f : scale, to + i);
     for (int64_t j = i; is_least && j < i + block; ++j) to[j] = HalfOf(to[j]);
   }
 }
 
-// Asks for a run of numbers ahead of its use: it is on a page of its own, where the processor does not look.
+// Prefetches a run of numbers, because it is on another page, which the processor does not prefetch by itself.
 void Prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
-  constexpr int64_t kLine = 64;  // of the cache
+  constexpr int64_t kLine = 64;  // bytes of a cache line
   const char* const from = x.data + BytesOf(x.type, first);
   for (int64_t i = 0; i < BytesOf(x.type, count); i += kLine) __builtin_prefetch(from + i);
 }
 
-// `depth` of k from `at` on, of `count` indices from `begin` on: in the operand's own order, `ld` from one index (or,
-// where the operand is not adjacent in k, one k) to the next.
+// Decodes `depth` k from `at` on, of `count` indices from `begin` on, in the operand's own order. `ld` is the distance
+// from one index to the next or, if the operand is not adjacent in k, from one k to the next.
 template <typename T>
 void DecodeBlock(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begin, int64_t count, T* to, int64_t ld) {
   if (!x.is_adjacent_in_k) {
@@ -91,7 +91,7 @@ void DecodeBlock(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begi
   }
 }
 
-// The columns of all ranks next to each other.
+// Decodes the columns of all ranks next to each other.
 template <typename T>
 void DecodeColumns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, T* to, int64_t ld) {
   for (const auto& [n, x] : columns) {
@@ -109,7 +109,7 @@ void DecodeB(const KBlock<ScaledProduct>& block, int64_t cols, T* to) {
   }
 }
 
-// sum * a * b, where a * b may leave the range of floats.
+// sum * a * b, also if a * b exceeds the range of floats.
 float Scaled(float sum, float a, float b) {
   const float both = a * b;
   return std::isnormal(both) ? both * sum : static_cast<float>(double{a} * b * sum);
@@ -138,8 +138,8 @@ void AddScaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_
   }
 }
 
-// Decodes K blocks of both operands to T. Where scales apply to sums, each sum goes through memory: of bf16, with rows
-// that are not cut. As floats, a block of op(A) of 1 MiB stays in the second or third cache.
+// Decodes K blocks of both operands to T. If scales apply to sums, each sum goes through memory; this is for bf16 only,
+// and rows are then not cut. As floats, a block of op(A) of 1 MiB stays in the L2 or L3 cache.
 template <typename T>
 struct DecodingKernel {
   static constexpr bool kIsFloat = std::is_same_v<T, float>;
@@ -186,8 +186,8 @@ struct DecodingKernel {
     char* const inner = packed.own + SumsBytes(p.m, p.n) + RowScalesBytes(p.m);
     const auto* const a = reinterpret_cast<const T*>(packed.a);
     const auto* const b = reinterpret_cast<const T*>(packed.b);
-    const ScaledProduct* scaled_by = block.segment;  // whose scales are next
-    int64_t passed = -block.k;                       // k of the block up to that segment
+    const ScaledProduct* scaled_by = block.segment;  // the segment of the next scales
+    int64_t passed = -block.k;                       // its first k, counted from the first k of the block
     const int64_t step = by_blocks ? kScaleBlock : block.depth;
     for (int64_t from = 0; from < block.depth; from += step) {
       const bool adds_now = adds || block.first + from > 0;
@@ -219,9 +219,9 @@ bool IsByteInteger(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || 
 
 bool IsHalfByte(abi::cudaDataType_t type) { return Facts(type).bits == 4; }
 
-// Few columns, op(A) = A, as SimdGemm multiplies them: A is read where it lies. Integers of 8 bits, and float8 for the
-// first columns, become floats in the registers. A few k before they are needed, numbers of 4 bits become bytes in the
-// first cache, E2M1 twice as large, and others floats.
+// Multiplies few columns, op(A) = A, as SimdGemm does, and reads A in place. 8-bit integers, and float8 for up to 8
+// columns, become floats in the registers. Other numbers are converted in the L1 cache a few k before use: 4-bit
+// numbers to bytes (E2M1 doubled), the others to floats.
 struct FewColumnsKernel {
   static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;

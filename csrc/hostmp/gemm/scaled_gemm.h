@@ -1,6 +1,6 @@
-// Products of fp8 and fp4, and of numbers of 8 bits and fewer beside a wider operand. K blocks of both operands are
-// decoded to bf16, which holds all of them and their products with block scales, and multiplied by the 16-bit kernels;
-// or to f32, beside an operand of f16 or f32, and where the processor does not multiply bf16.
+// Products of fp8 and fp4, and of numbers of 8 bits and fewer with a wider operand. K blocks of both operands are
+// decoded to bf16, which holds all such numbers and their products with block scales, for the 16-bit kernels. They are
+// decoded to f32 if the wider operand is f16 or f32, or is bf16 and the processor does not multiply bf16.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace jaxmp::hostmp {
 
-// A piece of an operand as stored: `first` is the place of its first element in the rank's part. `inner` and `outer`
-// say the same along k and across it, of the extents `inners` and `outers`.
+// A piece of an operand as stored. `first`: the position of its first element in the rank's part. `inner` and `outer`:
+// its position along k and across it, within the extents `inners` and `outers`.
 struct ScaledOperand {
   abi::cudaDataType_t type;
   const char* data;  // of the part; its elements may begin within a byte
@@ -37,15 +37,15 @@ struct ScaledProduct {
   int64_t ldc;
 };
 
-// c = alpha op(a) op(b) + c, without c where it is not to be added; alpha is 1 but for mixed pairs. The
-// tensor-wide scales are the caller's. Blocks of 128 are summed each by itself, scaled, and added in ascending order.
+// c = alpha op(a) op(b), or c += alpha op(a) op(b) if `adds`; alpha is 1 except for mixed pairs. The caller applies
+// tensor-wide scales. Blocks of 128 are summed separately, scaled, and added in ascending order.
 //
 // K blocks are decoded from all K segments that they overlap, so nothing depends on where k is cut; the segments share
 // m, n and c.
 void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
                 char* scratch);
 
-// Bytes; at least m floats.
+// Bytes of scratch; at least m floats.
 int64_t ScaledGemmScratch(const KernelChoice& choice, bool scales_sums, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

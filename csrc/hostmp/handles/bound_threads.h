@@ -8,10 +8,10 @@
 
 namespace jaxmp::hostmp {
 
-// There is one thread for each of processors(), made when the first product asks for help and bound to it; they serve
-// every BoundThreads. The first to be asked is that of the processor after the asking thread's, its own the last. Linux
-// may wake a thread that is not bound on a processor that is busy, and moves it to an idle one only at the next tick,
-// milliseconds later; until then the product would have one processor less.
+// Helper threads, one bound to each of processors(); made when the first product asks for help, and shared by all
+// BoundThreads. The thread of the next processor after the caller's is asked first, the caller's own last. Linux may
+// wake an unbound thread on a busy processor and move it to an idle one only at the next tick, milliseconds later;
+// until then the product would have one processor less.
 class BoundThreads final : public Pool {
  public:
   explicit BoundThreads(int most) : most_(most) {}

@@ -10,7 +10,7 @@ bool AreAlike(const Axis& x, const Axis& y) {
 }
 
 int64_t LocalExtent(const Axis& axis, int64_t proc) {
-  const int64_t blocks = axis.extent / axis.block;  // full ones
+  const int64_t blocks = axis.extent / axis.block;  // full blocks
   const int64_t position = (proc - axis.source + axis.nprocs) % axis.nprocs;
   int64_t held = blocks / axis.nprocs * axis.block;
   const int64_t left_over = blocks % axis.nprocs;

@@ -1,4 +1,4 @@
-// The epilogs that hostmp computes, and what each of them is made of.
+// The epilogs that hostmp computes, and their parts.
 #pragma once
 
 #include "csrc/cublasmp/abi.h"
@@ -7,7 +7,7 @@ namespace jaxmp::hostmp {
 
 enum class Activation { kNone, kRelu, kGelu };
 
-// Whose columns a bias gradient sums.
+// The matrix that a bias gradient sums over its columns.
 enum class Gradient { kNone, kD, kA, kB };
 
 struct Epilog {
@@ -15,7 +15,7 @@ struct Epilog {
   const char* name;
   Activation activation;
   bool has_bias;
-  bool has_aux;                // which is written, or read where the epilog is a derivative
+  bool has_aux;                // written, or read if the epilog is a derivative
   bool is_derivative = false;  // d = z * activation'(aux)
   Gradient gradient = Gradient::kNone;
 
@@ -41,7 +41,7 @@ inline constexpr Epilog kEpilogs[] = {
     {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB, "BGRADB", Activation::kNone, false, false, false, Gradient::kB},
 };
 
-// nullptr for an epilog that hostmp does not compute.
+// Returns nullptr for an epilog that hostmp does not compute.
 inline const Epilog* FindEpilog(int number) {
   for (const Epilog& epilog : kEpilogs) {
     if (epilog.number == number) return &epilog;

@@ -1,4 +1,4 @@
-// What cuBLASMp's opaque handles point to here.
+// The objects that cuBLASMp's opaque handles point to.
 #pragma once
 
 #include <array>
@@ -30,22 +30,22 @@ struct cublasMpMatrixDescriptor {
   hostmp::Axis rows, cols;
   int64_t lld;
   cudaDataType_t type;
-  cublasMpGrid grid;  // a copy: a grid that is destroyed too early must not take the product with it
+  cublasMpGrid grid;  // a copy, so that a product survives a grid that is destroyed too early
 };
 
 struct cublasMpMatmulDescriptor {
-  // Raw bytes of every attribute, in the low bytes; see AttributeSize().
+  // The raw bytes of every attribute, in the low bytes; see AttributeSize().
   std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
   std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
   bool fixed_reduction_order;
-  std::shared_ptr<const hostmp::ProductTiling> tiling;  // of the last call; only by std::atomic_load and _store
+  std::shared_ptr<const hostmp::ProductTiling> tiling;  // of the last call; use std::atomic_load and _store
 };
 
 }  // namespace jaxmp::abi
 
 namespace jaxmp::hostmp {
 
-// The value of an attribute, of the type that cuBLASMp's header gives it.
+// The value of an attribute, in the type that cuBLASMp's header gives it.
 template <typename T>
 T AttributeOf(const abi::cublasMpMatmulDescriptor& desc, int number) {
   T value;

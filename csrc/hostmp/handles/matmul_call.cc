@@ -2,8 +2,8 @@
 
 namespace jaxmp::hostmp {
 
-// Complex products are left out: the kernels add the two products of an imaginary part in an order of their own. Types
-// of 8 bits and fewer are left out: rows and columns may have different scales, and D may be narrow.
+// Complex products are left out because the kernels add the two products of an imaginary part in their own order. Types
+// of 8 bits and fewer are left out because rows and columns may have different scales and D may be narrow.
 bool MatmulCall::may_be_symmetric() const {
   const abi::cublasMpMatrixDescriptor &x = a.desc, &y = b.desc;
   const bool is_alike = x.type == y.type && AreAlike(x.rows, y.rows) && AreAlike(x.cols, y.cols) &&

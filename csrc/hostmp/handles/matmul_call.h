@@ -1,4 +1,4 @@
-// One rank's matmul as it arrived.
+// One rank's Matmul as it arrived.
 #pragma once
 
 #include <complex>
@@ -24,7 +24,7 @@ struct Operand {
   int64_t local_cols() const { return LocalExtent(desc.cols, ColOf(desc.grid, desc.grid.comm.rank)); }
 };
 
-// One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
+// One rank's Matmul. Everything is held by value, because the caller may reuse its descriptors at once.
 struct MatmulCall {
   int rank = 0, nranks = 1;
   int64_t m = 0, n = 0, k = 0;
@@ -39,7 +39,7 @@ struct MatmulCall {
   std::complex<double> alpha, beta;
   Operand a, b, c, d;
   bool has_c = false;
-  bool reads_c = false;  // it has one, and beta is not 0
+  bool reads_c = false;  // there is a C, and beta is not 0
   const void* bias = nullptr;
   abi::cudaDataType_t bias_type = abi::CUDA_R_32F;
   void* aux = nullptr;
@@ -61,24 +61,24 @@ struct MatmulCall {
   const Axis& a_k() const { return is_a_plain() ? a.desc.cols : a.desc.rows; }
   const Axis& b_k() const { return is_b_plain() ? b.desc.rows : b.desc.cols; }
   const Axis& b_n() const { return is_b_plain() ? b.desc.cols : b.desc.rows; }
-  // Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
+  // True if partial sums travel between the ranks: A and B are distributed along k only.
   bool sums_over_ranks() const { return a_k().nprocs == nranks && b_k().nprocs == nranks; }
   abi::cudaDataType_t accumulator() const {
     return is_mixed() || scales_integers() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type);
   }
-  // Whether operands are decoded: both, or one beside a wider one.
+  // True if operands are decoded: both, or one that is multiplied by a wider one.
   bool is_decoded() const { return is_mixed() || (takes_scales() && !scales_integers()); }
   bool is_mixed() const { return Facts(a.desc.type).is_low_precision != Facts(b.desc.type).is_low_precision; }
   bool is_low_precision() const { return Facts(a.desc.type).is_low_precision && Facts(b.desc.type).is_low_precision; }
   bool takes_scales() const { return is_low_precision() && (IsScaled(a.desc.type) || scales_integers()); }
-  // Whether exact sums of integers become floats, times their scales.
+  // True if exact sums of integers become floats, times their scales.
   bool scales_integers() const {
     return is_low_precision() && a.desc.type == abi::CUDA_R_8I && d.desc.type != abi::CUDA_R_32I;
   }
-  // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
+  // True if alpha and the scales of whole operands are applied to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }
   bool stores_low_precision() const { return Facts(d.desc.type).is_low_precision; }
-  // Whether D is symmetric if A and B are one matrix: op(A) op(B) is X X^T, and A and B are distributed alike.
+  // True if D is symmetric whenever A and B are one matrix: op(A) op(B) is X X^T, A and B have the same distribution.
   bool may_be_symmetric() const;
 };
 

@@ -1,9 +1,9 @@
 // op(A) is packed by pairs in micro-panels of 32 rows, op(B) by indices in micro-panels of 16 columns (pack_bf16.h). A
-// tile register holds 16 lines of 64 bytes, and the instruction multiplies 16 lines of one with 16 of another. C is
-// column-major, so a line of sums is a column of C: columns of op(B) are the instruction's rows. Two by two tiles of
-// sums, and two micro-panels of each operand, fill the eight registers.
+// tile register holds 16 lines of 64 bytes, and the instruction multiplies 16 lines of one by 16 lines of another. C is
+// column-major, so a line of sums is a column of C, and the instruction's rows are columns of op(B). Two by two tiles
+// of sums, and two micro-panels of each operand, fill the eight registers.
 //
-// Each sum runs over a K block in ascending order, alone in its lane, whatever the extents.
+// Each sum runs over a K block in ascending order, alone in its lane, for any extents.
 #include <algorithm>
 
 #include "csrc/hostmp/kernels/amx_tiles.h"
@@ -20,7 +20,7 @@ constexpr int64_t kTile = 2 * kBlock;  // rows and columns of C that the four re
 constexpr int64_t kWordsOfBlock = kBlock * kBlock;
 constexpr int64_t kLine = 64;  // bytes of a tile register's line
 
-// The product of two micro-panels of `blocks` blocks, 32 x 32 floats.
+// Multiplies two micro-panels of `blocks` blocks: 32 x 32 floats.
 JAXMP_AMX void MultiplyMicroPanels(const uint32_t* a, const uint32_t* b, int64_t blocks, float* to, int64_t ld) {
   const auto stride = static_cast<size_t>(4 * ld);
   asm volatile("" ::: "memory");  // GCC 12's _tile_loadd does not say that it reads memory
@@ -45,7 +45,7 @@ JAXMP_AMX void MultiplyMicroPanels(const uint32_t* a, const uint32_t* b, int64_t
   _tile_stored(3, to + kBlock * ld + kBlock, stride);
 }
 
-// c = alpha sums + beta c, of at most 32 x 32 sums.
+// c = alpha sums + beta c, for at most 32 x 32 sums.
 JAXMP_AMX void Store(const float* sums, float alpha_value, float beta_value, int64_t rows, int64_t cols, float* to,
                      int64_t ldc) {
   const __m512 alpha = _mm512_set1_ps(alpha_value), beta = _mm512_set1_ps(beta_value);
@@ -62,7 +62,7 @@ JAXMP_AMX void Store(const float* sums, float alpha_value, float beta_value, int
 
 struct AmxKernel {
   static constexpr int64_t kKC = kAmxKC, kMR = kTile, kNR = kTile;
-  static constexpr int64_t kNC = 512;        // a K block of them has 1 MiB, for the second cache
+  static constexpr int64_t kNC = 512;        // a K block of 512 columns has 1 MiB, for the L2 cache
   static constexpr int64_t kMC = 8 * kTile;  // 512 KiB
   static constexpr bool kReusesB = false;
 
@@ -71,7 +71,7 @@ struct AmxKernel {
   int64_t BBytes(int64_t cols, int64_t depth) const { return ABytes(cols, depth); }
   int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
-  // Where rows are adjacent, whole micro-panels are packed together (pack_bf16.h), as far as k fills whole blocks.
+  // If rows are adjacent, whole micro-panels are packed together (pack_bf16.h), as far as k fills whole blocks.
   void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
     const int64_t step = ABytes(kTile, block.depth) / 4;
     for (const KSlice<Product>& slice : block) {
@@ -96,8 +96,8 @@ struct AmxKernel {
     }
   }
 
-  // Sums that stay as they are go straight to C; others, which no instruction adds from a tile register, through
-  // memory.
+  // Whole tiles of sums that neither alpha nor beta changes go straight to C. Others go through memory, because no
+  // instruction adds from a tile register.
   JAXMP_AMX void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     const auto* const a = reinterpret_cast<const uint32_t*>(packed.a);
     const auto* const b = reinterpret_cast<const uint32_t*>(packed.b);

@@ -1,4 +1,4 @@
-// The tile registers of Intel's matrix unit, each of 16 lines of 64 bytes.
+// The tile registers of Intel's matrix unit: 16 lines of 64 bytes in a register.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// The registers are configured while it lives. The configuration is static: GCC 12's _tile_loadconfig tells the
-// compiler of its first eight bytes only, so stores to the rest of a local one could be left out.
+// Configures the registers while it lives. The configuration is static, because GCC 12's _tile_loadconfig tells the
+// compiler only of its first eight bytes, and stores to the rest of a local one could be left out.
 class ScopedTiles {
  public:
   JAXMP_AMX ScopedTiles() {

@@ -1,6 +1,6 @@
 // A register tile of 48 x 8 sums runs over a K block. The instruction multiplies pairs: for each of 16 rows it adds
 // a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So both operands are packed by pairs (pack_bf16.h): op(A) in micro-panels
-// of 48 rows (the last one of 16, 32 or 48), op(B) in micro-panels of 16 columns, two register tiles.
+// of 48 rows (the last one of 16, 32 or 48), op(B) in micro-panels of 16 columns, which are two register tiles.
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
@@ -17,9 +17,9 @@ constexpr int64_t kLanes = 16;
 constexpr int kMaxVectors = 3;  // 3 x 8 sums, 3 of A and a broadcast of B fill the 32 registers
 constexpr int64_t kCols = kBlock / 2;
 
-constexpr int64_t kMaxPanels = 8;  // written side by side: their lines may all belong into one set of the first cache
+constexpr int64_t kMaxPanels = 8;  // written side by side: their lines may all map to one set of the L1 cache
 
-// Where a register tile goes: c = alpha sums + beta c.
+// The destination of a register tile: c = alpha sums + beta c.
 struct Destination {
   float* c;
   int64_t ldc, rows, cols;
@@ -51,7 +51,7 @@ JAXMP_AVX512_BF16 inline void RegisterTile(const uint32_t* a, const uint32_t* b,
   for (int v = 0; v < Vectors; ++v) {
     for (int64_t col = 0; col < kCols; ++col) {
       sums[v][col] = _mm512_setzero_ps();
-      __builtin_prefetch(to.c + col * to.ldc + v * kLanes, 1);  // which is read or written when the sums are ready
+      __builtin_prefetch(to.c + col * to.ldc + v * kLanes, 1);  // c is read or written when the sums are ready
     }
   }
   for (int64_t pair = 0; pair < pairs; ++pair, a += Vectors * kLanes, b += kBlock) {
@@ -68,7 +68,7 @@ JAXMP_AVX512_BF16 inline void RegisterTile(const uint32_t* a, const uint32_t* b,
 
 struct Avx512Bf16Kernel {
   static constexpr int64_t kKC = hostmp::kKC, kMR = kMaxVectors * kLanes, kNR = kBlock;
-  static constexpr int64_t kMC = kMaxPanels * kMR, kNC = kUncut;  // 192 KiB of op(A), for the second cache
+  static constexpr int64_t kMC = kMaxPanels * kMR, kNC = kUncut;  // 192 KiB of op(A), for the L2 cache
   static constexpr bool kReusesB = false;
 
   static int64_t Pairs(int64_t depth) { return (depth + 1) / 2; }
@@ -83,7 +83,7 @@ struct Avx512Bf16Kernel {
     for (const KSlice<Product>& slice : block) PackSlice<kNR>(slice, ViewOfB(slice), left, cols, block.depth, to);
   }
 
-  // Micro-panels of `Width` indices, the last one perhaps narrower.
+  // Packs micro-panels of `Width` indices; the last one may be narrower.
   template <int64_t Width>
   static void PackSlice(const KSlice<Product>& slice, const Bf16View& from, int64_t begin, int64_t count, int64_t depth,
                         char* to) {

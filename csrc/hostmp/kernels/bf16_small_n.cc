@@ -1,7 +1,7 @@
-// A is read once, in the order in which it lies, and every bit is that of the kernels that pack it: the instructions'
-// sums are written out (Intel SDM, volume 2, TDPBF16PS and VDPBF16PS). A tile register's instruction multiplies 32 k at
-// a time: it sums those with even and those with odd k apart, from zero, by fused multiply-add, adds the two, and adds
-// that to the sum. The vector instruction takes a pair of k. Both take subnormal numbers as zero, inputs and results.
+// A is read once, in the order of memory, and the results have the bits of the kernels that pack A, because the sums of
+// their instructions are written out (Intel SDM, volume 2, TDPBF16PS and VDPBF16PS). The tile instruction multiplies 32
+// k at a time: it sums even and odd k separately, from zero, by fused multiply-add, adds the two, and adds the result
+// to the sum. The vector instruction takes a pair of k. Both treat subnormal inputs and results as zero.
 #include <algorithm>
 
 #include "csrc/base/float_state.h"
@@ -15,8 +15,8 @@ namespace jaxmp::hostmp {
 namespace {
 
 constexpr int64_t kLanes = 16;
-constexpr int kVectors = 2;      // of rows: a line of the cache
-constexpr int64_t kRows = 2048;  // of 4 columns: their sums stay in the first cache
+constexpr int kVectors = 2;      // of rows: a cache line
+constexpr int64_t kRows = 2048;  // of 4 columns: their sums stay in the L1 cache
 constexpr int64_t kDepth = 32;   // k of a block
 
 // At most 32 rows of A and 32 k. `b` has the words of each column of op(B): floats, or pairs of bfloat16.
@@ -30,8 +30,8 @@ struct Block {
   }
 };
 
-// 16 rows of a column of A, each in the lower half of its lane. The same rows of the next block are asked for ahead:
-// there are more columns in a block than the processor follows by itself.
+// Loads 16 rows of a column of A into the lower halves of the lanes. Prefetches the same rows of the next block,
+// because a block has more columns than the processor follows by itself.
 JAXMP_AVX512_BF16 inline __m512i LoadRows(const Block& block, int64_t k, int vector) {
   if (vector == 0) _mm_prefetch(reinterpret_cast<const char*>(block.a + (k + kDepth) * block.lda), _MM_HINT_T0);
   return _mm512_cvtepu16_epi32(
@@ -52,7 +52,7 @@ JAXMP_AVX512_BF16 inline void AddProducts(const Block& block, int64_t k, Sums<Co
   }
 }
 
-// As the instruction of the tile registers, which multiplies the zeros around a matrix too: they make +0 of -0.
+// Adds like the tile instruction, which also multiplies the zeros around a matrix: they make +0 of -0.
 template <int Cols>
 JAXMP_AVX512_BF16 inline void AddAsTiles(const Block& block, Sums<Cols>& sums) {
   const __m512 zero = _mm512_setzero_ps();
@@ -89,7 +89,7 @@ JAXMP_AVX512_BF16 inline void AddAsVectors(const Block& block, Sums<Cols>& sums)
   }
 }
 
-// The words of `depth` numbers of column `col` of op(B), from `k` on.
+// Reads the words of `depth` numbers of column `col` of op(B), from `k` on.
 void ReadWeights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int64_t depth, uint32_t* words) {
   const int64_t step = b.is_adjacent_in_k ? 1 : b.ld;
   const uint16_t* const from = b.data + (b.is_adjacent_in_k ? col * b.ld + k : k * b.ld + col);

@@ -1,19 +1,19 @@
-// The loop over blocks of every GEMM of ours, in the order of the BLAS libraries: K blocks (k_blocks.h), then NC
-// columns of op(B), which are packed, then MC rows of op(A), which are packed, then MR x NR tiles of C.
+// The loop over blocks of all our GEMMs, in the order of the BLAS libraries: K blocks (k_blocks.h), then NC columns of
+// op(B), which are packed, then MC rows of op(A), which are packed, then MR x NR tiles of C.
 //
 // A Kernel has
-//   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut where all are
+//   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut for all of them
 //   kMR, kNR         rows and columns of C that one call of Multiply() computes
 //   kReusesB         whether one micro-panel of op(B) meets all of op(A) before the next one, or the other way round:
-//                    the one that is used again stays in the first cache, the others come from the second
+//                    the reused panel stays in the L1 cache, the others come from the L2 cache
 //   ABytes(rows, depth), BBytes(cols, depth)
-//                    packed sizes; of a multiple of kMR rows (kNR columns) also the offset of what follows them
+//                    packed sizes; for a multiple of kMR rows (kNR columns) also the offset of the next ones
 //   OwnBytes(m, n, depth)
-//                    what Multiply() needs beside the packed operands
+//                    what Multiply() needs in addition to the packed operands
 //   PackA(block, top, rows, to), PackB(block, left, cols, to)
 //                    pack all slices of a K block
 //   Multiply(block, packed, tile)
-//                    adds the product of a K block to a tile of C; the first block's is the one that may overwrite it
+//                    adds the product of a K block to a tile of C; the first block may overwrite the tile
 #pragma once
 
 #include <algorithm>
@@ -40,10 +40,10 @@ struct GemmScratch {
   int64_t bytes() const { return a + b + own; }
 };
 
-// Of any product of at most m x n and k.
+// Scratch for any product of at most m x n and k.
 template <typename Kernel>
 GemmScratch ScratchOf(const Kernel& kernel, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kLine = 64;  // of the cache
+  constexpr int64_t kLine = 64;  // bytes of a cache line
   const int64_t depth = std::min(k, Kernel::kKC);
   return {RoundUp(kernel.ABytes(std::min(m, Kernel::kMC), depth), kLine),
           RoundUp(kernel.BBytes(std::min(n, Kernel::kNC), depth), kLine), kernel.OwnBytes(m, n, depth)};

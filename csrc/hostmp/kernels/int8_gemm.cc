@@ -12,13 +12,13 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// A stored operand from some place on: `ld` lies between its lines.
+// A stored operand from some position on; `ld` is the distance between its lines.
 struct ByteView {
   const int8_t* data;
   int64_t ld;
 };
 
-// Micro-panels of op(A), `width` rows, and of op(B), both of `words` words.
+// Micro-panels of op(A), with `width` rows, and of op(B), both of `words` words.
 struct MicroPanels {
   const char *a, *b;
   int64_t width, words;
@@ -27,22 +27,22 @@ struct MicroPanels {
 template <int64_t Lanes>
 using WordVector __attribute__((vector_size(4 * Lanes))) = uint32_t;
 
-// Each byte is widened to 16 bits: the sum of two such products always fits an int32. AVX2's instruction for bytes
-// saturates.
+// Widens each byte to 16 bits, because AVX2's instruction for bytes saturates: the sum of two products of 16 bits
+// always fits an int32.
 struct OfPairs {
   using Number = int16_t;
   static constexpr int64_t kGroup = 2, kKC = 768;
   static constexpr bool kReusesB = true, kIsUnsignedB = false;
 };
 
-// Four bytes at a time.
+// Multiplies four bytes at a time.
 struct OfQuads {
   using Number = int8_t;
   static constexpr int64_t kGroup = 4, kKC = 1536;
   static constexpr bool kReusesB = true, kIsUnsignedB = false;
 };
 
-// VNNI multiplies unsigned bytes by signed ones. So op(B) is packed plus 128, and each sum begins at minus 128 times
+// VNNI multiplies unsigned bytes by signed bytes. So op(B) is packed plus 128, and each sum begins at minus 128 times
 // the sum of its row of op(A).
 struct OfVnni : OfQuads {
   static constexpr bool kIsUnsignedB = true;
@@ -54,7 +54,7 @@ namespace amx {
 
 #define JAXMP_TARGET JAXMP_AMX
 
-// Two by two tile registers of sums, as in amx_gemm.cc: columns of op(B) are the instruction's rows.
+// Two by two tile registers of sums, as in amx_gemm.cc: the instruction's rows are columns of op(B).
 struct Isa {
   using Number = int8_t;
   using Scope = ScopedTiles;
@@ -175,7 +175,7 @@ struct Vectors : OfPairs {
   using V = WordVector<kLanes>;
   static V Dot(V sum, V a, V b) { return sum + Low(a) * Low(b) + High(a) * High(b); }
 
-  // A half of each word, as 32 bits with its sign.
+  // A half of each word, extended to 32 bits with its sign.
   using Signed __attribute__((vector_size(4 * kLanes))) = int32_t;
   static V Low(V words) { return High(words << 16); }
   static V High(V words) { return (V)((Signed)words >> 16); }
@@ -185,7 +185,7 @@ struct Vectors : OfPairs {
 
 }  // namespace portable
 
-// f(kernel) of an instruction set.
+// Calls f(kernel) with the kernel of an instruction set.
 template <typename Function>
 auto WithLevel([[maybe_unused]] Int8Level level, Function function) {
 #if defined(__x86_64__)

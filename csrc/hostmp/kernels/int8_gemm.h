@@ -7,12 +7,12 @@
 
 namespace jaxmp::hostmp {
 
-// By which instructions.
+// The instructions that multiply.
 enum class Int8Level { kPortable, kNeonDotprod, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };
-bool Has(Int8Level level);  // this processor
-Int8Level int8_level();     // the highest that it has
+bool Has(Int8Level level);  // true if this processor has it
+Int8Level int8_level();     // the highest that this processor has
 
-// c = alpha op(a) op(b), or c += alpha op(a) op(b) where `adds`; c is int32. `scratch` has Int8GemmScratch() bytes,
+// c = alpha op(a) op(b), or c += alpha op(a) op(b) if `adds`; c is int32. `scratch` has Int8GemmScratch() bytes,
 // aligned to 64.
 void Int8Gemm(Int8Level level, const Product& product, int32_t alpha, bool adds, char* scratch);
 int64_t Int8GemmScratch(Int8Level level, int64_t m, int64_t n, int64_t k);

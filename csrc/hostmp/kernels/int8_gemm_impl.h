@@ -1,20 +1,20 @@
-// The body of int8_gemm.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of every
-// function, and with Isa in scope, which has
+// The body of int8_gemm.cc, compiled once for each instruction set. It is included with JAXMP_TARGET, the attribute of
+// every function, and with Isa in scope, which has
 //   Number, kGroup   the integer that an instruction multiplies, and how many adjacent in k make one 32-bit word
 //   kRowUnit, kMR, kNR, kKC
 //                    rows that a micro-panel of op(A) is padded to and has at most, columns of a register tile, and k
 //                    of a K block
 //   kWordUnit        words that k is padded to
-//   kIsUnsignedB     whether the instruction takes op(B) as unsigned: its numbers are packed plus 128, and behind the
-//                    words of a micro-panel of op(A) are the sums that make up for that
+//   kIsUnsignedB     whether the instruction takes op(B) as unsigned: its numbers are packed plus 128, and the words of
+//                    a micro-panel of op(A) are followed by the sums that make up for it
 //   PutFirst(panel, width, words)
-//                    writes those, if there are any
-//   Scope            what lives while products run
+//                    writes these sums, if there are any
+//   Scope            an object that lives while products run
 //   Multiply(panels, sums)
 //                    the product of micro-panels, column-major with kMR from one column to the next
 //
-// op(A) is packed in micro-panels of kMR rows: line w has word w of each row. op(B) is packed by columns, each with all
-// its words. k is padded by zeros. Rows and columns that pad a register tile hold anything, for their sums are dropped.
+// op(A) is packed in micro-panels of kMR rows: line w has word w of each row. op(B) is packed by whole
+// columns. k is padded by zeros. Rows and columns that pad a register tile hold anything: their sums are dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
@@ -24,12 +24,12 @@ constexpr int64_t kLines = 4, kRun = 64;  // words that are transposed together
 static_assert(Isa::kWordUnit % kLines == 0 && Isa::kRowUnit % kLines == 0 && kMR <= kRun);
 
 constexpr int64_t Words(int64_t depth) { return RoundUp(CeilDiv(depth, kGroup), Isa::kWordUnit); }
-// Of a micro-panel of op(A).
+// Lines of a micro-panel of op(A).
 constexpr int64_t Lines(int64_t depth) { return Words(depth) + Isa::kIsUnsignedB; }
 
 constexpr uint32_t kOffsetOfB = Isa::kIsUnsignedB ? 0x80808080 : 0;
 
-// `words` words, of `depth` numbers that are adjacent in k.
+// Packs `depth` numbers that are adjacent in k to `words` words.
 template <uint32_t kOffset = 0>
 JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, int64_t words, uint32_t* to) {
   using Stored __attribute__((may_alias)) = Number;
@@ -38,7 +38,7 @@ JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, int64_t words, uint
   for (int64_t k = depth; k < words * kGroup; ++k) numbers[k] = 0;
 }
 
-// The numbers that make word `word` of each index; they are adjacent across k.
+// The numbers of word `word` of each index, from an operand that is adjacent across k.
 struct WordLine {
   WordLine(const ByteView& view, int64_t depth, int64_t word) {
     for (int g = 0; g < kGroup; ++g) {
@@ -46,7 +46,7 @@ struct WordLine {
       lines[g] = k < depth ? view.data + k * view.ld : nullptr;
     }
   }
-  // Of at most kRun indices from `at` on.
+  // Packs at most kRun indices from `at` on.
   template <uint32_t kOffset = 0>
   JAXMP_INLINE void Pack(int64_t at, int64_t count, uint32_t* __restrict to) const {
     static constexpr int8_t kZeros[kRun] = {};
@@ -63,8 +63,8 @@ struct WordLine {
   const int8_t* lines[kGroup];
 };
 
-// Every word is read along all micro-panels: long runs, because a large leading dimension puts each k on a page of its
-// own, where the processor does not look ahead.
+// Reads every word along all micro-panels: long runs, because a large leading dimension puts each k on another page,
+// which the processor does not prefetch by itself.
 JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   constexpr int64_t kAhead = 8;
   const int64_t words = Words(depth), lines = Lines(depth);
@@ -165,7 +165,7 @@ struct Kernel {
     }
   }
 
-  // `Rows` of them where that is not 0, which takes no loop.
+  // `Rows` is the number of rows if that is a constant, which takes no loop, else 0.
   template <int64_t Rows>
   JAXMP_TARGET static void Put(const uint32_t* __restrict sums, int64_t rows, uint32_t alpha, bool adds,
                                uint32_t* __restrict c) {

@@ -1,7 +1,7 @@
 // Int8 products by vectors, a part of int8_gemm.cc that is included once for each instruction set, with JAXMP_TARGET
 // and with Vectors in scope, which has
-//   V, kLanes        a vector of words, and how many
-//   kVectors, kCols  a register tile
+//   V, kLanes        a vector of words, and its number of words
+//   kVectors, kCols  the size of a register tile
 //   Dot(sum, a, b)   for each word the sum plus the products of its numbers
 struct Isa : Vectors {
   static constexpr int64_t kRowUnit = kLanes, kMR = kVectors * kLanes, kNR = kCols, kWordUnit = 4;
@@ -20,7 +20,7 @@ struct Isa : Vectors {
 
   using Unaligned __attribute__((aligned(4), may_alias)) = V;
 
-  // What the sums of a micro-panel of op(A) begin with, behind its words.
+  // Writes the first values of the sums of a micro-panel of op(A) after its words.
   JAXMP_TARGET static void PutFirst(uint32_t* panel, int64_t width, int64_t words) {
     auto* const line = reinterpret_cast<Unaligned*>(panel);
     const int64_t count = width / kLanes;

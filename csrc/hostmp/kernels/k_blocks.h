@@ -1,7 +1,7 @@
-// How our own kernels sum over k: each K block of KC consecutive k, counted from the first k of the whole product, has
-// a sum of its own that starts at zero, and these are added in ascending order. Rounding errors grow with KC and with
-// the number of K blocks, as a BLAS's do, and not with k as those of a single accumulator. No bit depends on where k is
-// cut into segments, because a K block is packed from all segments that it overlaps.
+// How our own kernels sum over k. Each K block of KC consecutive k, counted from the first k of the whole product, has
+// a separate sum that starts at zero, and these sums are added in ascending order. Rounding errors grow with KC and the
+// number of K blocks, as a BLAS's do, and not with k as in a single accumulator. No bit depends on where k is cut into
+// segments, because a K block is packed from all segments that it overlaps.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace jaxmp::hostmp {
 
-// c = alpha op(a) op(b) + beta c, column-major; c is not read where beta is 0. Extents and leading dimensions must
-// fit an int, which validation sees to.
+// c = alpha op(a) op(b) + beta c, column-major; c is not read if beta is 0. Validation checks that extents and leading
+// dimensions fit an int.
 struct Product {
   abi::cublasOperation_t trans_a, trans_b;
   int64_t m, n, k;
@@ -27,11 +27,11 @@ struct Product {
   int64_t ldc;
 };
 
-// A product whose k, at least one, lies in several K segments, in ascending order. They share m, n, c and its leading
+// A product with its k, at least one, in several K segments, in ascending order. They share m, n, c and its leading
 // dimension.
 using KSegments = std::vector<Product>;
 
-constexpr int64_t kKC = 256;  // k of a K block, but on AMX (kAmxKC)
+constexpr int64_t kKC = 256;  // k of a K block, except with AMX (kAmxKC)
 
 // The overlap of a K block and a segment: `depth` k, from `k` on in the segment and from `offset` on in the block.
 template <typename Segment>
@@ -40,12 +40,12 @@ struct KSlice {
   int64_t k, offset, depth;
 };
 
-// A range of its slices.
+// A K block, as a range of its slices.
 template <typename Segment>
 struct KBlock {
   int64_t first, depth;    // k, counted from the first of the whole product
-  const Segment* segment;  // of the block's first k,
-  int64_t k;               // and its index in there
+  const Segment* segment;  // the segment of the block's first k,
+  int64_t k;               // and the index of this k in it
 
   struct Iterator {
     KSlice<Segment> slice;
@@ -64,9 +64,9 @@ struct KBlock {
   Iterator end() const { return {{}, 0}; }
 };
 
-// The K blocks of a product, KC k each and the rest in the last. Worked example: KC = 256, and k = 700 in two segments
-// of 350. The first block is [0, 256) of segment 0, the second one [256, 350) of segment 0 and [0, 162) of segment 1,
-// and the third one [162, 350) of segment 1.
+// The K blocks of a product: KC k in a block, and the rest in the last. Worked example: KC = 256, and k = 700 in two
+// segments of 350. The first block is [0, 256) of segment 0, the second one [256, 350) of segment 0 and [0, 162) of
+// segment 1, and the third one [162, 350) of segment 1.
 template <typename Segment>
 class KBlocks {
  public:

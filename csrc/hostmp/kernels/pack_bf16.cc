@@ -16,7 +16,7 @@ __mmask16 First16(int64_t count) {
 }
 __mmask32 First32(int64_t count) { return count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1; }
 
-// 16 x 16 words: four rounds of 2 x 2 transpositions, of words, pairs of words, and then of quarters.
+// Transposes 16 x 16 words in four rounds of 2 x 2 transpositions: of words, pairs of words, and then of quarters.
 JAXMP_AVX512_BF16 inline void Transpose(__m512i (&r)[kBlock]) {
   __m512i s[kBlock];
 #pragma GCC unroll 16
@@ -46,9 +46,9 @@ JAXMP_AVX512_BF16 inline void Transpose(__m512i (&r)[kBlock]) {
   }
 }
 
-// One block from `index` and `k` on: `count` indices and `depth` numbers along k exist. The first `lines` are written.
+// Packs one block from `index` and `k` on; `count` indices and `depth` numbers along k exist. Writes the first `lines`.
 //
-// The next block is asked for ahead: its lines lie a leading dimension apart, where the processor does not look. A
+// Prefetches the next block, because its lines are a leading dimension apart, where the processor does not look. A
 // prefetch from beyond the operand does nothing.
 template <bool ByPairs>
 JAXMP_AVX512_BF16 inline void PackBlock(const Bf16View& view, int64_t index, int64_t count, int64_t k, int64_t depth,
@@ -81,8 +81,8 @@ JAXMP_AVX512_BF16 inline void PackBlock(const Bf16View& view, int64_t index, int
   }
 }
 
-// One line of pairs, from two lines of numbers that are adjacent across k: `count` of them, and of the second one only
-// where it exists. Every `width` words continue `step` words further.
+// Packs one line of pairs from two lines of `count` numbers that are adjacent across k; `odd` may be null. The output
+// moves on by `step` words after every `width` words.
 JAXMP_AVX512_BF16 inline void Interleave(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t width,
                                          int64_t step, uint32_t* to) {
   constexpr int64_t kWords = 16;
@@ -120,7 +120,7 @@ JAXMP_AVX512_BF16 void PackByPairs(const Bf16View& view, int64_t begin, int64_t 
 
 JAXMP_AVX512_BF16 void PackPanelsByPairs(const Bf16View& view, int64_t begin, int64_t panels, int64_t width,
                                          int64_t depth, int64_t step, uint32_t* to) {
-  constexpr int64_t kAhead = 4, kNumbers = 32;  // of a line of the cache
+  constexpr int64_t kAhead = 4, kNumbers = 32;  // kNumbers: of a cache line
   for (int64_t k = 0; k < depth; k += 2, to += width) {
     const uint16_t* const even = view.data + k * view.ld + begin;
     const uint16_t* const odd = k + 1 < depth ? even + view.ld : nullptr;

@@ -12,7 +12,7 @@ template <typename T>
 struct Simd {
   using V __attribute__((vector_size(4 * sizeof(T)))) = T;
   static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
-  static constexpr bool kReadsBytes = false;  // kernel_choice.cc has others decode them
+  static constexpr bool kReadsBytes = false;  // bytes are decoded before (kernel_choice.cc)
   template <typename From>
   JAXMP_SIMD V Load(const From* from) {
     V value;

@@ -1,9 +1,8 @@
-// The kernels of an instruction set: included into its file behind simd_kernels.h, JAXMP_TARGET, the attribute of every
-// function, and Simd<T>. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB),
-// op(B) in micro-panels of kCols columns, and a register tile of kVectors x kCols vectors of accumulators runs over a
-// K block. Numbers of op(B) that are adjacent in k are read where they lie instead. Complex numbers are packed with
-// real and imaginary parts apart. Rows and columns beyond the operand are packed as zeros, and what they give is
-// dropped.
+// The kernels of an instruction set, included into its file after simd_kernels.h, JAXMP_TARGET (the attribute of every
+// function) and Simd<T>. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB), op(B) in
+// micro-panels of kCols columns, and a register tile of kVectors x kCols vectors of accumulators runs over a K block.
+// Numbers of op(B) that are adjacent in k are read in place instead. Complex numbers are packed with separate real and
+// imaginary parts. Rows and columns beyond the operand are packed as zeros, and their results are dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
@@ -45,9 +44,9 @@ JAXMP_INLINE void LoadRun(const From* from, T* to, int64_t count) {
   }
 }
 
-// Inlined, so that `width` is a constant.
+// Packs real numbers, `depth` of each of `count` indices: to[k * width + i]; zeros up to `width`.
 //
-// Real numbers, `count` indices of `depth` numbers each: to[k * width + i]; zeros up to `width`.
+// Inlined, so that `width` is a constant.
 template <typename From, typename T>
 JAXMP_INLINE void PackAcross(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   if (count == width) {  // a copy of constant size, which takes no call
@@ -60,8 +59,8 @@ JAXMP_INLINE void PackAcross(const View<From>& view, int64_t count, int64_t widt
   }
 }
 
-// Lines that follow are asked for ahead, where they lie a leading dimension further and the processor does not look: a
-// prefetch from beyond the operand does nothing.
+// Prefetches the lines that follow: they are a leading dimension further, which the processor does not prefetch by
+// itself. A prefetch from beyond the operand does nothing.
 template <typename From, typename T>
 JAXMP_INLINE void PackAlong(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   constexpr int64_t kRun = 64, kLines = 8, kTransposed = Simd<T>::kTransposed;
@@ -98,7 +97,7 @@ JAXMP_INLINE void PackAlong(const View<From>& view, int64_t count, int64_t width
   }
 }
 
-// Complex numbers: to[k * 2 width + i] the real parts, to[k * 2 width + width + i] the imaginary ones.
+// Packs complex numbers: to[k * 2 width + i] are the real parts, to[k * 2 width + width + i] the imaginary ones.
 template <typename T>
 JAXMP_TARGET void PackComplex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   const int64_t along_k = view.is_adjacent_in_k ? 1 : view.ld, along_i = view.is_adjacent_in_k ? view.ld : 1;
@@ -124,9 +123,9 @@ JAXMP_INLINE void Pack(const View<From>& view, int64_t count, int64_t width, int
   }
 }
 
-// `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, each with room for `depth` k.
-// Where rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts
-// each k on a page of its own, where the processor does not look ahead.
+// Packs `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, with room for `depth` k in a
+// panel. If rows are adjacent, every k is read along all panels: long runs, because a large leading dimension puts each
+// k on another page, where the processor does not look ahead.
 template <int64_t Rows, typename From, typename T>
 JAXMP_TARGET void PackRows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>, kAhead = 4;
@@ -162,7 +161,7 @@ struct MicroPanels {
   int64_t depth;
 };
 
-// c = alpha times the product of two micro-panels, or c += it.
+// c = alpha times the product of two micro-panels, or c += it if `adds`.
 template <typename T, int Vectors, bool IsBPacked>
 JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
@@ -171,7 +170,7 @@ JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, in
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
       sums[col][v] = Simd<T>::Broadcast(0);
-      __builtin_prefetch(c + col * ldc + v * kLanes, 1);  // which is read or written when the sums are ready
+      __builtin_prefetch(c + col * ldc + v * kLanes, 1);  // c is read or written when the sums are ready
     }
   }
   constexpr int64_t kHalf = kCols / 2, kStep = IsBPacked ? kCols : 1;
@@ -203,7 +202,7 @@ JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, in
              : MultiplyMicroPanels<T, Vectors, false>(s, alpha, c, ldc, adds);
 }
 
-// The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
+// Multiplies with separate real and imaginary parts: re += ar br; re -= ai bi; im += ar bi; im += ai br.
 template <typename T>
 JAXMP_INLINE void MultiplyComplexMicroPanels(const MicroPanels<T>& s, T* re, T* im, int64_t ldc) {
   using V = typename Simd<T>::V;
@@ -293,7 +292,7 @@ struct Kernel {
   using T = Real<From>;
   static constexpr int64_t kParts = hostmp::kParts<From>, kLanes = Simd<T>::kLanes;
   static constexpr int64_t kKC = kPackedK, kMC = hostmp::kMC, kNC = hostmp::kNC;
-  static constexpr bool kReusesB = true;  // at most 16 KiB of f32, where op(A)'s micro-panel has 96 KiB
+  static constexpr bool kReusesB = true;  // its micro-panel has at most 16 KiB of f32, op(A)'s has 96 KiB
   static constexpr int64_t kMR = kParts == 2 ? kLanes : Simd<T>::kVectors * kLanes;
   static constexpr int64_t kNR = kParts == 2 ? Simd<T>::kComplexCols : Simd<T>::kCols;
   static_assert(kMC % kMR == 0 && kNC % kNR == 0);
@@ -307,7 +306,7 @@ struct Kernel {
       PackRows<kMR, From>(slice, top, rows, block.depth, reinterpret_cast<T*>(to));
     }
   }
-  // Of whole micro-panels, whose K block lies in one segment.
+  // True for whole micro-panels of stored numbers, adjacent in k, with the K block in one segment.
   bool ReadsBInPlace(const KBlock<Product>& block, int64_t cols) const {
     const bool is_plain = std::is_same_v<From, T> && p.trans_b == abi::CUBLAS_OP_N;
     return is_plain && cols >= kNR && block.k + block.depth <= block.segment->k;

@@ -20,7 +20,7 @@ struct Simd<float> {
   JAXMP_SIMD V Load(const float* from) { return vld1q_f32(from); }
   JAXMP_SIMD V Load(const BFloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16)); }
   JAXMP_SIMD V Load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
-  template <typename Byte>  // four of them
+  template <typename Byte>  // loads four bytes
   JAXMP_SIMD V Load(const Byte* from) {
     float numbers[kLanes];
     Widen(from, numbers, kLanes);

@@ -1,5 +1,5 @@
-// What every file of kernels for an instruction set has before its vectors; simd_gemm.cc picks from them, and has the
-// portable ones.
+// Declarations that every file of kernels needs before its vectors. simd_gemm.cc picks one of the files, and has the
+// portable kernels.
 #pragma once
 
 #include <complex>
@@ -22,10 +22,10 @@ struct SimdKernels {
 };
 extern const SimdKernels kNeonKernels, kAvx2Kernels, kAvx512Kernels;
 
-// What is packed at a time. Two K blocks, so that C, which each of them adds to, comes from memory half as often. Of
-// op(A) at most 768 KiB, for the second cache; kMC is a multiple of kMR for any instruction set and type.
+// Packed at a time: two K blocks, so that C, which every packed block adds to, comes from memory half as often; and at
+// most 768 KiB of op(A), for the L2 cache. kMC is a multiple of kMR for any instruction set and type.
 constexpr int64_t kPackedK = 2 * kKC, kNC = 1024, kMC = 192;
-constexpr int64_t kSmallNRows = 512;  // the sums of kSmallN columns stay in the first cache
+constexpr int64_t kSmallNRows = 512;  // the sums of kSmallN columns stay in the L1 cache
 
 template <typename From>
 constexpr int64_t kParts = 1;

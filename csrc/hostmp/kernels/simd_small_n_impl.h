@@ -1,10 +1,10 @@
 // Products of few columns, where packing op(A) takes longer than multiplying it. A part of simd_gemm_impl.h.
 
-// Few columns, op(A) = A, which is then read once, in the order in which it lies. `Steps` k at a time for `Cols`
-// columns: each number of A serves Cols products, and each sum takes Steps of them between its load and its store.
-// The first `rows` rows, which fill vectors, and the few that follow them.
+// Multiplies few columns with op(A) = A, which is read once, in the order of memory: `Steps` k at a time for `Cols`
+// columns. A number of A serves Cols products, and a sum takes Steps of them between its load and its store. AddVectors
+// takes the first `rows` rows, which fill vectors, and AddRest the few that follow them.
 //
-// The first columns ask for the numbers of the next `Steps` k: those lie a leading dimension further, where the
+// The first columns prefetch the numbers of the next `Steps` k, because they are a leading dimension further, where the
 // processor does not look ahead.
 template <typename From, typename T, int Steps, int Cols, bool IsFirst>
 JAXMP_INLINE void AddVectors(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
@@ -51,7 +51,7 @@ JAXMP_INLINE void AddColumns(const From* a, int64_t lda, const View<T>& b, int64
   if (whole < rows) AddRest<From, T, Steps, Cols>(a + whole, lda, b, rows - whole, c + whole, ldc);
 }
 
-// Of the rest of k, one at a time, all columns ask.
+// All columns prefetch for the rest of k, which is added one at a time.
 template <typename From, typename T, int Steps>
 JAXMP_INLINE void AddAllColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
                                 int64_t ldc) {
@@ -83,7 +83,7 @@ JAXMP_TARGET __attribute__((noinline)) void AddRows(const View<From>& a, const V
   for (; k < depth; ++k) AddAllColumns<From, T, 1>(a.At(0, k).data, a.ld, b.At(0, k), rows, cols, c, ldc);
 }
 
-// Few columns of op(B), adjacent in k in `to`, with kKC from one to the next.
+// Widens few columns of op(B) to `to`: adjacent in k, with kKC from one column to the next.
 template <typename From, typename T>
 JAXMP_TARGET View<T> WidenColumns(const View<From>& b, int64_t cols, int64_t depth, T* to) {
   if (b.is_adjacent_in_k) {
@@ -98,7 +98,7 @@ JAXMP_TARGET View<T> WidenColumns(const View<From>& b, int64_t cols, int64_t dep
   return {to, kKC, true, false};
 }
 
-// A K block's sums stay together in the first cache, whatever C's leading dimension is.
+// The sums of a K block stay together in the L1 cache, for any leading dimension of C.
 template <typename From, typename T>
 JAXMP_TARGET void SmallN(const Product* segments, size_t count, T alpha, bool adds) {
   constexpr bool kIsWide = std::is_same_v<From, T>;

@@ -1,4 +1,4 @@
-// Four lines of numbers as columns, which packing for any instruction set does.
+// Turns four lines of numbers into columns, for packing with any instruction set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace jaxmp::hostmp {
 
-// to[k * step + line] = from[line][k], of 4 lines of numbers of 4 or 8 bytes. Inlined, into functions for each
+// to[k * step + line] = from[line][k], for 4 lines of numbers of 4 or 8 bytes. Inlined into the functions of each
 // instruction set.
 template <typename T>
 inline __attribute__((always_inline)) void TransposeLines(const T* const* from, int64_t length, int64_t step, T* to) {

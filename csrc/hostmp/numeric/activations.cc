@@ -7,7 +7,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
+// The bodies, written once; the compiler vectorises them for every instruction set below.
 
 // e^x for x <= 0, to 1 ulp or so: x = n ln2 + r, e^r by its Taylor polynomial on |r| <= ln2 / 2, times 2^n.
 JAXMP_INLINE float ExpOfNegative(float x) {
@@ -29,8 +29,8 @@ JAXMP_INLINE float ExpOfNegative(float x) {
 }
 JAXMP_INLINE double ExpOfNegative(double x) { return std::exp(x); }
 
-// 1 + tanh(u) = 2 / (1 + e^-2u), which does not cancel for u << 0. With w = e^-2|u| it is 2 / (1 + w) for u >= 0 and
-// 2w / (1 + w) below. A NaN passes through x.
+// 1 + tanh(u) = 2 / (1 + e^-2u), which does not cancel for u << 0. With w = e^-2|u| it is 2 / (1 + w) for u >= 0 and 2w
+// / (1 + w) for u < 0. A NaN passes through x.
 template <typename T>
 JAXMP_INLINE void GeluBody(T* values, int64_t count) {
   constexpr T kTwoSqrt2OverPi = T(1.5957691216057307118);
@@ -42,7 +42,7 @@ JAXMP_INLINE void GeluBody(T* values, int64_t count) {
   }
 }
 
-// With s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Beyond 32 the slope is 0 or 1 in every type, and x^2 may not overflow.
+// With s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. x is clamped: beyond 32 the slope is 0 or 1, and x^2 may overflow.
 template <typename T>
 JAXMP_INLINE void GeluSlopeBody(T* values, int64_t count) {
   constexpr T kTwoSqrt2OverPi = T(1.5957691216057307118);

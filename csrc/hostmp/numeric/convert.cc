@@ -11,7 +11,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
+// The bodies, written once; the compiler vectorises them for every instruction set below.
 
 JAXMP_INLINE void WidenBody(const BFloat16* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = FloatOf(uint32_t{from[i].bits} << 16);
@@ -53,7 +53,7 @@ JAXMP_DISPATCH(Widen, (const BFloat16* from, float* to, int64_t count), (from, t
 JAXMP_DISPATCH(Downconvert, (const float* from, BFloat16* to, int64_t count), (from, to, count),
                DownconvertBody(from, to, count))
 
-// As many as whole vectors hold, by the processor's own conversions; how many these were.
+// Converts as many numbers as fill whole vectors, by the processor's own instructions, and returns how many.
 #if defined(__x86_64__)
 JAXMP_AVX2 int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;

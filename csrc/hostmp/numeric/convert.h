@@ -1,5 +1,5 @@
-// Loops over contiguous numbers, each compiled for several instruction sets and picked once at run time. Every
-// variant rounds in the same places, so that they agree to the bit.
+// Loops over contiguous numbers, compiled for several instruction sets and picked at run time. Every variant rounds in
+// the same places, so that all agree to the bit.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline void Widen(const uint8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// To nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; a NaN stays a NaN.
 void Downconvert(const float* from, BFloat16* to, int64_t count);
 void Downconvert(const float* from, Float16* to, int64_t count);
 

@@ -22,7 +22,7 @@ struct Float16 {
 using Complex64 = std::complex<float>;
 using Complex128 = std::complex<double>;
 
-// The type in which numbers of type T are computed.
+// The type that is used to compute with numbers of type T.
 template <typename T>
 using Computed = std::conditional_t<std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>, float, T>;
 
@@ -40,7 +40,7 @@ T MakeScalar(const std::complex<double>& value) {
   }
 }
 
-// f(number) with a number of the type, and with a float of all types that have no case here.
+// Calls f(number) with a number of the type; with a float for all types that have no case here.
 template <typename Function>
 void WithType(abi::cudaDataType_t type, Function function) {
   switch (type) {
@@ -66,14 +66,14 @@ inline std::string NameOf(abi::cudaDataType_t type) {
   return "data type " + std::to_string(static_cast<int>(type));
 }
 
-// The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
+// The type of sums, alpha and beta; cuBLAS calls it the scale type.
 constexpr abi::cudaDataType_t AccumulatorOf(abi::cudaDataType_t operand) {
   if (operand == abi::CUDA_R_8I) return abi::CUDA_R_32I;
   return Facts(operand).is_16bit || Facts(operand).is_low_precision ? abi::CUDA_R_32F : operand;
 }
 
 constexpr bool IsFloat8(abi::cudaDataType_t type) { return type == abi::CUDA_R_8F_E4M3 || type == abi::CUDA_R_8F_E5M2; }
-// What takes scales: fp8 and fp4.
+// True for the types that take scales: fp8 and fp4.
 constexpr bool IsScaled(abi::cudaDataType_t type) { return IsFloat8(type) || type == abi::CUDA_R_4F_E2M1; }
 
 constexpr int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }

@@ -1,5 +1,5 @@
-// float8 by the processor's conversion of f16: E5M2 is the upper half of f16, and the bits of E4M3 in their places are
-// 2^-8 times the number. That conversion, unlike arithmetic, knows subnormal numbers on threads that flush them to 0.
+// float8 by the processor's conversion of f16: E5M2 is the upper half of f16, and E4M3's bits, moved into place, are
+// 2^-8 times the number. Unlike arithmetic, this conversion keeps subnormal numbers on threads that flush them to 0.
 #pragma once
 
 #include <cstdint>

@@ -10,14 +10,14 @@ namespace {
 
 using abi::cudaDataType_t;
 
-// A format with `kMantissa` stored bits and exponent bias `kBias`; `kMagnitude` masks all but the sign. Magnitudes from
-// `kNan` on are NaN, and `kInfinity` is infinite, where the format has them.
+// A format with `kMantissa` stored bits and exponent bias `kBias`; `kMagnitude` masks all bits but the sign. If the
+// format has them, magnitudes from `kNan` on are NaN, and `kInfinity` is infinite.
 template <uint32_t Mantissa, uint32_t Bias, uint32_t Infinity, uint32_t Nan, uint32_t Largest,
           uint32_t Magnitude = 0x7f>
 struct FloatFormat {
   static constexpr uint32_t kMantissa = Mantissa, kBias = Bias, kInfinity = Infinity, kNan = Nan, kLargest = Largest;
   static constexpr uint32_t kMagnitude = Magnitude, kSign = Magnitude + 1;
-  static constexpr bool kIsFnuz = false;  // whether the code of -0 is a NaN
+  static constexpr bool kIsFnuz = false;  // true if the code of -0 is a NaN
 };
 template <uint32_t Mantissa, uint32_t Bias>
 struct Fnuz : FloatFormat<Mantissa, Bias, 0x100, 0x100, 0x7f> {
@@ -29,12 +29,12 @@ using E2m1 = FloatFormat<1, 1, 0x100, 0x100, 0x7, 0x7>;
 using E3m4 = FloatFormat<4, 3, 0x70, 0x71, 0x6f>;
 using E4m3Ieee = FloatFormat<3, 7, 0x78, 0x79, 0x77>;
 
-// Without a subnormal float on the way: threads of XLA run with those flushed to zero.
+// Decodes without subnormal floats on the way, because threads of XLA flush them to zero.
 template <typename Format>
 JAXMP_INLINE float DecodeOne(uint32_t bits) {
   const uint32_t magnitude = bits & Format::kMagnitude;
   const uint32_t normal = (magnitude << (23 - Format::kMantissa)) + ((127 - Format::kBias) << 23);
-  // With exponent 0 the leading bit is not there: 2 (1 + f) 2^-bias - 2^(1 - bias) = f 2^(1 - bias).
+  // With exponent 0 there is no leading bit: 2 (1 + f) 2^-bias - 2^(1 - bias) = f 2^(1 - bias).
   const float subnormal = FloatOf(normal + (1u << 23)) - FloatOf((128 - Format::kBias) << 23);
   uint32_t value = magnitude < (1u << Format::kMantissa) ? BitsOf(subnormal) : normal;
   value = magnitude >= Format::kInfinity ? 0x7f800000u : value;
@@ -48,13 +48,13 @@ JAXMP_INLINE uint32_t EncodeOne(float value) {
   const uint32_t sign = (bits >> 31) * Format::kSign;
   constexpr uint32_t kShift = 23 - Format::kMantissa;
   constexpr uint32_t kSmallestNormal = (128 - Format::kBias) << 23;
-  // Adding 2^23 times the distance of the subnormal numbers leaves the rounded multiple of it in the low bits.
+  // Adding 2^23 times the spacing of the subnormal numbers leaves the rounded multiple of it in the low bits.
   constexpr uint32_t kUnit = (128 - Format::kBias + 23 - Format::kMantissa) << 23;
   const uint32_t subnormal = BitsOf(FloatOf(magnitude) + FloatOf(kUnit)) - kUnit;
   const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);
   const uint32_t normal = (rounded >> kShift) - ((127 - Format::kBias) << Format::kMantissa);
   uint32_t code = magnitude < kSmallestNormal ? subnormal : normal;
-  // Compared ahead of rounding, so that the rounding of a huge number cannot wrap around.
+  // Compared before rounding, so that the rounding of a huge number cannot wrap around.
   constexpr uint32_t kLimit = (Format::kLargest << kShift) + ((127 - Format::kBias) << 23);
   code = magnitude > kLimit ? Format::kLargest : code;
   constexpr uint32_t kNan = Format::kNan <= Format::kMagnitude ? Format::kMagnitude : Format::kLargest;
@@ -62,7 +62,7 @@ JAXMP_INLINE uint32_t EncodeOne(float value) {
   return code | sign;
 }
 
-// What a code of so many bits means.
+// The meaning of a code of kBits bits.
 template <typename Format>
 struct OfFormat {
   static constexpr int kBits = Format::kSign == 0x8 ? 4 : 8;
@@ -113,7 +113,7 @@ JAXMP_INLINE void DecodeRun(const uint8_t* from, int64_t first, int64_t count, f
 }
 
 #if defined(__x86_64__)
-// The same by float8.h, of a whole number of vectors.
+// The same by float8.h, for a whole number of vectors.
 template <typename Float8, typename To>
 JAXMP_AVX2 void DecodeVectors(const Float8* from, int64_t count, float scale, To* to) {
   for (int64_t i = 0; i < count; i += 8) {
@@ -128,7 +128,7 @@ JAXMP_AVX2 void DecodeVectors(const Float8* from, int64_t count, float scale, To
   }
 }
 
-// The numbers of as many bytes as fill vectors: how many.
+// Looks up the numbers of as many bytes as fill vectors, and returns how many bytes.
 JAXMP_AVX2 int64_t LookUp(const uint8_t* bytes, int64_t count, const int8_t* numbers, int8_t* to) {
   const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)), low_half = _mm_set1_epi8(0xf);
   int64_t i = 0;
@@ -143,7 +143,7 @@ JAXMP_AVX2 int64_t LookUp(const uint8_t* bytes, int64_t count, const int8_t* num
 }
 #endif
 
-// Code and To are one parameter, for a macro's argument has no comma.
+// Code and To are one parameter, because a macro's argument has no comma.
 template <typename CodeType, typename ToType>
 struct Decoder {
   using Code = CodeType;

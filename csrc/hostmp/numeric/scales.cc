@@ -12,13 +12,13 @@ constexpr int64_t kRowsAtOnce = 512;  // a multiple of every block
 
 // Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
 void ScaleBlock(const Downconversion& out, float* values, int64_t count, int64_t row, int64_t col) {
-  uint32_t most = 0;  // as bits, by which a NaN is the largest: e2m1 has none, so the scale has to keep it
+  uint32_t most = 0;  // as bits, where a NaN is the largest: e2m1 has none, so the scale has to keep it
   for (int64_t i = 0; i < count; ++i) most = std::max(most, AbsoluteBits(values[i]));
   const float wanted = FloatOf(most) / Largest(out.type);
   const int64_t block = BlockOf(out.mode);
   uint8_t bits = 0;
   if (out.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
-    // Of a small block, in a range where no quotient is subnormal: threads of XLA take such numbers for 0.
+    // A small block is raised into a range without subnormal quotients, because threads of XLA take them for 0.
     const float value = FloatOf(most);
     bits = value < 0x1p-64f ? std::max(Ue8m0Above(value * 0x1p64f / Largest(out.type)) - 64, 0) : Ue8m0Above(wanted);
   } else {

@@ -1,8 +1,8 @@
-// The scales of low-precision operands as cuBLASLt lays them out (cuBLAS documentation, "Narrow Precision Data Types
+// The scales of low-precision operands in cuBLASLt's layout (cuBLAS documentation, "Narrow Precision Data Types
 // Usage").
 //
 // `inner` counts along k in A and B, and along the rows of D; `outer` along the other dimension. Both are local to a
-// rank: its scales describe its part.
+// rank, because its scales describe its part.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace jaxmp::hostmp {
 
 using ScaleMode = abi::cublasMpMatmulMatrixScale_t;
 
-// By mode: its name, and how many elements along the inner dimension share a scale, 0 where all of them do.
+// By mode: its name, and the number of elements along the inner dimension that share a scale (0: all of them).
 struct ScaleModeFacts {
   const char* name;
   int64_t block;
@@ -25,36 +25,36 @@ inline constexpr ScaleModeFacts kScaleModes[] = {{"SCALAR_FP32", 0},    {"VEC16_
 constexpr const char* NameOf(ScaleMode mode) { return kScaleModes[mode].name; }
 constexpr int64_t BlockOf(ScaleMode mode) { return kScaleModes[mode].block; }
 
-// 16- and 32-element blocks, whose scales are exact in bf16 together with what they scale.
+// Blocks of 16 or 32 elements: an element times its scale is exact in bf16.
 constexpr bool IsTiled(ScaleMode mode) { return BlockOf(mode) == 16 || BlockOf(mode) == 32; }
-// Blocks of 128, and whole rows: applied to sums.
+// Blocks of 128, and whole rows: their scales apply to sums.
 constexpr bool ScalesSums(ScaleMode mode) {
   return BlockOf(mode) == 128 || mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32;
 }
 
-// Where the scale of inner block `inner` and outer index `outer` is: in tiles of 128 outer x 4 inner scales, `inners`
-// being the number of inner blocks.
+// The position of the scale of inner block `inner` and outer index `outer`. Scales are stored in tiles of 128 outer x 4
+// inner scales; `inners` is the number of inner blocks.
 constexpr int64_t TiledOffset(int64_t inner, int64_t outer, int64_t inners) {
   const int64_t tile = inner / 4 * 4 * 128 + outer / 128 * 128 * RoundUp(inners, 4);
   return tile + outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
 }
 
-// A matrix's scales; null data is a scale of 1.
+// A matrix's scales; null data means a scale of 1.
 struct Scales {
   ScaleMode mode = abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
   const void* data = nullptr;
 
   float scalar() const { return data ? *static_cast<const float*>(data) : 1.0f; }
-  // Of a tiled mode.
+  // The scale of a block, in a tiled mode.
   float OfBlock(int64_t inner, int64_t outer, int64_t inners) const {
     const uint8_t bits = static_cast<const uint8_t*>(data)[TiledOffset(inner, outer, inners)];
     return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? Ue8m0(bits) : Ue4m3(bits);
   }
-  // The scales from an outer index on; null where all share one.
+  // The scales from an outer index on; null if the mode has no scale for each outer index.
   const float* of_outer(int64_t outer) const {
     return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32 ? static_cast<const float*>(data) + outer : nullptr;
   }
-  // Of a mode that scales sums: VEC128 is outer-major, BLK128x128 inner-major in columns of a multiple of 4.
+  // The scale of a sum: VEC128 is outer-major, BLK128x128 inner-major in columns of a multiple of 4.
   float OfSum(int64_t inner, int64_t outer, int64_t inners, int64_t outers) const {
     const float* const values = static_cast<const float*>(data);
     if (mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32) return values[outer];
@@ -63,14 +63,14 @@ struct Scales {
   }
 };
 
-// A column of int32 sums becomes floats: each times `scale`, and times its own of `scales`, unless that is null. In
-// double, where a product of scales stays in range, and rounded once.
+// Turns a column of int32 sums into floats, each times `scale` and its entry of `scales` (unless `scales` is null). The
+// products are taken in double, where they stay in range, and rounded once.
 void ScaleIntegers(float* z, const float* scales, double scale, int64_t count);
 
-// What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
-// each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
-// in the rank's part, which has `rows_of_part` rows. Returns the largest absolute value ahead of all scaling, as bits
-// of a float (a NaN is larger than any number).
+// Multiplies a tile of D, in floats, by `scale` and encodes it in 8 or 4 bits. With a tiled `mode`, each block of a
+// column is divided by a scale of its own, which is written to `scales`. `row` and `col`: the tile's position in the
+// rank's part, which has `rows_of_part` rows. Returns the largest absolute value before all scaling, as the bits of a
+// float (a NaN is larger than any number).
 struct Downconversion {
   abi::cudaDataType_t type;
   const float* z;

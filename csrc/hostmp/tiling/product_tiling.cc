@@ -24,7 +24,7 @@ TilingKey KeyOf(const MatmulCall& call) {
   return key;
 }
 
-// k that lie around the cuts, at most: a unit at each cut between two of them.
+// An upper bound of the k around cuts: one unit for each cut of k that is not a multiple of the unit.
 int64_t DepthOfBoundaries(const MatmulCall& call, const Tiling& tiling, int64_t unit) {
   const auto divides = [&](const CommonRange& cut) {
     const int64_t end = cut.begin + cut.size;
@@ -39,7 +39,7 @@ int64_t ScratchBytes(const MatmulCall& call, const Tile& tile, const KernelChoic
   return ScaledGemmScratch(kernel, scales_sums, tile.rows, tile.cols, call.k);
 }
 
-// Makes the area large enough for the tiling of a product whose B may be its A.
+// Makes the area large enough for the tiling. `is_one_matrix`: B is A.
 void Extend(const MatmulCall& call, const Tiling& tiling, bool is_one_matrix, Area* to) {
   const abi::cudaDataType_t type = call.a.desc.type;
   Area& area = *to;
@@ -65,14 +65,14 @@ int64_t AreasPerRank(const MatmulCall& call) { return CeilDiv(machine_threads(),
 
 int64_t WorkspaceBytes(const MatmulCall& call, const Area& area) {
   if (area.bytes() == 0) return 0;
-  return AreasPerRank(call) * area.bytes() + kAlignment;  // the caller's pointer may lie anywhere
+  return AreasPerRank(call) * area.bytes() + kAlignment;  // the caller's pointer may have any alignment
 }
 
 }  // namespace
 
 KernelChoice KernelOf(const MatmulCall& call, int64_t cols, bool is_one_matrix) {
   const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
-  // Sums in one order make D symmetric to the bit, which a BLAS does not.
+  // Sums in one fixed order make D symmetric to the bit, which a BLAS does not guarantee.
   const bool is_fixed_order = call.fixed_reduction_order || is_one_matrix;
   return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, is_fixed_order, is_alpha_one});
 }

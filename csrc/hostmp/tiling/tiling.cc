@@ -10,15 +10,15 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Tiles for each thread of the machine: enough that a thread which starts late, or loses its processor for a while,
-// leaves work for the others to take. Only one where more would be small: each tile packs its operands anew.
+// Tiles for each thread of the machine: enough to leave work for others if a thread starts late or loses its processor
+// for a while. Only one if two would be small, because each tile packs its operands again.
 constexpr double kTilesPerThread = 2;
-constexpr double kSmallTile = 1 << 18;     // elements of D
-constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
-constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
+constexpr double kSmallTile = 1 << 18;       // elements of D
+constexpr double kSmallestTile = 4e6;        // operations, about 40 us: the other costs of a tile are then noise
+constexpr int64_t kLargestTile = 1 << 19;    // elements of D: the epilog finds the tile in the L2 or L3 cache
 constexpr int64_t kLargestTile16 = 1 << 18;  // also bounds the workspace
 
-// Whether operands are widened or decoded a K block at a time. A thread needs memory for it.
+// True if operands are widened or decoded one K block at a time. Each thread needs memory for it.
 bool NeedsArea(const MatmulCall& call) { return Facts(call.a.desc.type).is_16bit || call.is_decoded(); }
 
 int64_t LargestTile(const MatmulCall& call) { return NeedsArea(call) ? kLargestTile16 : kLargestTile; }
@@ -32,18 +32,18 @@ double SmallestArea(const MatmulCall& call) {
 
 double AreaOf(const MatmulCall& call) { return static_cast<double>(call.m) * static_cast<double>(call.n); }
 
-// Of a tile, where `whole` is to be computed. A function of the product and the machine alone, never of who is free:
-// the cut decides how a result is rounded.
+// Returns the area of a tile if `whole` is to be computed. It depends only on the product and the machine, never on
+// which threads are free, because the cut decides how a result is rounded.
 double TargetArea(const MatmulCall& call, double whole) {
   const double one_each = whole / machine_threads();
   const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
   return std::min(std::max(shared, SmallestArea(call)), static_cast<double>(LargestTile(call)));
 }
 
-// Beyond so many tiles for each thread, one of them more or less does not matter.
+// With more tiles per thread than this, one tile more or less does not matter.
 constexpr int64_t kManyTiles = 8;
 
-// Pieces of a rectangle of D, one of `rectangles`: as many for each thread, where that does not make them too small.
+// Counts the pieces of one of `rectangles` of D: the same for each thread, unless pieces then become too small.
 int64_t CountPieces(const MatmulCall& call, double rectangle, int64_t rectangles) {
   const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / TargetArea(call, AreaOf(call))));
   const int64_t threads = machine_threads(), tiles = pieces * rectangles;
@@ -52,15 +52,15 @@ int64_t CountPieces(const MatmulCall& call, double rectangle, int64_t rectangles
   return rectangle / static_cast<double>(even) >= SmallestArea(call) ? even : pieces;
 }
 
-// Each product reads all of op(A), so small pieces of n, a few from each rank, are multiplied together. What is
-// copied for it is a part of op(A) in size. Numbers of 8 bits and fewer are decoded anyway, and so not copied.
+// Each product reads all of op(A), so small pieces of n, a few from each rank, are multiplied together. The copies that
+// this takes have a fraction of op(A)'s size. Numbers of 8 bits and fewer are decoded anyway, and so not copied.
 //
-// Of op(A)'s rows each tile packs them, and then copies its part of op(B) for nothing else: many columns pay where
-// there are as many rows.
+// Each tile packs its rows of op(A) and copies its part of op(B) for these rows only, so joining many columns pays only
+// if there are as many rows.
 constexpr int64_t kFewTogether = 128, kMostTogether = 512;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
-// How many ranges of n, from `first` on, one tile takes.
+// Counts the ranges of n, from `first` on, that one tile takes.
 size_t CountJoined(const MatmulCall& call, const Tiling& tiling, size_t first) {
   const std::vector<CommonRange>& ranges = tiling.n;
   const int64_t rows = tiling.m.empty() ? 0 : tiling.m.front().size;
@@ -85,8 +85,8 @@ void CutRectangle(const Tile& all, int64_t pieces, int64_t unit, std::vector<Til
   }
 }
 
-// Rows and columns of the largest tile on the diagonal, computed whole: 1/16 of the work at 2048. Smaller ones are as
-// slow: each packs its operands anew.
+// Rows and columns of the largest tile on the diagonal, which is computed whole: 1/16 of the work at 2048. Smaller
+// tiles are as slow, because each packs its operands again.
 constexpr int64_t kDiagonal = 128;
 
 void CutBelowDiagonal(const MatmulCall& call, const Tile& all, std::vector<Tile>* tiles) {
@@ -95,7 +95,7 @@ void CutBelowDiagonal(const MatmulCall& call, const Tile& all, std::vector<Tile>
   CutRectangle(all, std::max<int64_t>(1, std::llround(pieces)), kRowUnit, tiles);
 }
 
-// The square of range `range` from `at` on, as the rectangle below the diagonal of its halves, and these.
+// Cuts the square of range `range` from `at` on into a rectangle below the diagonal and two halves on it, recursively.
 void CutTriangle(const MatmulCall& call, int32_t range, int64_t at, int64_t size, std::vector<Tile>* tiles) {
   if (size <= kDiagonal) return tiles->push_back({range, range, at, size, at, size});
   const int64_t half = RoundUp(size / 2, kRowUnit);
@@ -108,7 +108,7 @@ Tiling CutExtents(const MatmulCall& call) {
   const int64_t a_row = call.is_a_plain() ? call.a.row : call.a.col, a_col = call.a.row + call.a.col - a_row;
   const int64_t b_row = call.is_b_plain() ? call.b.row : call.b.col, b_col = call.b.row + call.b.col - b_row;
   Tiling tiling;
-  // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
+  // After an all-reduce every rank holds all of D. The descriptor describes the copies side by side; any copy will do.
   const auto of_d = [&](const Axis& axis, int64_t first, int64_t size) {
     return call.is_all_reduce ? std::vector<LocalRange>{{0, size, 0, 0}} : LocalRanges(axis, first, size);
   };

@@ -1,11 +1,11 @@
-// One schedule for every pattern. The descriptors say who holds which rows and columns of A, B and D; m, n and k are
-// cut wherever any of them changes hands, and a tile of D is the sum, over the pieces of k in ascending order, of
-// products of pieces that are read where they lie. All-gather, reduce-scatter, all-reduce and 2-D grids differ in
-// nothing but the descriptors.
+// One schedule for every pattern. The descriptors say which rank holds which rows and columns of A, B and D. m, n and k
+// are cut wherever one of them passes to another rank. A tile of D is the sum, over the pieces of k in ascending order,
+// of products of pieces that are read in place. All-gather, reduce-scatter, all-reduce and 2-D grids differ only in the
+// descriptors.
 //
-// Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns change hands at 2, so n is cut into [0, 2)
-// on rank 0 and [2, 4) on rank 1; A's columns and B's rows change hands at 3, so each tile is
-// A0 · B0 (k in [0, 3)) + A1 · B1 (k in [3, 6)).
+// Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns pass to another rank at 2, so n is cut into
+// [0, 2) on rank 0 and [2, 4) on rank 1; A's columns and B's rows pass at 3, so each tile is A0 · B0 (k in [0, 3)) + A1
+// · B1 (k in [3, 6)).
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,16 @@ struct Tile {
   int32_t m_range, n_range;  // indices into Tiling::m and ::n
   int64_t row, rows;         // within the range
   int64_t col, cols;
-  int32_t n_ranges = 1;  // where small ranges of n are taken together: how many, from the first column to the last
+  int32_t n_ranges = 1;  // how many ranges of n the tile covers, whole; more than 1 if they are small
 };
 
 struct Tiling {
-  std::vector<CommonRange> m;  // [0] D's rows, [1] those of op(A)
-  std::vector<CommonRange> n;  // [0] D's columns, [1] those of op(B)
-  std::vector<CommonRange> k;  // [0] columns of op(A), [1] rows of op(B)
+  std::vector<CommonRange> m;  // [0] D's rows, [1] op(A)'s rows
+  std::vector<CommonRange> n;  // [0] D's columns, [1] op(B)'s columns
+  std::vector<CommonRange> k;  // [0] op(A)'s columns, [1] op(B)'s rows
   std::vector<Tile> tiles;
 
-  // Whether the tile's columns of D, or of op(B), are next to each other in one rank's memory.
+  // True if the tile's columns of D, or of op(B), are adjacent in one rank's memory.
   bool IsTogetherInD(const Tile& tile) const { return IsTogether(tile, 0); }
   bool IsTogetherInB(const Tile& tile) const { return IsTogether(tile, 1); }
 
@@ -39,16 +39,16 @@ struct Tiling {
 
 Tiling MakeTiling(const MatmulCall& call);
 
-// Tiles on and below the diagonal of a D that is symmetric, where m and n are cut alike. Empty for products that never
-// are, and for those so small, or in such small pieces, that it does not pay.
+// Tiles on and below the diagonal of a symmetric D, with m and n cut at the same places. Empty for products that are
+// never symmetric, and for products so small, or in such small pieces, that it does not pay.
 Tiling MakeSymmetricTiling(const MatmulCall& call);
 
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
-// Each tile packs its rows of op(A) and its columns of op(B), so their sum is made small. Columns are cut first: a slab
-// of whole columns is one piece of memory, while rows of a large matrix put every column on a page of its own.
+// Chooses how many row pieces to cut, so that rows of op(A) plus columns of op(B), which each tile packs, are few.
+// Columns are cut first: whole columns are one piece of memory, but rows put every column on a page of its own.
 int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces);
 
-// As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
+// A bound on a schedule's cuts and tiles, found without making it: small blocks of large extents make any number.
 double MostPieces(const MatmulCall& call);
 
 inline double Operations(const MatmulCall& call) {

@@ -11,7 +11,7 @@ namespace {
 struct Fields {
   static constexpr size_t kMost = 80;
   std::array<const char*, kMost> names;
-  std::array<char, kMost> matrices;  // whose name follows, or 0
+  std::array<char, kMost> matrices;  // the name of a matrix to append, or 0
   std::array<double, kMost> values;
   size_t count = 0;
 
@@ -37,7 +37,7 @@ void AddMatrix(const Operand& x, char name, Fields* fields) {
   fields->Add("first column of ", x.col + 1, name);
 }
 
-// Tensor-wide scales belong to the whole matrix, so their values must agree; block scales are each rank's own.
+// Tensor-wide scales belong to the whole matrix, so their values must agree; block scales differ between ranks.
 void AddScales(const MatmulCall& call, Fields* fields) {
   const auto add = [fields](const char* mode, const char* value, const Scales& scales) {
     fields->Add(mode, scales.mode);
@@ -91,7 +91,7 @@ Status CheckAgreement(const std::vector<const MatmulCall*>& calls) {
     }
     const Fields other = FieldsOf(call);
     for (size_t i = 0; i < first.count; ++i) {
-      // By their bits, for alpha may be a NaN. With and without ALLREDUCE the lists differ, but at EPILOGUE already.
+      // Compared by bits, because alpha may be a NaN. Calls with and without ALLREDUCE differ already at EPILOGUE.
       if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;
       return FailedPrecondition("ranks disagree on ", first.names[i],
                                 std::string(first.matrices[i] ? 1 : 0, first.matrices[i]), ": rank 0 has ",

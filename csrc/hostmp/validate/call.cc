@@ -28,7 +28,7 @@ Status CheckPresent(const Arguments& in) {
   return {};
 }
 
-// Of the cuts and tiles of a product: a schedule of these takes some hundred megabytes.
+// The most cuts and tiles of a product: a schedule of this many takes some hundred megabytes.
 constexpr double kMostPieces = 1 << 24;
 
 Status CheckExtents(const Arguments& in) {
@@ -66,7 +66,7 @@ Status CheckTypes(const MatmulCall& call) {
   const bool is_64f = call.compute == CUBLAS_COMPUTE_64F || call.compute == CUBLAS_COMPUTE_64F_PEDANTIC ||
                       call.compute == CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
-  // What may round or emulate is served by products of f32 and f64 themselves, which are at least as exact.
+  // Compute types that may round or emulate are computed in f32, which is at least as exact.
   const bool may_round = call.compute == CUBLAS_COMPUTE_32F_FAST_TF32 || call.compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
                          call.compute == CUBLAS_COMPUTE_32F_FAST_16F ||
                          call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
@@ -117,8 +117,8 @@ Status CheckGrids(const MatmulCall& call) {
   return {};
 }
 
-// Contiguous shards on one grid of unequal sides, the capability grid_any_shape: k is then cut into one number of
-// blocks in A and into another in B, so that no choice of blocks keeps cuBLASMp's rule.
+// True for contiguous shards on one grid of unequal sides (capability grid_any_shape). A and B then cut k into
+// different numbers of blocks, so that no choice of blocks keeps cuBLASMp's rule.
 bool IsUnevenGrid(const MatmulCall& call) {
   const cublasMpGrid& grid = call.grid();
   if (grid.nprow == grid.npcol) return false;
@@ -132,7 +132,7 @@ bool IsUnevenGrid(const MatmulCall& call) {
   return true;
 }
 
-// cuBLASMp's rule that the blocks of op(A), op(B) and D fit each other.
+// Checks cuBLASMp's rule that the blocks of op(A), op(B) and D fit each other.
 Status CheckBlocks(const MatmulCall& call) {
   if (IsUnevenGrid(call)) return {};
   const bool is_a_plain = call.is_a_plain(), is_b_plain = call.is_b_plain();
@@ -152,7 +152,7 @@ Status CheckBlocks(const MatmulCall& call) {
   return {};
 }
 
-// C is read where D is written, so it must be laid out alike.
+// C is read where D is written, so both must have the same layout.
 Status CheckC(const MatmulCall& call, bool is_given) {
   if (!is_given) {
     if (call.beta == 0.0) return {};
@@ -191,7 +191,7 @@ Status CheckAllReduce(const MatmulCall& call) {
   return InvalidArgument("ALLREDUCE sums over k: A and B must be distributed along k alone");
 }
 
-// A column of partial sums, in the type in which they are communicated.
+// Checks the size of a column of partial sums, in the type that is communicated.
 Status CheckFusedRows(const MatmulCall& call) {
   const auto type = call.communication_type == -1 ? call.accumulator() : cudaDataType_t(call.communication_type);
   const int64_t bytes = call.d.local_rows() * Facts(type).bytes;
@@ -200,7 +200,7 @@ Status CheckFusedRows(const MatmulCall& call) {
                        call.d.local_rows(), " rows of ", NameOf(type));
 }
 
-// What an explicit overlap algorithm asks beyond the rest. DEFAULT falls back where it does not hold.
+// Checks the further requirements of an explicit overlap algorithm. DEFAULT falls back if they do not hold.
 Status CheckAlgorithm(const MatmulCall& call) {
   if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT || call.algo == CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP) return {};
   const std::string algo = StrCat("algorithm ", static_cast<int>(call.algo));
@@ -268,7 +268,7 @@ void CopyArguments(const Arguments& in, MatmulCall* call) {
   call->trans_a = AttributeOf<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA);
   call->trans_b = AttributeOf<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB);
   call->compute = AttributeOf<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
-  // Integers come out alike in any order.
+  // Sums of integers are the same in any order.
   call->fixed_reduction_order =
       desc.fixed_reduction_order && (in.desc_a->type != CUDA_R_8I || in.desc_b->type != CUDA_R_8I);
   call->algo = AttributeOf<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
@@ -343,7 +343,7 @@ Status ReadCall(const Arguments& in, bool executes, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(CheckExtents(in));
   CopyArguments(in, call);
   JAXMP_RETURN_IF_ERROR(CheckTypes(*call));
-  // As the header has it, the query reads beta only to see that it is 0 where there is no C, and never alpha.
+  // As the header says, the query never reads alpha, and reads beta only without C, to see that it is 0.
   if (executes) call->alpha = ReadScalar(in.alpha, call->accumulator());
   if (executes || !in.c) call->beta = ReadScalar(in.beta, call->accumulator());
   call->has_c = in.c != nullptr;

@@ -10,7 +10,7 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
-// The bias, or its gradient: cuBLASMp has one set of attributes for both.
+// Checks the attributes of the bias or of its gradient: cuBLASMp has one set for both.
 Status CheckBiasAttributes(const cublasMpMatmulDescriptor& desc, MatmulCall* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
   call->bias_type = desc.is_set[kType] ? AttributeOf<cudaDataType_t>(desc, kType) : call->d.desc.type;
@@ -120,7 +120,7 @@ Status ReadEpilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCal
 }
 
 Status CheckUnsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& call) {
-  // From the aux's scale to D's output scale: read_scales has read them; they belong to fp8 and fp4.
+  // Attributes from the aux's scale to D's output scale: ReadScales() reads them for types that take scales.
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
        number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !call.takes_scales(); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
@@ -131,7 +131,7 @@ Status CheckUnsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& 
     return InvalidArgument("COMMUNICATION_SM_COUNT must not be negative, got ", call.communication_sm_count);
   }
   if (call.communication_type == -1) return {};
-  // Nothing is communicated here, sums stay in the accumulator; but the real library's rule must hold.
+  // Nothing is communicated here, because sums stay in the accumulator; but the real library's rule must hold.
   const auto type = static_cast<cudaDataType_t>(call.communication_type);
   const int64_t bytes = Facts(type).bytes;
   const bool fits = bytes >= Facts(call.d.desc.type).bytes && bytes <= Facts(call.accumulator()).bytes;

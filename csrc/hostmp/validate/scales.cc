@@ -30,8 +30,8 @@ std::string ResultsOf(cudaDataType_t a, cudaDataType_t b) {
   return std::string("f16, bf16, f32, ") + (has_e5m2 ? "f8e4m3 or f8e5m2" : "or f8e4m3");
 }
 
-// What the local parts have to be multiples of, so that rows of 8- and 4-bit numbers begin at multiples of 16 bytes,
-// and tiles of scales are full (nvmath-python 1.0's rules for its local products).
+// The units of the local parts. Rows of 8- and 4-bit numbers must begin at multiples of 16 bytes, and tiles of scales
+// must be full (nvmath-python 1.0's rules for its local products).
 struct Units {
   int64_t outer, k;
 };
@@ -61,7 +61,7 @@ Status CheckUnits(const MatmulCall& call) {
                            Side{"the rows of D (m)", call.d.local_rows(), units.outer}}) {
     JAXMP_RETURN_IF_ERROR(check(side));
   }
-  // A whole number of blocks lies together only where the distribution does not cut one.
+  // A rank holds whole blocks only if the distribution does not cut one.
   const std::pair<const char*, const Operand*> sides[] = {{"A", &call.a}, {"B", &call.b}, {"D", &call.d}};
   const auto is_contiguous = [](const Axis& axis) {
     return axis.nprocs == 1 || axis.block * axis.nprocs >= axis.extent;

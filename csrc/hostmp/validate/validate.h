@@ -1,5 +1,5 @@
-// Everything that hostmp refuses. It is stricter than cuBLASMp: what the real header calls undefined, or leaves
-// unchecked, is an error here, so that a plan that runs on the host asks nothing unheard-of of the real library.
+// Everything that hostmp refuses. It is stricter than cuBLASMp: what the real header calls undefined or leaves
+// unchecked is an error here, so that a plan that runs on the host asks only defined things of the real library.
 #pragma once
 
 #include <vector>
@@ -31,43 +31,43 @@ struct Arguments {
   abi::cublasMpMatrixDescriptor_t desc_d;
 };
 
-// A matrix descriptor, when it is made.
+// Checks a matrix descriptor when it is made.
 Status CheckMatrix(const abi::cublasMpMatrixDescriptor& desc);
 
-// Fills `call` from what one rank passed. Pointers to the data are judged only where `executes`: the size query takes
+// Fills `call` from one rank's arguments. Data pointers are checked only if `executes`, because the size query accepts
 // any.
 Status ReadCall(const Arguments& arguments, bool executes, MatmulCall* call);
 
-// The workspace that Matmul was given against what the query names.
+// Checks the workspace given to Matmul against the size that the query returned.
 Status CheckWorkspace(const MatmulCall& call, const void* device, size_t device_bytes);
 
-// Every rank must have asked for the same product. `calls` holds one call of each rank, in order.
+// Checks that every rank asks for the same product. `calls` holds the ranks' calls, in order.
 Status CheckAgreement(const std::vector<const MatmulCall*>& calls);
 
 // ---- parts of ReadCall()
 
-// Fills call->bias, aux, aux_ld, aux_type and gradient where the epilog has them.
+// Fills call->bias, aux, aux_ld, aux_type and gradient if the epilog has them.
 Status ReadEpilog(const abi::cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call);
 
 // Refuses attributes that hostmp would have to ignore.
 Status CheckUnsupported(const abi::cublasMpMatmulDescriptor& desc, const MatmulCall& call);
 
-// Of products of 8 bits and fewer.
+// ---- products of 8 bits and fewer
 
-// A's, B's and D's types, the compute type, and for fp8 and fp4 the transpositions.
+// Checks the types of A, B and D, the compute type, and for fp8 and fp4 the transpositions.
 Status CheckLowPrecisionTypes(const MatmulCall& call);
 
-// The same of a mixed pair: an operand of 8 bits or fewer and a wider one. hostmp alone multiplies it, in any layout.
+// Checks the types of a mixed pair: 8 bits or fewer with a wider operand. Only hostmp multiplies it, in any layout.
 Status CheckMixedTypes(const MatmulCall& call);
 
-// C where D is fp8 or fp4.
+// Checks the type of C if D is fp8 or fp4.
 Status CheckLowPrecisionC(abi::cudaDataType_t c);
 
 Status CheckLowPrecisionBias(const MatmulCall& call);
 Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog);
 
-// GELU's aux where D is fp8 (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE; nvmath-python 1.0 gives
-// it the type of C).
+// Checks GELU's aux if D is fp8 (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE; nvmath-python 1.0
+// gives it the type of C).
 Status CheckLowPrecisionAux(const MatmulCall& call, const Epilog& epilog);
 
 // Fills call->scale_*, d_out_scale and amax_*, and checks them against the types and the layout.
