@@ -182,7 +182,7 @@ def test_vmap_over_an_explicit_axis(name, spec):
 
     def program(library):
         products = [functools.partial(library.matmul, out_sharding=out) for out in (P(None, "y"), P("y", None))]
-        if spec != P("x", "y"):  # whose rows are over "y", as the columns of w
+        if spec != P("x", "y"):  # else rows are over "y", like the columns of w
             layer = jaxmp.linear if library is jaxmp else lambda x, w, activation: activation(x @ w)
             products.append(functools.partial(layer, activation=jax.nn.relu))
         return lambda x, w: [BATCHED[name](product)(x, w) for product in products]

@@ -1,4 +1,4 @@
-"""Programs under a bare `jit` on automatic axes, in layouts for which the partitioner's call is unusual."""
+"""Programs under a bare `jit` on automatic axes, in layouts that give the partitioner unusual calls."""
 
 import contextlib
 import functools

@@ -15,7 +15,7 @@ import pytest
 DEADLINE = 300  # seconds; the programs take a few
 
 # Sixteen independent calls of all three patterns, between XLA's own collectives, after chains of different lengths. 256
-# x 256 floats exceed the size up to which XLA runs a program on one thread.
+# x 256 floats are too large for XLA to run the program on one thread.
 INDEPENDENT_CALLS = """
 import jax, numpy as np
 from jax import lax, numpy as jnp

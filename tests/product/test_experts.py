@@ -180,7 +180,7 @@ def test_nothing_moves_beside_the_calls():
 
         rows = jaxmp.explain(grads, quiet=True)(*shards).rows
         text = jax.jit(grads).lower(*shards).compile().as_text()
-    # Of the 8 rows of each rank, 6 are expected to belong to experts of other ranks.
+    # The program expects 6 of each rank's 8 rows to belong to experts of other ranks.
     assert [(row.operation, row.pattern) for row in rows] == [("ragged_dot", "experts")] * 3
     assert [row.bytes_moved for row in rows] == [6 * (K + N) * 4] * 3
     assert text.count('custom_call_target="jaxmp_grouped"') == 3

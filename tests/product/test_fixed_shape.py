@@ -293,7 +293,7 @@ ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_for_cuda_call_one_shape(mesh_of, level):
-    """The program has one call in a loop, with the same attributes for every batch and mesh, and only the needed gathers."""
+    """One call in a loop, with the same attributes for all batches and meshes, and only the needed gathers."""
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):
