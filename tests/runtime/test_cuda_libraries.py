@@ -251,7 +251,7 @@ def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
     [("cpu", ["cpu", "CUDA"]), ("cpu cuda", ["cpu", "open", "CUDA"]), ("cuda", ["open", "CUDA"]), ("", [])],
 )
 def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want, monkeypatch):
-    """Opens the library first (only if there are CUDA devices), then registers types, then targets that use them."""
+    """Types are registered before targets; cuBLASMp is opened before CUDA's types, if there are CUDA devices."""
     done = []
     capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
     capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
