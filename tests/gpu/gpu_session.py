@@ -1,12 +1,12 @@
-"""Run tests/gpu and the benchmark on a GPU machine that is lent for some minutes, and keep every case that has ended.
+"""Runs tests/gpu and the benchmark on a GPU machine that is lent for some minutes, and keeps every finished case.
 
     python tests/gpu/gpu_session.py --out found [--minutes 9] [--only tests|bench] [arguments of pytest]
 
-Each case is a line of OUT/tests.jsonl, or in OUT/bench.json, before the next one begins. Called again with the same
---out, it goes on with what is left. A case that ends its process has failed, and the others go on. Status 0: all has
-passed; 1: something failed; 3: something is left to run.
+A finished case is written to OUT/tests.jsonl or OUT/bench.json before the next one begins. Another call with the same
+--out runs the remaining cases. A case that ends its process has failed, and the others still run. Status 0: all passed;
+1: a case failed; 3: cases are left to run.
 
-The file is a plugin of pytest too (`-p gpu_session`).
+The file is also a plugin of pytest (`-p gpu_session`).
 """
 
 import argparse
