@@ -52,7 +52,7 @@ def death():
 
 
 def apart():
-    """Runs every pattern with gradients, also of a constant, and a loop that contains one of XLA's collectives."""
+    """Runs all patterns but the grid with gradients, also of a constant, and a loop with one of XLA's collectives."""
     mode, rng = modes.BY_ID["explicit"], np.random.default_rng(0)
     for case in (among(case, nranks) for case in products.ONE_OF_EACH[:3]):
         products.placed(case, "explicit", implementation="cublasmp")

@@ -188,7 +188,7 @@ def test_nothing_moves_beside_the_calls():
 
 
 def test_xla_gathers_matrices(monkeypatch):
-    """Lowers the program for a platform that the traced program did not expect."""
+    """Exports the program for a platform without jaxmp's calls (TPU)."""
     mesh, ours = of(AxisType.Explicit, 2, SIZES["uneven"])
     with jax.set_mesh(mesh):
         shards = sharded(mesh, *operands())

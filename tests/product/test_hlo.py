@@ -25,7 +25,7 @@ from jaxmp._src.platform.runtime import native
 # of the call ("all_reduce"). The transpose of a grid is a grid.
 COMPILED = {
     "local": ((["local"], []), (["all_reduce"], []), (["all_reduce"], [])),
-    # XLA slices replicated operands at no cost; their gradients must become replicated again.
+    # Slicing a replicated operand needs no communication; its gradient must become replicated again.
     "local-sliced": ((["local"], []), (["all_reduce"], ["all-gather"]), (["all_reduce"], ["all-gather"])),
     "ag": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
     "ag-data": ((["all_gather"], []), (["reduce_scatter"], []), (["all_reduce"], ["all-gather"])),
