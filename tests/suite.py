@@ -226,7 +226,7 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
     for name, factor in (("c", trial.beta), ("bias", 1.0)):
         if name in wide and factor != 0:  # beta = 0 does not read C
             z, size = z + factor * wide[name], size + abs(factor) * np.abs(wide[name])
-    size = np.where(np.isfinite(size), size, 0.0)  # what is infinite or no number has no error: it is or is not
+    size = np.where(np.isfinite(size), size, 0.0)  # infinities and NaN have no error: they are right or wrong
     z_error = _PRODUCT * u * size + absolute
 
     # d = f(z); f's slope, a factor that bounds it, and the slope's own error, because rounding z may change the slope.

@@ -247,7 +247,7 @@ def gradient(fn):
 
 
 def placed(letters, mesh, kind):
-    """Returns (arguments, the same unsharded): rows of the first argument are sharded if it has an even number."""
+    """Returns (arguments, the same replicated); on a mesh, an even number of rows of the first one is sharded."""
     args = [ARGS[letter] for letter in letters]
     if mesh is None or args[0].shape[0] % 2 or kind is None:
         return args, args

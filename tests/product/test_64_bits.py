@@ -84,7 +84,7 @@ def test_int64_does_not_wrap():
 )
 def test_fuse_evaluates_in_the_scope_of_enable_x64(wrap, level):
     def excess(x):
-        """The difference of two large numbers."""
+        """Returns the difference of two large numbers."""
         with jax.enable_x64(True):
             y = x.astype(jnp.float64)
             return (y @ y - 64 * 4096.0**2).astype(jnp.float32)

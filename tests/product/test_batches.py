@@ -102,7 +102,7 @@ def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
-    """Only products that ranks share are faster as separate calls."""
+    """Separate calls are faster only for large products that ranks share."""
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):

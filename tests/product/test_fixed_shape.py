@@ -37,7 +37,7 @@ ROWS, COLUMNS = 32, 128
 
 @pytest.fixture
 def in_tiles(monkeypatch):
-    """Return `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128.
+    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128.
 
     A BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's
     calls use a fixed order of sums.

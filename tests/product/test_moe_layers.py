@@ -103,7 +103,7 @@ SPECS = {
     "experts, tokens over both": (P(("data", "expert")), P("expert")),
     "hidden features": (P("data"), P(None, None, "expert")),
     "weights gathered": (P("data"), P("data")),
-    "sequences": (P("data", "expert"), P("expert")),  # neighbouring tokens are on different devices
+    "sequences": (P("data", "expert"), P("expert")),  # a device's tokens are not contiguous
     "sequences over the experts' axis": (P(None, "expert"), P("expert")),
     "sequences and features": (P("data", None, "expert"), P("expert")),
 }

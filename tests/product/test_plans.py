@@ -96,7 +96,7 @@ def test_every_proposal_is_planned_consistently(transposition):
 
 @pytest.mark.parametrize(("sizes", "parts"), [((8,), (2, 2, 2)), ((2, 4), (2, 2, 2)), ((6,), (3, 2)), ((3, 2), (3, 2))])
 def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
-    """Finds the parts of two dimensions, in every order, given a mesh that has the parts as axes."""
+    """Recovers the sharding of two dimensions over parts of the mesh's axes, in every order of the parts."""
     mesh = mesh_of(dict(zip("xyz", sizes, strict=False)), AxisType.Auto)
     split = mesh_of(dict(zip("abc", parts, strict=False)), AxisType.Auto)
     shape = (24, 24)

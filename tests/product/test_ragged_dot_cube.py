@@ -46,7 +46,7 @@ def layout_of(specs):
 
 
 def extents_of(lie, is_least):
-    """Returns the extents: 8, or the least that the axes of each array divide, which axes of two arrays may not."""
+    """Returns extents: 8, or the least that the axes of each array divide; axes of two arrays together may not."""
     found = dict.fromkeys("mkgn", 1 if is_least else 8)
     for indices, dims in zip(("mk", "gkn", "mn"), lie, strict=True):
         for index, dim in zip(indices, dims, strict=True):

@@ -81,7 +81,7 @@ def test_every_split(split, count, dtype, axis_type, rng):
 
 
 def test_a_complex_product_with_the_conjugate(rng):
-    """The result is Hermitian, so its halves differ."""
+    """The result is Hermitian, so one half is the conjugate of the other."""
     x = jnp.asarray(rng.normal(size=(300, 40)) + 1j * rng.normal(size=(300, 40)), jnp.complex64)
     for conjugates in (False, True):
         got = jaxmp.matmul(x, x, transpose_b=True, conjugate_b=conjugates)

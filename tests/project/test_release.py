@@ -51,7 +51,7 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return `tree((file, old, new), ...)`, which writes a project's files with these changes into a folder."""
+    """Returns `tree((file, old, new), ...)`, which writes a project's files with these changes into a folder."""
 
     def write(*changes):
         for name, text in FILES.items():

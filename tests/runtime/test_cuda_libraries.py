@@ -22,7 +22,7 @@ from jaxmp._src.platform.runtime import cuda_libraries, native
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """Return `wheels("cu13", "nccl")`, which creates the files of these wheels only."""
+    """Returns `wheels("cu13", "nccl")`, which creates the files of these wheels only."""
 
     def lay_out(*names):
         folders = {"cu13": "cublasmp/cu13/lib", "cu12": "cublasmp/cu12/lib", "nccl": "nccl/lib"}
@@ -163,7 +163,7 @@ class FakeExtension:
 
 @pytest.fixture
 def opening(wheels, monkeypatch):
-    """Return `opening(refusal)`: a fake extension in a process that has not loaded cuBLASMp yet."""
+    """Returns `opening(refusal)`: a fake extension in a process that has not loaded cuBLASMp yet."""
 
     def make(refusal=""):
         module = FakeExtension(refusal)

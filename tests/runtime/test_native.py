@@ -270,7 +270,7 @@ def test_a_plan_miss_is_logged_on_one_line(extension, caplog):
 
 
 def test_a_handler_that_raises_does_not_fail_the_call(extension, monkeypatch):
-    monkeypatch.setattr(native, "_is_logging_plans", False)  # keeps other code from setting another logger
+    monkeypatch.setattr(native, "_is_logging_plans", False)  # so other code sets no other log
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: unraisable.append(str(raised.object)))
 

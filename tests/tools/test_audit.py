@@ -322,7 +322,7 @@ def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, 
 
 
 def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_of, rng):
-    """Sums over devices that each keep a part of the sequence."""
+    """Sums over devices; each device keeps its part of the sequence."""
     mesh = mesh_of({"x": 4})
 
     def local(x, w):

@@ -194,7 +194,7 @@ def test_a_product_between_machines_is_cut_where_that_hides_much():
     busy = {"nbytes": 1e5, "memory_bandwidth": 1e6, "network_load": 0.7, "new_memory_bandwidth": 2**27}
     assert chunks(**busy) == 1  # 1.94
     assert chunks(sums=[2**26], **busy) == 8  # the whole takes 2.5: each call allocates its sums
-    assert chunks(sums=[2**25], **busy) == chunks(sums=[2**30], **busy) == 1  # in no call, and in every chunk
+    assert chunks(sums=[2**25], **busy) == chunks(sums=[2**30], **busy) == 1  # new memory in no call; in every chunk
     between = dataclasses.replace(machine, link_bandwidth=1e6)
     exposed = [call_time(between, **call, chunks=n).exposed for n in (1, 8)]
     assert exposed == pytest.approx([1, 1 / 8])
