@@ -1,11 +1,11 @@
-"""The judge of every test that compares rounded numbers.
+"""Judges rounded numbers in all tests.
 
-The bound is componentwise, |D - D*| <= c * (u_acc * |A| |B| + u_out * |D*|), with D* from float64. A relative
-tolerance would drift with k, and one score for a whole matrix would hide a lost tile.
+The bound is componentwise, |D - D*| <= c * (u_acc * |A| |B| + u_out * |D*|), with D* from float64. A relative tolerance
+would depend on k, and one score for a whole matrix would hide a lost tile.
 
-For whole programs (gradients, tangents, Hessians) |A| |B| generalises to a *majorant*: the same program run on
-absolute values, with every function replaced by one whose derivatives dominate. Sums of products of non-negative
-numbers do not cancel, so it bounds what each rounding on the way can have contributed.
+For whole programs (gradients, tangents, Hessians) |A| |B| generalises to a *majorant*: the same program run on absolute
+values, with every function replaced by one with dominating derivatives. Sums of products of non-negative numbers do not
+cancel, so the majorant bounds the contribution of every rounding.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 
 # Roundings of a product. The error of a sum of k random terms grows like k, as |A| |B| does (k roundings of partial
-# sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix holds six of them.
+# sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix contains six of them.
 PRODUCT = 4.0
-# Roundings of a whole program: each majorant term passes through a handful of operations.
+# Roundings of a whole program: each term of the majorant passes through a few operations.
 PROGRAM = 4.0
 
 
 def unit_roundoff(dtype) -> float:
-    """Half the distance between 1 and the next number of `dtype`."""
+    """Returns half the distance between 1 and the next number of `dtype`."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def judge(name: str, got, want, allowed) -> float:
-    """Demand |got - want| <= allowed of every element; print and return the worst as a percentage of its allowance."""
+    """Asserts |got - want| <= allowed for every element; prints and returns the largest error in % of `allowed`."""
     got, want, allowed = np.asarray(got), np.asarray(want), np.asarray(allowed)
     assert got.shape == want.shape == allowed.shape, f"{name}: shapes {got.shape}, {want.shape}, {allowed.shape}"
     if got.size == 0:
@@ -35,7 +35,7 @@ def judge(name: str, got, want, allowed) -> float:
     error = np.abs(got.astype(wide) - want.astype(wide))
     with np.errstate(divide="ignore", invalid="ignore"):
         used = np.where(error == 0, 0.0, error / allowed)
-    used = np.where(np.isnan(error), np.inf, used)  # a NaN is within no bound
+    used = np.where(np.isnan(error), np.inf, used)  # a NaN exceeds every bound
     worst = np.unravel_index(np.argmax(used), used.shape)
     percentage = 100 * float(used[worst])
     print(f"{name}: {percentage:.1f} % of the bound")
@@ -47,9 +47,9 @@ def judge(name: str, got, want, allowed) -> float:
 
 
 def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
-    """`judge`, where `want` may hold NaN and infinities: a NaN has to be a NaN, an infinity the same infinity.
+    """Judges like `judge` if `want` may contain NaN and infinities: the same elements must be NaN or the same infinity.
 
-    Of complex numbers only whether they are finite is judged. Where `may_overflow`, an infinity of that sign will do.
+    For complex numbers only finiteness is judged. If `may_overflow`, an infinity of the right sign is accepted.
     """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{name}: shapes {got.shape}, {want.shape}"
@@ -71,7 +71,7 @@ def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
 
 
 def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
-    """Judge D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
+    """Judges D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
     want = a @ b if want is None else want
     allowed = c * (
         accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want)

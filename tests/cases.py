@@ -1,8 +1,8 @@
-"""The one table of cases from which the suites parametrise.
+"""The table of cases that all suites use as parameters.
 
-A case is a product on a mesh. `CASES` holds one per way of laying it out (pattern, groups, axes); a suite adds the
-other columns with `Case.replace`: extents, transposition, dtype, epilog, c. Extents are given per shard, so that odd
-ones, ones and empty ones stay odd on every mesh; the global extents follow from the shardings.
+A case is a product on a mesh. `CASES` has one per layout (pattern, groups, axes); a suite sets the other columns with
+`Case.replace`: extents, transposition, dtype, epilog, c. Extents are per shard, so that odd, single and empty extents
+stay so on every mesh; the global extents follow from the shardings.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxmp._src.platform.runtime import native
 class Case:
     """One product. `a`, `b` and `out` are the shardings of op(a) (m, k), op(b) (k, n) and d (m, n).
 
-    A grid shards every stored matrix alike, so there `a` and `b` are the shardings of the stored operands.
-    `pattern` is explain's word for it; `gathers` names the operand that has to be gathered ahead of a local product.
+    A grid shards all stored matrices in the same way, so there `a` and `b` are the shardings of the stored operands.
+    `pattern` is the name in `explain`; `gathers` names the operand that is gathered before a local product.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def stored(self) -> tuple[P, P]:
-        """Shardings of a and b as they are stored."""
+        """Returns the shardings of a and b as stored."""
         if self.pattern == "grid":
             return self.a, self.b
         specs = (self.a, self.b)
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        """Global (m, n, k): the extents per shard, times what every sharding of that dimension divides."""
+        """Returns the global (m, n, k): extents per shard times the number of shards of each dimension."""
         names = {
             "a": "mk" if self.transposition[0] == "N" else "km",
             "b": "kn" if self.transposition[1] == "N" else "nk",
@@ -102,14 +102,14 @@ class Case:
 
     @property
     def column_shards(self) -> int:
-        """Into how many parts d's columns are cut; a packed relu mask is padded in each."""
+        """Returns the number of column shards of d; a packed relu mask is padded in each shard."""
         return self._shards(self.out[1])
 
     def spec_of(self, name: str) -> P:
-        """The sharding of an operand or result beside a and b, by name."""
+        """Returns the sharding of a bias, an aux or another operand or result, by name."""
         rows, cols = self.out
         if name == ("bgradb" if self.computes_transposed else "bgrada"):
-            # Sums of the rows of the first operand of the call are whole in its group.
+            # Sums of rows of the call's first operand are complete in its group.
             dim = cols if self.computes_transposed else rows
             axes = (dim,) if isinstance(dim, str) else dim or ()
             return P(tuple(axis for axis in axes if axis not in self.group) or None)
@@ -118,19 +118,19 @@ class Case:
         return P(cols) if name == "bias" or "bgrad" in name else self.out
 
     def jax_mesh(self, axis_type=AxisType.Explicit):
-        """The mesh over the first devices; skips by name where there are too few."""
+        """Returns the mesh over the first devices; skips the test if there are too few."""
         require_devices(self.ndevices)
         return _mesh(self.mesh, axis_type)
 
     def integers(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Stored operands of small non-zero integers: every partial sum is exact in every type's accumulator.
+        """Returns stored operands of small non-zero integers: every partial sum is exact in every type's accumulator.
 
-        Without zeros no product is -0, so equal sums are equal to the bit.
+        Without zeros no product is -0, so equal sums have equal bits.
         """
         return tuple(self._store(small_integers(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
 
     def values(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Stored operands from the normal distribution, rounded to the case's dtype."""
+        """Returns stored operands from the normal distribution, rounded to the case's dtype."""
         return tuple(self._store(normal(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
 
     def _op_shapes(self):
@@ -142,7 +142,7 @@ class Case:
         return np.ascontiguousarray(x.T) if transposition == "T" else x
 
     def op(self, a, b):
-        """(op(a), op(b)) of stored operands, in numpy."""
+        """Returns (op(a), op(b)) of stored operands, in numpy."""
         pairs = zip((a, b), self.transposition, self.conjugation, strict=True)
         return tuple(np.conj(x.T if t == "T" else x) if conj else (x.T if t == "T" else x) for x, t, conj in pairs)
 
@@ -155,12 +155,12 @@ def _mesh(sizes, axis_type):
 
 
 def put(x, mesh, spec):
-    """`x` on the devices of `mesh`."""
+    """Puts `x` on the devices of `mesh`."""
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def typed(mesh, shape, *spec, dtype="float32"):
-    """The type of an array that lies so on `mesh`."""
+    """Returns the type of an array with this sharding on `mesh`."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
@@ -184,7 +184,7 @@ def small_integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
 
 
 def wide(x) -> np.ndarray:
-    """`x` in float64 or complex128, without loss."""
+    """Returns `x` in float64 or complex128, without loss."""
     return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
@@ -194,11 +194,11 @@ _XY = (("x", 2), ("y", 2))
 _ROW, _COL, _NONE = P("y", None), P(None, "y"), P(None, None)
 
 CASES = (
-    # Everything in its place: no communication.
+    # No communication: every operand is where it is needed.
     Case("local", "local", _XY, P("x", None), P(None, "y"), P("x", "y")),
     Case("local-sliced", "local", _XY, _NONE, _NONE, P("x", "y")),
     Case("local-two-axes", "local", _XY, P(("y", "x"), None), _NONE, P(("y", "x"), None)),
-    # Rows of a are gathered while b's columns stay.
+    # Rows of a are gathered; columns of b stay.
     Case("ag", "all_gather", (("y", 4),), _ROW, _COL, _COL, ("y",)),
     Case("ag-one-rank", "all_gather", (("y", 1),), _ROW, _COL, _COL, ("y",)),
     Case("ag-data", "all_gather", _XY, P(("x", "y"), None), _COL, P("x", "y"), ("y",)),
@@ -207,19 +207,19 @@ CASES = (
         "ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")
     ),
     Case("ag-transposed", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), computes_transposed=True),
-    # The contraction is sharded and the sum scattered over the rows.
+    # The contraction is sharded, and the sum is scattered over the rows.
     Case("rs", "reduce_scatter", (("y", 4),), _COL, _ROW, _ROW, ("y",)),
     Case("rs-data", "reduce_scatter", _XY, P("x", "y"), _ROW, P(("x", "y"), None), ("y",)),
     Case(
         "rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")
     ),
     Case("rs-transposed", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), computes_transposed=True),
-    # The sum on every device.
+    # Every device gets the whole sum.
     Case("ar", "all_reduce", (("y", 8),), _COL, _ROW, _NONE, ("y",)),
     Case("ar-data", "all_reduce", _XY, P("x", "y"), _ROW, P("x", None), ("y",)),
     Case("ar-first-axis", "all_reduce", (("x", 2), ("y", 4)), P("y", "x"), P("x", None), P("y", None), ("x",)),
     Case("ar-two-axes", "all_reduce", _XY, P(None, ("y", "x")), P(("y", "x"), None), _NONE, ("y", "x")),
-    # Every matrix in blocks.
+    # All matrices are in blocks.
     Case("grid", "grid", _XY, P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
     Case("grid-transposed", "grid", _XY, P("y", "x"), P("y", "x"), P("y", "x"), ("y", "x")),
     Case("grid-2x4", "grid", (("x", 2), ("y", 4)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
@@ -231,13 +231,13 @@ CASES = (
         *[P(("x", "y"), "z")] * 3,
         group=("x", "y", "z"),
     ),
-    # An axis that no other operand shares: the gather that was asked for, then a local product.
+    # No other operand uses the axis: the requested gather, then a local product.
     Case("gather-a", "local", _XY, _ROW, _NONE, _NONE, gathers="a"),
     Case("gather-b", "local", _XY, _NONE, _COL, _NONE, gathers="b"),
 )
 BY_NAME = {case.name: case for case in CASES}
 
-# One per pattern, on a 2 x 2 mesh: what the transform matrix runs. The extents are the same for all of them.
+# The transform matrix's cases: one per pattern, on a 2 x 2 mesh. All have the same extents.
 _OF_MATRIX = "local ag-data rs-data ar-data grid ag-transposed rs-transposed gather-a gather-b"
 MATRIX = tuple(BY_NAME[name] for name in _OF_MATRIX.split())
 
@@ -250,17 +250,17 @@ _EPILOGS = (
     "DRELU DRELU_BGRAD DGELU DGELU_BGRAD BGRADA BGRADB"
 )
 EPILOGS = tuple(Epilog[name] for name in _EPILOGS.split())
-# None is the default, which on CPU devices of one process is "host".
+# None is the default: "host" on CPU devices of one process.
 IMPLEMENTATIONS = (None, "xla")
 
 
 def by_id(cases):
-    """`parametrize` arguments for cases."""
+    """Returns `parametrize` arguments for cases, with their names as ids."""
     return [pytest.param(case, id=case.name) for case in cases]
 
 
 def require(implementation) -> None:
-    """Skip by name where the compiled extension is absent; with JAXMP_REQUIRE_DEVICES or CI set, fail instead."""
+    """Skips the test if the compiled extension is absent; fails instead if JAXMP_REQUIRE_DEVICES or CI is set."""
     if implementation == "xla":
         return
     try:

@@ -1,4 +1,4 @@
-"""Flags that JAX marks as its coming defaults.
+"""Flags that JAX marks as coming defaults.
 
 `make test-python RUN=tests/coming_flags.py` runs a part of the tests under each of them.
 """
@@ -17,16 +17,16 @@ TESTS = (
     "1/60",
 )
 
-# Said beside the default, in JAX's source or changelog, and not by the mark that others have.
+# Named in JAX's source or changelog, without the mark that others have.
 SAID_ELSEWHERE = {"jax_auto_pcast": False, "eager_constant_folding": True}
-# In JAX 0.12 a scan has no derivative under this one.
+# A scan has no derivative under this flag in JAX 0.12.
 NOT_YET = {"jax_scan3"}
 MARK = config.UPGRADE_BOOL_HELP.split("(")[0].strip()
 FLAGS = config.config._value_holders
 
 
 def coming() -> dict[str, bool]:
-    """The value that each flag of this JAX is to have, where it has another one now."""
+    """Returns the coming value of each flag of this JAX, if it differs from the current one."""
     marked = {name for name, flag in FLAGS.items() if MARK in (flag.__doc__ or "")}
     values = SAID_ELSEWHERE | dict.fromkeys(sorted(marked - NOT_YET), True)
     return {name: value for name, value in values.items() if FLAGS[name].value is not value}

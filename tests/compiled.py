@@ -1,4 +1,4 @@
-"""What the text of a compiled program holds."""
+"""Reads the text of a compiled program."""
 
 import re
 
@@ -14,7 +14,7 @@ def compiled_text(program, *args):
 
 
 def calls_of(text):
-    """Patterns of our custom calls, in no order."""
+    """Returns the patterns of our custom calls, sorted."""
     return sorted(re.findall(rf'custom_call_target="{native.TARGET}".*?pattern = "(\w+)"', text))
 
 
@@ -23,5 +23,5 @@ def collectives_of(text):
 
 
 def other_products_of(text):
-    """Products that XLA computes itself."""
+    """Returns the products that XLA computes itself."""
     return re.findall(r" (?:dot|convolution)\(", text)

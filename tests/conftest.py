@@ -4,14 +4,14 @@ import os
 
 DEVICE_COUNT = 8
 
-# XLA reads both when its first backend starts, so they are set before anything imports jax.
+# XLA reads both when its first backend starts, so they must be set before jax is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
     ).strip()
 
-# What `fuse` warns of where it fails is an error in programs that tests start, too.
+# Programs started by tests also treat `fuse`'s warnings about its failures as errors.
 os.environ.setdefault("PYTHONWARNINGS", "error:jaxmp.fuse fails")
 
 import jax
@@ -21,9 +21,8 @@ import selection
 
 OF_BITS = ("test_fixed_shape", "test_laws", "test_models", "test_numerics")
 
-# Strict promotion makes every unintended mix of dtypes in our rules an error instead of a silently
-# wider (and slower, and differently rounded) product. jaxmp follows JAX's promotion rules, so the
-# few tests about promotion itself ask for the `standard_promotion` fixture.
+# Strict promotion makes an unintended mix of dtypes in our rules an error instead of a wider (and slower, and
+# differently rounded) product. jaxmp follows JAX's promotion rules, so tests of promotion use `standard_promotion`.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -34,7 +33,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what only the exhaustive suite runs, unless a case is named on the command line."""
+    """Drops the cases that only the exhaustive suite runs, unless the command line names a case."""
     kept = set(items)
     if not config.getoption("--exhaustive") and not any("[" in arg for arg in config.args):
         kept = selection.small(items)
@@ -46,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def needs_extension(request):
-    """Skip tests of products by name where the compiled extension is absent, unless XLA multiplies (cases.require)."""
+    """Skips tests of products if the compiled extension is absent, unless XLA multiplies (cases.require)."""
     if request.path.parent.name in ("product", "tools", "fuse", "errors"):
         import cases
 
@@ -56,7 +55,7 @@ def needs_extension(request):
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
-    """Without LLVM's optimizations, which take much of the time, where values are judged and not their last bits."""
+    """Turns off LLVM's optimizations to save time in tests that judge values and not last bits."""
     is_quick = request.path.parent.name in ("product", "errors", "fuse") and request.path.stem not in OF_BITS
     jax.config.update("jax_disable_most_optimizations", is_quick)
     yield
@@ -65,36 +64,36 @@ def quick_compilation(request):
 
 @pytest.fixture
 def standard_promotion():
-    """JAX's default promotion rules, for tests of mixed operands."""
+    """Uses JAX's default promotion rules, for tests of mixed operands."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture
 def promotion_of_users(standard_promotion):
-    """JAX's default promotion of ranks too, for programs as users write them."""
+    """Also uses JAX's default promotion of ranks, for programs as users write them."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def x64():
-    """64-bit types for one test; without it they are off, as they are for users."""
+    """Turns 64-bit types on for one test; they are off by default, as for users."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def rng():
-    """A generator that starts from the same state in every test, whatever ran before."""
+    """Returns a generator that starts in the same state in every test."""
     return np.random.default_rng(20240229)
 
 
 def require_devices(count):
-    """Skip the test where fewer than `count` devices exist.
+    """Skips the test if fewer than `count` devices exist.
 
-    With JAXMP_REQUIRE_DEVICES=n, a test that wants no more than n devices fails instead, so that a
-    machine which should have them cannot pass by skipping.
+    With JAXMP_REQUIRE_DEVICES=n, a test that needs at most n devices fails instead, so that a machine that should have
+    them cannot pass by skipping.
     """
     found = jax.device_count()
     if found >= count:
@@ -107,7 +106,7 @@ def require_devices(count):
 
 @pytest.fixture
 def mesh_of():
-    """Return `mesh_of({"x": 2, "y": 4})`: a mesh over the first devices, or skip the test by name.
+    """Returns `mesh_of({"x": 2, "y": 4})`: a mesh over the first devices; skips the test if there are too few.
 
     Axis types are explicit unless `axis_type` says otherwise.
     """

@@ -1,4 +1,4 @@
-"""Programs for CUDA devices, on machines without one."""
+"""Programs for CUDA devices, lowered on machines without one."""
 
 import re
 import types
@@ -12,7 +12,7 @@ from jaxmp._src.platform.runtime import native
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Return `cards("9.0", "9.0")`, which gives this process CUDA devices of these compute capabilities."""
+    """Returns `cards("9.0", "9.0")`, which gives this process fake CUDA devices with these compute capabilities."""
     cases.require("host")
 
     def plug_in(*capabilities, why=""):
@@ -26,7 +26,7 @@ def cards(monkeypatch):
 
 
 def texts(f, *args, platform="cuda"):
-    """The custom calls of jaxmp in the program that would run on `platform`, each as its line."""
+    """Returns the lines with jaxmp's custom calls of the program for `platform`."""
     lines = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text().splitlines()
     return [line for line in lines if "@jaxmp_matmul" in line]
 

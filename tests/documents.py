@@ -1,6 +1,6 @@
 """Runs the code of a page: every block that is marked `python`, in order, as one program.
 
-Blocks marked `py` are other libraries' code, quoted for comparison, and do not run.
+Blocks marked `py` quote other libraries' code for comparison, and do not run.
 """
 
 import doctest
@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def blocks(page):
-    """The text of each block of Python of a page."""
+    """Returns the text of each Python block of a page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
 
 
 def run(page, folder, before=""):
-    """What the code of `page` prints, run in a process of its own behind the code `before`."""
+    """Runs the code of `page` after the code `before`, in a separate process; returns the output."""
     program = folder / f"{page.stem}.py"
     program.write_text("\n".join([before, *blocks(page)]))
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -37,7 +37,7 @@ def run(page, folder, before=""):
 
 
 def run_doctests(page):
-    """Runs the Python sessions of a page, one after the other with the same names; returns the number of examples."""
+    """Runs the Python sessions of a page in order, with shared names; returns the number of examples."""
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     names = {}
     for block in blocks(page):

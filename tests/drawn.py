@@ -1,14 +1,14 @@
-"""Random products: what is drawn, the table of them that every pair is in, and the values on which they run.
+"""Random products: how they are drawn, the table that contains every pair of values, and the numbers they run on.
 
 `draw` makes a trial (suite.py): layout, way to call, transposition, type, extents (primes, ones and zeros among them),
 scalars as numbers or operands, C, epilog, implementation, level of determinism, a batch, aliased or donated operands,
-rematerialization. `table` draws until every pair of values of the columns in PAIRS has occurred that can, and every
-value of every column. Each trial is compiled once and runs on several sets of values: small integers, from the normal
+rematerialization. `table` draws until every possible pair of values of the columns in PAIRS has occurred, and every
+value of every column. Each trial is compiled once and runs on several sets of numbers: small integers, from the normal
 distribution, with zeros of both signs, with NaN, with infinities, with subnormals, and so large that sums overflow. The
-oracle of suite.py judges every output and gradient: of small integers to the bit, a NaN has to be a NaN, an infinity
-that infinity, and everything else within the bound. XLA:CPU flushes subnormals to zero, so there the smallest normal
-number is allowed beside the bound, and nothing more. float16's are normal numbers of its accumulator: a result among
-them is rounded to a multiple of the smallest.
+oracle of suite.py judges every output and gradient: small integers bitwise, a NaN must be a NaN, an infinity that
+infinity, and everything else within the bound. XLA:CPU flushes subnormals to zero, so there the smallest normal number
+is allowed in addition. float16's subnormals are normal numbers of its accumulator: such a result is rounded to a
+multiple of the smallest one.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ COLUMNS = {
     "beta": (None, None, 1.0, -0.75, 2.0, 0.0),
     "traced": ((), (), ("alpha",), ("beta",), ("alpha", "beta")),
     "implementation": cases.IMPLEMENTATIONS,
-    "determinism": ("run_to_run", *suite.DETERMINISM),  # half of them of the default
+    "determinism": ("run_to_run", *suite.DETERMINISM),  # half of them are the default
     "batch": ("", "", "", "rows", "columns", "both", "c", "bias", "aux"),
     "is_aliased": (False, False, True),
     "donated": ("", "", "c", "everything"),
     "has_remat": (False, False, True),
     "empty": ("", "", "", "", "", "m", "n", "k", "mk", "mnk"),
 }
-# Columns of which every pair of values is in the table; "kind" is that of a layout, and "way" a mode, eager or not.
+# Every pair of values of these columns is in the table; "kind" is a layout's kind, and "way" a mode, eager or not.
 PAIRS = ("kind", "way", "transposition", "dtype", "epilog", "traced", "implementation", "determinism", "batch")
 MORE_PAIRS = (
     ("layout", "transposition"),
@@ -68,7 +68,7 @@ MORE_PAIRS = (
 
 
 def draw(rng: random.Random, tries: int = 10**6, **fixed) -> tuple[dict, Trial] | None:
-    """A row of values, by column, some of them given, and the trial that it stands for; None if none was found."""
+    """Returns (a row of values by column, `fixed` ones included, and its trial), or None after `tries` failures."""
     options = {name: [value for value in values if _fits(fixed, name, value)] for name, values in COLUMNS.items()}
     for _ in range(tries):
         row = {name: rng.choice(values) for name, values in options.items()} | fixed
@@ -79,7 +79,7 @@ def draw(rng: random.Random, tries: int = 10**6, **fixed) -> tuple[dict, Trial] 
 
 
 def _fits(fixed, name: str, value) -> bool:
-    """Whether a layout or a mode is of the kind that is given."""
+    """True if a layout or a mode fits the given kind or way."""
     kind, way = fixed.get("kind"), fixed.get("way")
     return {"layout": not kind or KIND.get(value) == kind, "mode": not way or str(value).startswith(way)}.get(
         name, True
@@ -93,12 +93,12 @@ def _is_possible(row: dict) -> bool:
         mode.serves(case)
         and suite.is_possible(row["epilog"], row["transposition"], is_complex, row["conjugation"])
         and not (has_level and (traced or row["mode"] != "explicit"))
-        and not (traced and row["epilog"] in suite.SUMS)  # alpha and beta are numbers there
+        and not (traced and row["epilog"] in suite.SUMS)  # alpha and beta must be numbers there
         and ("beta" not in traced or bool(beta))
         and not (row["donated"] == "c" and (beta is None or traced))
-        # XLA aborts on some empty arrays of a gradient that is not compiled as a whole.
+        # XLA aborts on some empty arrays of gradients that are not compiled as a whole.
         and (mode.is_jitted or not (row["batch"] or row["donated"] or row["has_remat"] or row["empty"]))
-        and not (row["empty"] and row["mode"].startswith("shard_map"))  # XLA partitions no body of nothing
+        and not (row["empty"] and row["mode"].startswith("shard_map"))  # XLA partitions no empty body
         and not (row["is_aliased"] and (row["batch"] or mode.axis_type is None))
     )
 
@@ -115,7 +115,7 @@ def _trial(rng: random.Random, row: dict) -> Trial:
 
 
 def _extents(rng: random.Random, case, empty: str, is_aliased: bool) -> tuple[int, int, int]:
-    """Extents per shard; of aliased operands such that both have one shape."""
+    """Returns random extents per shard; aliased operands get equal shapes."""
 
     def extent(name):
         if name in empty:
@@ -128,19 +128,19 @@ def _extents(rng: random.Random, case, empty: str, is_aliased: bool) -> tuple[in
     parts = case.replace(per_shard=(1, 1, 1)).extents
     whole = m * math.lcm(*parts)
     same = tuple(whole // part for part in parts)
-    # a a^T and a^T a take any k, a a a square a.
+    # a a^T and a^T a take any k; a a needs a square a.
     return (same[0], same[1], k) if case.transposition in ("NT", "TN") else same
 
 
 def _cells(row: dict) -> frozenset:
-    """What a row covers: pairs of values, and each value."""
+    """Returns the pairs of values and single values that a row covers."""
     pairs = [*itertools.combinations(PAIRS, 2), *MORE_PAIRS]
     return frozenset(tuple((name, row[name]) for name in names) for names in (*pairs, *((name,) for name in COLUMNS)))
 
 
 @functools.cache
 def table(candidates: int = 8) -> tuple[Trial, ...]:
-    """Trials, always the same ones, with every pair that can occur: the best of some random rows, again and again."""
+    """Returns a fixed table of trials with every possible pair: repeatedly takes the best of some random rows."""
     rng = random.Random(0)
     values = COLUMNS | {"kind": KIND.values(), "way": [mode.removesuffix("-eager") for mode in modes.BY_ID]}
     names = (*itertools.combinations(PAIRS, 2), *MORE_PAIRS, *((name,) for name in COLUMNS))
@@ -165,21 +165,21 @@ def table(candidates: int = 8) -> tuple[Trial, ...]:
 
 
 def kinds_of(trial: Trial) -> tuple[str, ...]:
-    """The kinds of values with which the product runs, in order; without those that do not fit it."""
+    """Returns the kinds of values that the product runs on, in order, without kinds that do not fit it."""
     left_out = set()
     if trial.is_aliased:
-        left_out.add("subnormal")  # their products with each other say nothing
+        left_out.add("subnormal")  # products of subnormals with each other are 0
     if trial.case.dtype not in ("float32", "bfloat16", "float16") or trial.epilog in _SUMS_OF_D:
-        left_out.add("overflowing")  # float64 overflows in the oracle too; signs mix
+        left_out.add("overflowing")  # float64 overflows in the oracle, too; signs mix
     if trial.batch in ("c", "bias", "aux") or trial.traced:
-        left_out |= {"nan", "infinite", "overflowing"}  # cotangents may be summed ahead of their product
+        left_out |= {"nan", "infinite", "overflowing"}  # cotangents may be summed before their product
     if suite.FORWARD.get(trial.epilog) == "gelu" and trial.alpha < 0:
-        left_out.add("overflowing")  # gelu(-inf) is jax.nn.gelu's NaN
+        left_out.add("overflowing")  # gelu(-inf) is NaN in jax.nn.gelu
     return tuple(kind for kind in KINDS if kind not in left_out)
 
 
 def values(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
-    """Operands as stored and weights of the loss, with a batch in front of those that have one."""
+    """Returns stored operands and weights of the loss; a batch is the first dimension."""
     examples = [_example(trial, kind, rng) for _ in range(suite.BATCH if trial.batch else 1)]
     return {
         name: np.stack([x[name] for x in examples]) if trial.has_batch(name) else v for name, v in examples[0].items()
@@ -193,7 +193,7 @@ def _example(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
     dtype, inputs = trial.case.dtype, [x[name] for name in ("a", "b", "c", "bias", "gelu_aux") if name in x]
     if kind == "zeros":
         for v in inputs:
-            v[rng.random(v.shape) < 0.5] *= np.zeros((), dtype)  # which keeps the sign
+            v[rng.random(v.shape) < 0.5] *= np.zeros((), dtype)  # keeps the sign
     elif kind in ("nan", "infinite"):
         for v in inputs:
             if v.size and rng.random() < 0.5:
@@ -208,10 +208,10 @@ def _example(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
 
 
 def _make_integers(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
-    """Every partial sum is exact in every type's accumulator; C, where beta is 0, is never read."""
+    """Makes operands integers with exact partial sums in every accumulator; C is NaN, and not read, if beta is 0."""
     for name, v in x.items():
         if name not in ("relu_aux", "alpha", "beta"):
-            # Larger ones in 16 bits: their sums have to be rounded, and a part of a sum that was rounded first shows.
+            # Larger integers in 16 bits: their sums need rounding, so a rounded partial sum shows.
             size = 9 if name == "a" and v.dtype.itemsize == 2 else 1
             v[...] = size * cases.small_integers(rng, v.shape, v.dtype)
     if trial.beta == 0:
@@ -219,14 +219,14 @@ def _make_integers(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
 
 
 def is_exact(trial: Trial, kind: str) -> bool:
-    """Whether nothing is rounded but what is stored."""
+    """True if only stored results are rounded."""
     return kind == "integers" and "gelu" not in (suite.FORWARD.get(trial.epilog), suite.BACKWARD.get(trial.epilog))
 
 
 def _make_subnormal(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
-    """Rows of op(a) of subnormal numbers, they and what they meet so small that no sum of them is normal.
+    """Makes some rows of op(a) subnormal, and all values so small that no sum with these rows is normal.
 
-    So whatever is flushed, no result is further off than the smallest normal number.
+    So any flush changes a result by at most the smallest normal number.
     """
     case, tiny = trial.case, float(jnp.finfo(trial.case.dtype).tiny)
     (m, n, k), dtype = case.extents, jnp.dtype(trial.case.dtype)
@@ -249,9 +249,9 @@ def _make_subnormal(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
 
 
 def _make_overflowing(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
-    """Positive a and b of few bits, so that no order of the sum matters: some rows overflow and others do not.
+    """Makes a and b positive with few bits, so that the order of sums does not matter; some rows overflow.
 
-    All rows within a factor of four: of few large terms among many the bound would be too small for its roundings.
+    All rows are within a factor of four: with few large terms among many, the bound would be too small.
     """
     case, dtype = trial.case, jnp.dtype(trial.case.dtype)
     largest, of_b = (16, 5) if dtype == jnp.float16 else (128, 61)
@@ -262,14 +262,14 @@ def _make_overflowing(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
 
 
 def allowed_beside(trial: Trial, kind: str) -> float:
-    """What a flushed subnormal changes, or one that is rounded."""
+    """Returns the error that a flushed or rounded subnormal may cause."""
     if trial.case.dtype == "float16":
         return float(jnp.finfo(trial.case.dtype).smallest_subnormal)
     return float(jnp.finfo(trial.case.dtype).tiny) if kind == "subnormal" else 0.0
 
 
 def check(trial: Trial, kind: str, x, got) -> None:
-    """Judge the results of a trial on values of a kind."""
+    """Judges the results of a trial on values of a kind."""
     absolute = allowed_beside(trial, kind)
 
     def oracle(trial, x):
@@ -284,7 +284,7 @@ def check(trial: Trial, kind: str, x, got) -> None:
 
 
 def _overflowed(trial: Trial, name: str, want: Expected) -> Expected:
-    """With the infinities of the type; within a hundredth of its largest number both are right."""
+    """Turns overflowing values into infinities; close to the type's largest number (1 %), both are right."""
     if name == "relu_aux":
         return want
     most = float(jnp.finfo(suite.scalar_type(trial.case.dtype) if name in trial.traced else trial.case.dtype).max)
@@ -298,7 +298,7 @@ def _overflowed(trial: Trial, name: str, want: Expected) -> Expected:
 
 
 def check_on(trial: Trial, kinds, rng) -> collections.Counter:
-    """Judge a trial on values of each kind; how many results there were, or refusals."""
+    """Judges a trial on values of each kind; counts results and refusals."""
     cases.require(trial.implementation)
     run, count = suite.compiled(trial), collections.Counter()
     for kind in kinds:
@@ -309,8 +309,8 @@ def check_on(trial: Trial, kinds, rng) -> collections.Counter:
             if not is_refusal(trial, str(error)):
                 raise
             return collections.Counter(["programs refused"])
-        # Under vmap the sums of an epilog are operations of their own, which are refused elsewhere; of nothing there
-        # are none; and some refusals are of gradients.
+        # Under vmap an epilog's sums are separate operations, which are refused in other cases; an empty product has
+        # none; some refusals concern gradients.
         may_pass = trial.batch or 0 in trial.case.extents or trial.donated == "c"
         assert may_pass or not trial.refusal(), f"{trial.id}: is not refused"
         check(trial, kind, x, got)
@@ -319,11 +319,11 @@ def check_on(trial: Trial, kinds, rng) -> collections.Counter:
 
 
 def is_refusal(trial: Trial, message: str) -> bool:
-    """Whether the message is one that docs/determinism.md has for this product."""
+    """True if docs/determinism.md has this message for this product."""
     has_sums = trial.determinism == "topology" and trial.epilog in suite.SUMS
     if has_sums and trial.batch and f"has no epilog {trial.epilog.name} under vmap" in message:
         return True
-    # A sum over nothing has its epilog beside a call, on each device's rows.
+    # An empty sum has its epilog outside a call, on each device's rows.
     if has_sums and not trial.case.extents[2] and f"has no epilog {trial.epilog.name} on rows that are" in message:
         return True
     return bool(trial.refusal()) and trial.refusal() in message

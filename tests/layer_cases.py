@@ -1,4 +1,4 @@
-"""The layers `linear`, `mlp` and `gated_mlp`: shapes of their operands, how they are laid out, and values for them."""
+"""The layers `linear`, `mlp` and `gated_mlp`: shapes of their operands, layouts, and values."""
 
 import cases
 from jax.sharding import PartitionSpec as P
@@ -13,7 +13,7 @@ SHAPES = {
         **{"b_gate": (8,), "b_up": (8,), "b_down": (4,)},
     },
 }
-# Layout: shardings of x, of weights and bias of the first product, of those of the second one, and of y.
+# Layout: shardings of x, of weights and bias of the first product, of weights and bias of the second one, and of y.
 COLUMNS, ROWS = P(None, "model"), P("model", None)
 LAYOUTS = {
     "tensor parallel": (P("data", None), COLUMNS, P("model"), ROWS, P(None), P("data", None)),
@@ -28,9 +28,9 @@ LAYOUTS = {
 
 
 def specs_of(layer, layout):
-    """The sharding of each operand and of the weights of the loss, and that of y."""
+    """Returns (the sharding of each operand and of the loss's weights, by name, the sharding of y)."""
     x, first, bias, second, last, y = LAYOUTS[layout]
-    if layer == "linear":  # whose columns stay as those of w, so rows that share their axis are gathered
+    if layer == "linear":  # y has w's column sharding; rows over the same axis are gathered
         rows = (tuple(axis for axis in _axes(entry) if axis != bias[0]) or None for entry in y[:-1])
         y = P(*rows, bias[0])
         return {"x": x, "w": first, "bias": bias, "ct": y}, y
@@ -57,6 +57,6 @@ def place(mesh, x, specs):
 
 
 def operands_of(x, prefix=""):
-    """The operands of the layer that has these names, or their tangents, in order."""
+    """Returns the operands of the layer with these names, or with a prefix their tangents, in order."""
     names = next(shapes for shapes in SHAPES.values() if shapes.keys() <= x.keys())
     return [x[f"{prefix}{name}"] for name in names]

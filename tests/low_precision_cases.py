@@ -1,8 +1,8 @@
-"""What the tests of fp8, fp4 and int8 share: types, operands, scales of every mode and their definition, and a call
+"""Shared parts of the fp8, fp4 and int8 tests: types, operands, scales of every mode and their definition, and a call
 with scales on sharded arrays.
 
-Placement is tested by small integers and scales that are powers of two, of which every sum is exact; numerics by the
-bound of `bounds`, with float64 products of the decoded operands.
+Placement is tested with small integers and power-of-two scales, so sums are exact; numerics with the bound of `bounds`
+and float64 products of the decoded operands.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ PATTERNS = by_name("local", "ag", "ag-data", "ag-transposed", "rs", "rs-data", "
 
 
 def small(rng, shape, dtype):
-    """Non-zero integers up to 3, which every low-precision type holds."""
+    """Returns non-zero integers up to 3, which every low-precision type holds."""
     return (rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)).astype(dtype)
 
 
@@ -46,13 +46,13 @@ def powers(rng, shape, dtype=np.float32):
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A pair of scale modes: how a's and b's scales look for an operand of shape (rows, k), and the operands' type."""
+    """A pair of scale modes: the scales of a and b for an operand of shape (rows, k), and the operands' type."""
 
     id: str
     a: str
     b: str
     dtype: np.dtype = E4M3
-    unit: int = 16  # of m, n and k on each device
+    unit: int = 16  # divides m, n and k on each device
 
     def scales(self, rng, a_shape, b_shape):
         return [make_scale(rng, kind, shape) for kind, shape in ((self.a, a_shape), (self.b, b_shape))]
@@ -71,7 +71,7 @@ def make_scale(rng, kind, shape):
 
 
 def scaled(x, scale):
-    """x times its scales in float64, by the definition of each mode."""
+    """Returns x times its scales in float64, by each mode's definition."""
     wide = np.asarray(x).astype(np.float64)
     if scale is None:
         return wide
@@ -107,12 +107,12 @@ SCALE_MODES = [
 
 
 def spec_of_scale(scale, spec):
-    """How a scale is sharded beside an operand that is sharded so."""
+    """Returns the sharding of a scale from the sharding `spec` of its operand."""
     return P(*tuple(spec)[: np.ndim(scale)])
 
 
 def place_scaled(mesh, case, a, b, *scales):
-    """The operands and their scales where the case wants them."""
+    """Puts the operands and their scales in the case's shardings."""
     operands = [cases.put(x, mesh, spec) for x, spec in zip((a, b), case.stored, strict=True)]
     return *operands, *(
         None if scale is None else cases.put(scale, mesh, spec_of_scale(scale, spec))
@@ -128,7 +128,7 @@ def sharded_call(case, a, b, scale_a, scale_b, axis_type, **options):
 
 
 def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
-    """The product of arrays that are placed first, by a program of its own."""
+    """Places the arrays, and computes their product in its own program."""
     mesh = case.jax_mesh(axis_type)
     with jax.set_mesh(mesh):
         placed = place_scaled(mesh, case, a, b, scale_a, scale_b)

@@ -1,4 +1,4 @@
-"""The ways to call the library: one `Mode` per row of docs/matmul.md's table, under the name that test ids show."""
+"""The ways to call the library: one `Mode` per row of docs/matmul.md's table, named like its test ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._src.core.spec import epilogs
 
-# The function of each pattern inside shard_map.
+# The function for each pattern inside shard_map.
 IN_SHARD_MAP = {
     "local": lambda case: jaxmp.matmul,
     "all_gather": lambda case: functools.partial(jaxmp.all_gather_matmul, axis_name=case.group),
@@ -29,8 +29,8 @@ IN_SHARD_MAP = {
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a product is called; `product(case)` is f(a, b, c=None, bias=None, **epilog_inputs) on arrays that `put` has
-    placed."""
+    """A way to call a product; `product(case)` is f(a, b, c=None, bias=None, **epilog_inputs) on arrays placed by
+    `put`."""
 
     id: str
     product: Callable
@@ -38,7 +38,7 @@ class Mode:
     axis_type: AxisType | None = AxisType.Auto
 
     def serves(self, case: cases.Case) -> bool:
-        """Whether this mode can express the case."""
+        """True if this mode can express the case."""
         if self.axis_type is None:
             return case.name == "local"
         if self.product is in_checked_shard_map or self.product is in_unchecked_shard_map:
@@ -54,7 +54,7 @@ class Mode:
             yield
 
     def put(self, case: cases.Case, x: np.ndarray, spec: P, ahead: int = 0):
-        """`x` where the case wants it; `ahead` counts leading dimensions that are not sharded."""
+        """Puts `x` in the case's sharding; `ahead` counts leading dimensions, which are not sharded."""
         if self.axis_type is None:
             return jax.device_put(x)
         return cases.put(x, case.jax_mesh(self.axis_type), P(*(None,) * ahead, *spec))
@@ -69,7 +69,7 @@ def _inputs(bias, more) -> dict:
 
 
 def with_types(case, **options):
-    """Shardings from the operands' types."""
+    """Returns a product that takes shardings from the operands' types."""
 
     def product(a, b, c=None, bias=None, **more):
         return jaxmp.matmul(
@@ -90,7 +90,7 @@ def _with_in_shardings(case, mesh, options, a, b, c=None, bias=None, **more):
 
 
 def with_nothing(case, **options):
-    """XLA's partitioner chooses; `out_sharding` is a constraint."""
+    """Returns a product for XLA's partitioner, which chooses; `out_sharding` is a constraint."""
     out = NamedSharding(case.jax_mesh(AxisType.Auto), case.out)
 
     def product(a, b, c=None, bias=None, **more):
@@ -119,7 +119,7 @@ def _in_shard_map(case, options, check_vma):
     def body(a, b, extra):
         out = fn(a, b, c=extra.pop("c", None), **case.transpose, **case.conjugate, **_inputs(None, extra), **options)
         for name in outputs:
-            if name in ("drelu_bgrad", "dgelu_bgrad") and data_axes:  # the call sums over its own group
+            if name in ("drelu_bgrad", "dgelu_bgrad") and data_axes:  # the call sums over its own group only
                 out[1][name] = jax.lax.psum(out[1][name], data_axes)
         return out
 
@@ -156,7 +156,7 @@ BY_ID = {mode.id: mode for mode in MODES}
 
 
 def pairs(some_modes, some_cases):
-    """`parametrize` arguments (mode, case) for every case that the mode can express."""
+    """Returns `parametrize` arguments (mode, case) for every case that the mode can express."""
     return [
         pytest.param(mode, case, id=f"{mode.id}-{case.name}")
         for mode in some_modes

@@ -1,4 +1,4 @@
-"""Products of groups of rows by a loop of `jnp` products, and what tests compare with it, exactly."""
+"""Products of groups of rows as a loop of `jnp` products, and values that tests compare with it, exactly."""
 
 import itertools
 
@@ -15,7 +15,7 @@ def integers(shape, seed=0, dtype=np.float32):
 
 
 def reference(x, w, sizes, first=0):
-    """A loop over the groups; the sizes are numbers."""
+    """Computes `ragged_dot` by a loop over the groups; the sizes are numbers."""
     ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), x.shape[0])
     at = [0, *ends.tolist()]
     rows = [jnp.zeros((at[first], w.shape[2]), x.dtype)]
@@ -30,7 +30,7 @@ CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []
 
 
 def contraction(x, y, sizes):
-    """x^T y of the rows of each group."""
+    """Returns x^T y for the rows of each group."""
     ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), x.shape[0]).tolist()
     parts = [(x[begin:end].T, y[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
     return jnp.stack([jnp.matmul(*part, precision="highest") for part in parts])
@@ -44,7 +44,7 @@ def assert_same(got, want):
 
 
 def derivatives(f, x, w):
-    """The value, a tangent, the cotangents, and the cotangents of a function of cotangents."""
+    """Returns the value, a tangent, the cotangents, and the cotangents of a function of the cotangents."""
     moved = integers(x.shape, 2, x.dtype), integers(w.shape, 3, w.dtype)
     d, tangent = jax.jvp(f, (x, w), moved)
     ct = integers(d.shape, 4, d.dtype)
@@ -57,14 +57,14 @@ def derivatives(f, x, w):
 
 
 def with_bias(x, w, bias, sizes, act=jax.nn.relu):
-    """A loop over the groups, in the type of x."""
+    """Adds each group's bias to the loop's products and applies `act`, in the type of x."""
     rows = np.repeat(np.arange(len(sizes)), sizes)
     rest = jnp.zeros((x.shape[0] - len(rows), bias.shape[1]), x.dtype)
     return act(reference(x, w, sizes) + jnp.concatenate([bias[rows], rest]))
 
 
 def shardings(ndim, axes):
-    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
+    """Returns all shardings of an array; several axes of one dimension are in the mesh's order."""
     found = []
     for where in itertools.product(range(-1, ndim), repeat=len(axes)):
         dims = [tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim)]

@@ -1,7 +1,7 @@
 """The same mathematics in plain `jnp`: global arrays, no sharding, no primitive, differentiable.
 
-`is_majorant` makes of each function its majorant, for operands that are not negative: every factor and activation gives
-way to what dominates it and its derivatives order by order, which is what errors are measured in (bounds.py).
+`is_majorant` replaces each function by its majorant, for non-negative operands: every factor and activation becomes a
+function that dominates it and its derivatives of each order. Errors are measured relative to it (bounds.py).
 """
 
 import functools
@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 def matmul(a, b, *, alpha=1.0, epilog=Epilog.NONE, epilog_inputs=None, is_majorant=False):
-    """`d`, or `(d, {"gelu_aux": z})`, of `epilog(alpha * a @ b)`; suite.py has all that may be asked of a product."""
+    """Returns `d`, or `(d, {"gelu_aux": z})`, of `epilog(alpha * a @ b)`; suite.py covers the other options."""
     z = (abs(alpha) if is_majorant else alpha) * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if epilog in BIASED:
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
@@ -50,10 +50,10 @@ def gated_mlp(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, *, a
 
 
 def activate(activation, z, is_majorant=False):
-    """act(z), or z where there is no activation.
+    """Returns act(z), or z if `activation` is None.
 
-    |relu'| <= 1.  Both gelus, silu and tanh have |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, and so has sigmoid
-    less its value at 0.
+    |relu'| <= 1. Both gelus, silu and tanh have |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4; so has sigmoid minus
+    its value at 0.
     """
     if is_majorant:
         is_plain = activation in (None, "relu")

@@ -1,7 +1,7 @@
-"""Programs that one process compiles and exports, and the next one runs; each a process of its own.
+"""Programs that one process compiles and exports, and another process runs.
 
 python restart.py write FOLDER
-python restart.py read FOLDER     prints JSON: what the compilation cache said of each program, and its results' state
+python restart.py read FOLDER   prints JSON: for each program, the compilation cache's events, and if results are right
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPECS = P("x", None), P(None, None)
 
 
 def loss(a, b):
-    """Products of a gradient with an epilog, all exact in small integers."""
+    """Computes a loss with an epilog, exact in small integers, and its mask."""
     z, rest = jaxmp.matmul(a, b, epilog=jaxmp.Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": jnp.arange(-4.0, 4.0)})
     return (z * z).sum(), rest["relu_aux"]
 
@@ -51,7 +51,7 @@ def mesh_of(axis_type, count, is_reversed=False):
     return jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=devices)
 
 
-# By name: the program, the axes of its operands' mesh, and on how many devices.
+# Name: the program, the type of its mesh's axis, and the number of devices.
 PROGRAMS = {
     "no mesh": (gradient, None, 1),
     "auto": (gradient, AxisType.Auto, 4),
@@ -60,7 +60,7 @@ PROGRAMS = {
     "in_shardings": (with_in_shardings, AxisType.Auto, 4),
     "shard_map": (in_shard_map, AxisType.Auto, 4),
 }
-# Which of them also for any number of rows.
+# Programs that are also exported for any number of rows.
 SYMBOLIC = tuple(name for name in PROGRAMS if name != "shard_map")
 
 

@@ -1,14 +1,14 @@
 """Which cases of a test the small suite runs.
 
-Most tests take every case of a product of parameters (pattern, transposition, type, epilog, mode), and compile a
-program for each. A fault seldom needs more than two of them to coincide, so `make test` runs of such a test
+Most tests have a case for every combination of parameters (pattern, transposition, type, epilog, mode), and compile a
+program for each. A fault seldom needs more than two particular values, so `make test` runs from such a test
 
-    @pytest.mark.small("pairs")    cases in which every pair of values of two parameters occurs that occurs at all
-    @pytest.mark.small("values")   cases in which every value of every parameter occurs
+    @pytest.mark.small("pairs")    cases with every pair of values of two parameters that occurs in any case
+    @pytest.mark.small("values")   cases with every value of every parameter
 
-always the same ones; `pytest --exhaustive` runs every case. `of` names the columns where the test's
-parameters are not the right ones: a function of them that returns a tuple. What the small suite still notices is
-measured in tests/mutations.
+always the same cases; `pytest --exhaustive` runs every case. If the parameters are not the right columns, `of` is a
+function of them that returns the columns as a tuple. tests/mutations measures the faults that the small suite still
+notices.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ STRENGTH = {"values": 1, "pairs": 2}
 
 
 def covering(rows: Sequence[tuple[Hashable, ...]], strength: int) -> list[int]:
-    """Indices of rows in which every combination of `strength` columns' values occurs that occurs in `rows` at all.
+    """Returns indices of rows that together have every combination of `strength` columns' values that `rows` has.
 
-    Greedy: always the row with the most new combinations, the first of several.
+    Greedy: takes the row with the most new combinations, or the first of several.
 
     >>> covering([("a", 1), ("a", 2), ("b", 1), ("b", 2)], 1)
     [0, 3]
@@ -45,13 +45,13 @@ def _combinations(row: tuple[Hashable, ...], strength: int) -> frozenset:
 
 
 def columns_of(params: dict, of=None) -> tuple[Hashable, ...]:
-    """A case's values: those of its parameters, or what `of` makes of them; by what they print as without a hash."""
+    """Returns a case's parameter values, or the result of `of`; values without a hash become their repr."""
     values = tuple(params.values()) if of is None else of(**params)
     return tuple(value if isinstance(value, Hashable) else repr(value) for value in values)
 
 
 def small(items: Sequence) -> set:
-    """The test items that the small suite runs, of all that were collected."""
+    """Returns the collected test items that the small suite runs."""
     kept, tests = set(), {}
     for item in items:
         if item.get_closest_marker("small") and hasattr(item, "callspec"):
@@ -66,7 +66,7 @@ def small(items: Sequence) -> set:
 
 
 def share(items: Sequence, index: int, count: int) -> set:
-    """Of the cases of each test those whose number is `index` modulo `count`, and all tests that have none."""
+    """Returns every `count`-th case of each test, starting at `index`, and all tests without cases."""
     seen, kept = collections.Counter(), set()
     for item in items:
         test = (item.path, getattr(item, "originalname", item.name))

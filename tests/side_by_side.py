@@ -1,8 +1,8 @@
-"""Every product of a program by JAX and by jaxmp, side by side.
+"""Compares every product of a program by JAX and by jaxmp.
 
-Within `side_by_side()` the products of `jax.numpy` and `jax.lax`, and the operator `@`, are computed by both, forward
-and in reverse mode, and compared in value, dtype, weak type, sharding and committedness. The program goes on with
-JAX's, so each product is judged by itself.
+Within `side_by_side()`, both compute the products of `jax.numpy` and `jax.lax`, and the operator `@`, forward and in
+reverse mode; value, dtype, weak type, sharding and committedness are compared. The program continues with JAX's
+results, so each product is judged by itself.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import jaxmp
 
 
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """What users have for a product that jaxmp has no function for."""
+    """Wraps a product with `fuse`, as users do if jaxmp has no such function."""
     return lambda *args, **options: jaxmp.fuse(functools.partial(theirs, **options))(*args)
 
 
 _OURS = {"matmul": jaxmp.matmul}
 _OURS |= {name: _fused(getattr(jnp, name)) for name in ("dot", "vdot", "inner", "tensordot", "vecdot", "matvec")}
-# Where a product is looked up, also by `@` and by JAX's own functions; its name; and jaxmp's.
+# The module that holds a product (`@` and JAX's own functions look there, too), its name, and jaxmp's product.
 PRODUCTS = (
     (lax, "dot_general", jaxmp.dot_general),
     *((module, "einsum", jaxmp.einsum) for module in (jnp, einsums)),
@@ -44,7 +44,7 @@ PRODUCTS = (
 
 @dataclasses.dataclass
 class Comparison:
-    """What was compared: the products by name, and every difference found."""
+    """The compared products by name, and every difference found."""
 
     names: list[str] = dataclasses.field(default_factory=list)
     values: int = 0
@@ -59,7 +59,7 @@ class Comparison:
                 self.faults.append(f"{name}: {what} is {ours[what]} instead of {theirs[what]}")
 
     def value(self, name: str, got: Any, want: Any, majorant: Any) -> None:
-        """Both are roundings of one product, no further from it than the bound."""
+        """Judges that both are roundings of one product, within the bound."""
         self.values += 1
         got, want = np.asarray(got), np.asarray(want)
         try:
@@ -75,10 +75,10 @@ class Comparison:
 
 
 def type_of(x: Any) -> dict[str, Any]:
-    """All of a result but its value, as far as it is known while it is traced."""
+    """Returns all properties of a result except its value; fewer while it is traced."""
     aval = jax.typeof(x)
     known = {"shape": aval.shape, "dtype": aval.dtype, "weak type": aval.weak_type}
-    if isinstance(x, jax.core.Tracer):  # the mesh of what is whole everywhere says nothing
+    if isinstance(x, jax.core.Tracer):  # the mesh of a replicated array says nothing
         is_whole = aval.sharding.spec == P(*(None,) * aval.ndim)
         known |= {"manual axes": aval.manual_axis_type, "sharding": None if is_whole else aval.sharding}
         return known
@@ -87,7 +87,7 @@ def type_of(x: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def side_by_side(products: Sequence[Any] = PRODUCTS) -> Iterator[Comparison]:
-    """Compare every product that is called, or traced for the first time, within; raises what differs at the end."""
+    """Compares every product that is called or first traced in the context; raises the differences at the end."""
     comparison = Comparison()
     with pytest.MonkeyPatch.context() as patch:
         for module, name, ours in products:
@@ -105,7 +105,7 @@ def _compared(
 ) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def product(*args: Any, **options: Any) -> Any:
-        # With `_dot_general` Flax passes what einsum is to call, which is compared then.
+        # Flax passes einsum its product as `_dot_general`; that one is compared when it is called.
         if _INSIDE or "_dot_general" in options or sys._getframe(1).f_globals["__name__"].startswith("jaxmp."):
             return theirs(*args, **options)
         leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: x is None)
@@ -122,16 +122,16 @@ def _compared(
     return product
 
 
-_INSIDE: list[None] = []  # while a product is compared
+_INSIDE: list[None] = []  # not empty while a product is compared
 
 
 def _differentiable(both: Callable[..., Any], ours: Callable[..., Any], theirs: Callable[..., Any]) -> Any:
-    """Both products as one function, whose gradients are compared as it is."""
+    """Returns both products as one function; its gradients are compared, too."""
 
     def pull(f: Callable[..., Any]) -> Callable[..., Any]:
         def pulled(ct: jax.Array, *operands: Any) -> Any:
             y, vjp = jax.vjp(f, *operands)
-            return vjp(ct.astype(y.dtype))  # another type has been noticed already
+            return vjp(ct.astype(y.dtype))  # a different type is already reported
 
         return pulled
 
@@ -146,7 +146,7 @@ def _differentiable(both: Callable[..., Any], ours: Callable[..., Any], theirs: 
 def _both(
     comparison: Comparison, name: str, what: str, ours: Callable[..., Any], theirs: Callable[..., Any], *operands: Any
 ) -> Any:
-    """JAX's results, after jaxmp's have been compared with them."""
+    """Compares jaxmp's results with JAX's; returns JAX's."""
     _INSIDE.append(None)
     try:
         want, got = theirs(*operands), ours(*operands)
@@ -168,7 +168,7 @@ def _both(
 
 
 def _widened(x: Any) -> Any:
-    """16 bits in float32; XLA leaves out a rounding ahead of a conversion, unless it is asked for by name."""
+    """Returns 16-bit values in float32; XLA skips a rounding before a conversion unless it is explicit."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return x
     info = jnp.finfo(x.dtype)

@@ -1,4 +1,4 @@
-"""The numerics suite: one product with everything that may be asked of it, judged output by output.
+"""The numerics suite: one product with every option, judged output by output.
 
 A `Trial` is a case (layout, transposition, type, extents; cases.py), a way to call (modes.py), scalars, C, epilog,
 implementation, level of determinism, batch, and whether operands are aliased or donated. `compiled` computes every
@@ -7,13 +7,12 @@ element by element, under
 
     |x - x*| <= c * (u_acc * X + u_out * |x*|),
 
-X being the same expression on absolute values (bounds.py), and demands that all replicas of a shard agree to the bit.
-The oracle below is written from the definitions, in numpy, and shares no code with the library.
+with X as the same expression on absolute values (bounds.py); all replicas of a shard must be bitwise equal. The oracle
+below is written from the definitions, in numpy, and shares no code with the library.
 
-The bound's constant is for terms that cancel. Where k terms add up to a large result, their k partial sums are as large
-as it, and their roundings add up to some sqrt(k) / 3 of one. Among millions of elements there are some beyond the bound
-for this; they are judged with that term beside it. Of a complex number that is not finite it is not judged which of its
-parts is what.
+The bound's constant assumes that terms cancel. If k terms add up to a large result, the k partial sums are as large as
+the result, and their roundings add up to about sqrt(k) / 3 of one. Of millions of elements, some exceed the bound
+because of this; they are judged with this term added. The parts of a complex number that is not finite are not judged.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _PRODUCT, _PROGRAM = bounds.PRODUCT, bounds.PROGRAM
 
 
 BATCH = 3
-# By batch: the operands that have it, as the weights of the loss have; "rows" of a fold into the rows of one call,
-# "columns" of b into its columns.
+# Batch: the operands that have it, like the weights of the loss; "rows" of a fold into the rows of one call, "columns"
+# of b into its columns.
 _BATCHED = {
     "": (),
     "rows": ("a", "c", "relu_aux", "gelu_aux"),
@@ -62,9 +61,9 @@ _BATCHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One product with everything that may be asked of it.
+    """One product with every option.
 
-    `traced` names the scalars that are operands; `donated` is "", "c" (of a forward pass alone), or "everything".
+    `traced` names the scalars that are operands; `donated` is "", "c" (in a forward pass only), or "everything".
     """
 
     case: cases.Case
@@ -92,7 +91,7 @@ class Trial:
 
     @property
     def mask_shards(self) -> int:
-        """Into how many parts the columns of a packed mask are cut."""
+        """Returns the number of shards of a packed mask's columns."""
         return 1 if self.mode.startswith(("partitioner", "no-mesh")) else self.case.column_shards
 
     def has_batch(self, name: str) -> bool:
@@ -103,9 +102,9 @@ class Trial:
         return is_possible(case.epilog, case.transposition, case.dtype.startswith("complex"), case.conjugation)
 
     def refusal(self) -> str:
-        """Part of the message with which jaxmp refuses this under its level of determinism, or nothing.
+        """Returns a part of jaxmp's message if it refuses this trial under its level of determinism, otherwise "".
 
-        Written from docs/determinism.md: what XLA would sum or apply an epilog to, nobody promises.
+        Follows docs/determinism.md: there is no promise for sums and epilogs that XLA would compute.
         """
         case, level = self.case, f'determinism="{self.determinism}"'
         if self.determinism == "run_to_run":
@@ -127,7 +126,7 @@ class Trial:
 
 
 def is_possible(epilog: Epilog, transposition: str, is_complex: bool, conjugation: tuple[bool, bool]) -> bool:
-    """Whether cuBLASMp defines this: activations are real, and the sums of operands want one transposition each."""
+    """True if cuBLASMp defines this: activations are real, and the sums of each operand need one transposition."""
     if is_complex and epilog not in (Epilog.NONE, Epilog.BIAS, *OPERAND_SUMS):
         return False
     is_stored_so = {Epilog.BGRADA: transposition[0] == "T", Epilog.BGRADB: transposition[1] == "N"}
@@ -147,7 +146,7 @@ def gelu(z):
     return z / 2 * (1 + _tanh_and_slope(z)[0])
 
 
-# Where gelu' is 0 or 1, and gelu'' 0, to every digit; at an infinity the formulas would be NaN instead of the limit.
+# From here gelu' is 0 or 1, and gelu'' 0, to every digit; at an infinity the formulas would give NaN instead.
 _FAR = 32
 
 
@@ -165,7 +164,7 @@ def gelu_curvature(z):
 
 
 def draw(trial: Trial, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Operands and inputs as stored, and the weight of each differentiable output in the loss, as w_<output>."""
+    """Returns stored operands and inputs, and the loss's weights of each differentiable output, as w_<output>."""
     case = trial.case
     m, n, _ = case.extents
     x = dict(zip("ab", case.values(rng), strict=True))
@@ -187,7 +186,7 @@ def draw(trial: Trial, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def pack(mask: np.ndarray, shards: int, padding: bool = False) -> np.ndarray:
-    """The bits of a mask, column shard by column shard, each padded to a multiple of 16 bytes."""
+    """Returns the bits of a mask by column shards, each padded to a multiple of 16 bytes."""
 
     def packed(part):
         wide = np.pad(part, [(0, 0), (0, -part.shape[1] % 128)], constant_values=padding)
@@ -205,9 +204,9 @@ def unpack(aux: np.ndarray, n: int, shards: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Expected:
-    """A value, what its error is measured in (`scale`, on absolute values), and `extra`: allowed on top.
+    """A value, the `scale` of its error (the expression on absolute values), and `extra`: an additional allowance.
 
-    Where `may_overflow`, an infinity of the value's sign will do as well.
+    If `may_overflow`, an infinity of the value's sign is accepted, too.
     """
 
     value: np.ndarray
@@ -217,8 +216,8 @@ class Expected:
 
 
 def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0):
-    """(outputs, gradients) by name in float64. z may be wrong by `absolute` beside its roundings, and what is stored in
-    between by `underflow`."""
+    """Returns (outputs, gradients) by name in float64. `absolute`: allowed error of z in addition to its roundings;
+    `underflow`: allowed error of stored intermediate values."""
     case, u = trial.case, bounds.accumulator_roundoff(trial.case.dtype)
     n, shards = case.extents[1], trial.mask_shards
     wide = {name: cases.wide(v) for name, v in x.items() if name != "relu_aux"}
@@ -227,10 +226,10 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
     for name, factor in (("c", trial.beta), ("bias", 1.0)):
         if name in wide and factor != 0:  # beta = 0 does not read C
             z, size = z + factor * wide[name], size + abs(factor) * np.abs(wide[name])
-    size = np.where(np.isfinite(size), size, 0.0)  # what is infinite or no number has no error: it is or is not
+    size = np.where(np.isfinite(size), size, 0.0)  # infinities and NaN have no error: they are right or wrong
     z_error = _PRODUCT * u * size + absolute
 
-    # d = f(z), with f's slope, a bound of it and, for what the rounding of z may turn over, the slope's own error.
+    # d = f(z); f's slope, a factor that bounds it, and the slope's own error, because rounding z may change the slope.
     kind = FORWARD.get(trial.epilog)
     d, slope, slope_error = z, np.ones_like(z), np.zeros(z.shape)
     factor = np.ones(z.shape)
@@ -243,15 +242,14 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
     elif trial.epilog in BACKWARD:
         aux = wide.get("gelu_aux")
         slope = unpack(x["relu_aux"], n, shards).astype(float) if aux is None else gelu_slope(aux)
-        # gelu' is a sum of terms that cancel where it is small.
-        # A mask selects: what it leaves out is zero, whatever it was.
+        # gelu' is a sum of terms that cancel if it is small. A mask selects: masked elements are zero, even a NaN.
         d = np.where(slope != 0, z, 0.0) if aux is None else z * slope
         factor = np.abs(slope) if aux is None else np.full(z.shape, 1.2)
         slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.minimum(np.abs(aux), _FAR))
     elif z.size and np.iscomplexobj(z):
         slope_error = np.zeros(z.shape)
     d_scale = 1.2 * size * factor if kind == "gelu" else size * factor
-    # gelu is computed in a few steps, each with a rounding of its own; so is z * slope.
+    # gelu is computed in a few steps, and each is rounded; so is z * slope.
     outputs = {"d": Expected(d, 4 * d_scale if kind == "gelu" or "gelu_aux" in x else d_scale)}
     if WITH_AUX.get(trial.epilog) == "gelu_aux":
         outputs["gelu_aux"] = Expected(z, size)
@@ -261,19 +259,19 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
         name = SUMS[trial.epilog]
         summed, scale = {"bgrada": (a, np.abs(a)), "bgradb": (b, np.abs(b))}.get(name, (d, outputs["d"].scale))
         axis = 1 if name == "bgrada" else 0
-        # The sum of what is stored: each term of D was rounded to its type.
+        # The sum is over stored values: each term of D was rounded to its type.
         stored = (bounds.unit_roundoff(case.dtype) * np.abs(summed) + underflow).sum(axis) if summed is d else 0.0
         outputs[name] = Expected(summed.sum(axis), scale.sum(axis), stored)
     return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size, underflow)
 
 
 def kept_error(trial: Trial, z) -> np.ndarray:
-    """The gradient of gelu reads z as it was kept: rounded to the type of D."""
+    """Returns the rounding error of the z that gelu's gradient reads, which is stored in the type of D."""
     return bounds.unit_roundoff(trial.case.dtype) * np.abs(z)
 
 
 def _gradients(trial: Trial, x, wide, product, slope, slope_error, size, underflow) -> dict[str, Expected]:
-    """Of sum(Re(w_o * o)) over the outputs o; JAX's convention for complex operands."""
+    """Returns the gradients of sum(Re(w_o * o)) over the outputs o, in JAX's convention for complex operands."""
     (a, b, z), name = product, SUMS.get(trial.epilog)
     m, n, _ = trial.case.extents
     ct = wide["w_d"] + (np.broadcast_to(wide[f"w_{name}"], (m, n)) if name and name[-5:] == "bgrad" else 0)
@@ -311,7 +309,7 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size, underfl
 
 
 def _stored(case: cases.Case, which: int, *parts) -> Expected:
-    """The gradient of op(x) as that of x; the gradient of a conjugated operand is conjugated."""
+    """Converts a gradient of op(x) to a gradient of x; the gradient of a conjugated operand is conjugated."""
     value, *rest = (part.T if case.transposition[which] == "T" else part for part in parts)
     return Expected(np.conj(value) if case.conjugation[which] else value, *rest)
 
@@ -329,7 +327,7 @@ def specs(trial: Trial) -> dict[str, P]:
 
 
 def outputs_of(trial: Trial, x) -> dict:
-    """Every output of the trial's call on `x`, by name."""
+    """Returns every output of the trial's call on `x`, by name."""
     if trial.is_aliased:
         x = x | {"b": x["a"]}
     scalars = {"alpha": trial.alpha, "beta": trial.beta} | {name: x[name] for name in trial.traced}
@@ -341,20 +339,20 @@ def outputs_of(trial: Trial, x) -> dict:
 
 
 def loss_of(outputs, rest):
-    """A loss that reads every output, each with a weight for every element."""
+    """Returns a loss that reads every output, with a weight for each element."""
     terms = [jnp.sum(jnp.real(rest[f"w_{name}"] * value)) for name, value in outputs.items() if f"w_{name}" in rest]
     return sum(terms[1:], terms[0])
 
 
 def split(trial: Trial, x: dict) -> tuple[dict, dict]:
-    """(what is differentiated, the rest)."""
+    """Returns (operands to differentiate, the rest)."""
     names = ("c",) if trial.donated == "c" else ("a", "b", "c", "bias", "gelu_aux", *trial.traced)
     x = {name: v for name, v in x.items() if name != "b" or not trial.is_aliased}
     return {name: v for name, v in x.items() if name in names}, {name: v for name, v in x.items() if name not in names}
 
 
 def compiled(trial: Trial):
-    """f(values) -> (outputs, gradients), compiled once; without gradients where the program has a forward pass only."""
+    """Compiles f(values) -> (outputs, gradients); gradients are {} if c is donated, in a forward pass only."""
     case, mode = trial.case, modes.BY_ID[trial.mode]
 
     def outputs(operands, rest):
@@ -376,7 +374,7 @@ def compiled(trial: Trial):
 
     def run(x):
         with jax.enable_x64(case.dtype in cases.NEEDS_X64), mode.scope(case), warnings.catch_warnings():
-            # An operand is donated though it may have no use: then the program must go on as if it had not been.
+            # A donated operand may have no use; then the program must work as without donation.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             where = specs(trial)
             return jitted(*split(trial, {name: mode.put(case, v, where.get(name, P())) for name, v in x.items()}))
@@ -388,7 +386,7 @@ def compiled(trial: Trial):
 
 
 def check(trial: Trial, rng: np.random.Generator) -> None:
-    """Run the trial and judge each of its outputs and gradients on every device, or the refusal where it is refused."""
+    """Runs the trial and judges each output and gradient on every device, or the refusal if it must be refused."""
     cases.require(trial.implementation)
     x = draw(trial, rng)
     if trial.refusal():
@@ -399,7 +397,7 @@ def check(trial: Trial, rng: np.random.Generator) -> None:
 
 
 def check_results(trial: Trial, x, got, oracle, absolute: float = 0.0, is_exact: bool = False) -> None:
-    """Judge every output and gradient by `oracle(trial, example)`; `absolute` is allowed beside the bound."""
+    """Judges every output and gradient by `oracle(trial, example)`; `absolute` is allowed in addition to the bound."""
     outputs, gradients = got
     for name, value in outputs.items():
         check_replicas(f"{trial.id} {name}", value)
@@ -431,15 +429,15 @@ def check_results(trial: Trial, x, got, oracle, absolute: float = 0.0, is_exact:
 def judge(
     trial: Trial, name: str, got, want: Expected, c: float, absolute: float = 0.0, is_exact: bool = False
 ) -> None:
-    """Judge by the bound, and what is beyond it with the term of large sums; what is exact, to the bit."""
+    """Judges by the bound; adds the term of large sums for elements beyond it. Exact results are compared bitwise."""
     dtype = trial.case.dtype
-    # Scalars that are operands have the type of the accumulator, and it is real.
+    # Scalar operands have the accumulator's type, and it is real.
     is_scalar = name in ("dalpha", "dbeta")
     assert got.dtype == (scalar_type(dtype) if is_scalar else jnp.dtype(dtype)), f"{trial.id} {name}: {got.dtype}"
     if is_exact:
         np.testing.assert_array_equal(got, want.value.astype(got.dtype), err_msg=f"{trial.id} {name}")
         return
-    # Against float64 nothing wider can judge: half of what is allowed is the oracle's own.
+    # Nothing wider than float64 can judge it, so half of the allowance is for the oracle's own error.
     c = 2 * c if dtype in cases.NEEDS_X64 else c
     u_out = bounds.unit_roundoff(dtype)
     u = u_out if name.startswith("d") and name != "d" else bounds.accumulator_roundoff(dtype)
@@ -455,7 +453,7 @@ def judge(
 
 
 def _terms_of(trial: Trial, name: str) -> int:
-    """How many terms a sum has."""
+    """Returns the number of terms of a sum."""
     m, n, k = trial.case.extents
     rows = m if name not in ("db", "dbias") or trial.has_batch(name[1:]) or not trial.batch else m * BATCH
     terms = {"da": max(m, n) if trial.is_aliased else n, "db": rows, "dbias": rows, "bgrada": k, "bgradb": k}
@@ -467,7 +465,7 @@ def scalar_type(dtype) -> np.dtype:
 
 
 def mask_shards_of(trial: Trial, outputs) -> int:
-    """Into how many parts the columns of the mask of a result are cut; XLA's partitioner decides for itself."""
+    """Returns the number of column shards of a result's mask; XLA's partitioner chooses its own."""
     if "relu_aux" not in outputs or trial.mode != "partitioner":
         return trial.mask_shards
     mask = outputs["relu_aux"]
@@ -477,7 +475,7 @@ def mask_shards_of(trial: Trial, outputs) -> int:
 
 
 def judge_mask(trial: Trial, got, want: Expected, shards: int) -> None:
-    """A bit may differ only where the sign of z is within its rounding; the padding is zero."""
+    """Judges a mask: a bit may differ only if rounding can change the sign of z; the padding must be zero."""
     bits = unpack(got, trial.case.extents[1], shards)
     wrong = (bits != (want.value > 0)) & (np.abs(want.value) > want.scale)
     assert not wrong.any(), f"{trial.id} relu_aux: {np.count_nonzero(wrong)} bits are wrong"
@@ -497,12 +495,12 @@ def _stacked(parts: list[Expected]) -> Expected:
 
 
 def fetch(x) -> np.ndarray:
-    """`x` on the host; JAX cannot fetch an empty array whose shards are."""
+    """Fetches `x` to the host; JAX cannot fetch an empty sharded array."""
     return np.asarray(x) if x.size else np.zeros(x.shape, x.dtype)
 
 
 def check_replicas(name: str, x) -> None:
-    """Each device has what the array as a whole says that it has."""
+    """Asserts that each device's shard has the same bits as the whole array."""
     whole = fetch(x)
     for shard in x.addressable_shards if x.size else ():
         assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(whole[shard.index]).tobytes(), (

@@ -1,6 +1,6 @@
 """Law 7: the transfers that `explain` prints are the collectives of the compiled program, by kind, mesh axes and bytes.
 
-Numbers cannot show a difference: a program with a collective that nobody asked for is right, and slow.
+Values cannot show a difference: a program with an unexpected collective is right, and slow.
 """
 
 from collections import Counter
@@ -27,13 +27,13 @@ def check(program, *args):
 
 
 def differences(explanation):
-    """By kind and axes the bytes that a device receives, as `explain` says and as the compiled program does.
+    """Returns the bytes that a device receives, by kind and axes, if `explain` and the compiled program disagree.
 
-    XLA merges equal collectives, such as one of a forward pass with that of its recomputation.
+    XLA merges equal collectives, such as in a forward pass and in its recomputation.
     """
     rows, said, once, done = set(), Counter(), Counter(), Counter()
     for row in explanation.calls.rows:
-        for each in row.transfers if row.implementation != "host" else ():  # there ranks read each other's operands
+        for each in row.transfers if row.implementation != "host" else ():  # "host": ranks read each other's operands
             key, nbytes = (each.kind.replace("_", "-"), tuple(sorted(each.axes))), row.count * each.nbytes
             said[key] += nbytes
             once[key] += nbytes * ((key, nbytes) not in rows)

@@ -1,4 +1,4 @@
-"""What `jaxmp.fuse` made of the products that it met, in a whole process, whoever calls it and under whose jit."""
+"""Counts what `jaxmp.fuse` does with products in a whole process, under any caller and any jit."""
 
 import collections
 import contextlib
@@ -7,7 +7,7 @@ from jaxmp._src.fuse import rewrite
 
 
 class Count:
-    """How many products became calls, and how many stay JAX's, by reason; a loop's body counts once."""
+    """The number of products that became calls, and of the others by reason; a loop's body counts once."""
 
     def __init__(self):
         self.calls, self.left = 0, collections.Counter()
@@ -19,7 +19,7 @@ class Count:
 
 @contextlib.contextmanager
 def counting():
-    """The `Count` of what is traced within."""
+    """Yields the `Count` of the programs that are traced in the context."""
     count = Count()
     of_group, of_equation = rewrite.Rewriter._group, rewrite.Rewriter._equation
 
@@ -32,7 +32,7 @@ def counting():
     def equation(self, eqn, operands, why):
         if eqn.primitive.name != "dot_general":
             count.left["groups"] += eqn.primitive.name in rewrite.PRODUCTS
-        elif why:  # without a reason it is dead code
+        elif why:  # without a reason it is unused
             count.left[why if why in rewrite.REASONS else rewrite.reason_in([rewrite.SCOPE + why])] += 1
         return of_equation(self, eqn, operands, why)
 

@@ -1,7 +1,7 @@
-"""The clients: models as people install them, with tiny sizes and random weights, and the one line that fuses each.
+"""The clients: models as people install them, with tiny sizes and random weights, and the line that fuses each.
 
-A client is a generator of what each of its steps computes: a loss, and parameters or outputs. It imports its package
-when it runs, for some set JAX's configuration on import.
+A client is a generator of each step's results: a loss, and parameters or outputs. It imports its package when it runs,
+because some packages set JAX's configuration on import.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 8, 8, 32, 4, 32
 
 @dataclasses.dataclass(frozen=True)
 class Client:
-    """`line` is what its user writes; `bound` how far a step may lie from plain, relative to the largest value."""
+    """`line`: what its user writes; `bound`: a step's allowed difference from plain, relative to the largest value."""
 
     run: Callable
     package: str
     line: str
     places: tuple[str, ...]
     bound: float
-    why_not: str  # why not at the other places, or on every JAX
+    why_not: str  # why not in the other places, or not with every JAX
 
 
 CLIENTS = {}

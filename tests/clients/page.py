@@ -1,7 +1,7 @@
-"""Write docs/works-with.md from benchmarks/results/clients, one file for each JAX.
+"""Write docs/works-with.md from benchmarks/results/clients, which has one file for each JAX.
 
-`python page.py --keep` first takes there what the last `make test-clients` of this environment found. For times run it
-with CLIENT_TIMES=20.
+`python page.py --keep` first copies the results of this environment's last `make test-clients` there. For times, run
+the tests with CLIENT_TIMES=20.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def keep():
 
 
 def page():
-    """The page with new tables, each behind a comment that names it."""
+    """Returns the page with new tables, each after a comment that names it."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"), reverse=True)}
     lines, skip = [], False
     for line in PAGE.read_text().splitlines():

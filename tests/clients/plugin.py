@@ -1,8 +1,8 @@
-"""A pytest plugin under which the tests of any program run on jaxmp: `pytest -p plugin --jaxmp=fused`.
+"""A pytest plugin that runs the tests of any program on jaxmp: `pytest -p plugin --jaxmp=fused`.
 
-Modes: plain, as without it; products, with jaxmp's matmul, einsum and dot_general in the place of JAX's; fused, with
-`jax.jit(jaxmp.fuse(f))` in the place of every `jax.jit(f)`. The last lines say how many products were met, and
-`--jaxmp-report` writes each test's outcome as JSON, so that runs in two modes can be compared.
+Modes: plain, unchanged; products, with jaxmp's matmul, einsum and dot_general instead of JAX's; fused, with
+`jax.jit(jaxmp.fuse(f))` instead of every `jax.jit(f)`. The last lines count the products, and `--jaxmp-report` writes
+each test's outcome as JSON, so that runs in two modes can be compared.
 """
 
 import collections
@@ -66,7 +66,7 @@ class Session:
 
 
 def replace_products(calls):
-    """Puts jaxmp's functions in the place of JAX's in every module, those already imported among them."""
+    """Replaces JAX's functions by jaxmp's in every module, including imported ones."""
     import jaxmp
 
     pairs = ((jax.numpy, "matmul"), (jax.numpy, "einsum"), (jax.lax, "dot_general"))
@@ -74,7 +74,7 @@ def replace_products(calls):
         original, ours = getattr(module, name), getattr(jaxmp, name)
         replacement = counted(original, ours, name, calls)
         for other in list(sys.modules.values()):
-            # Within JAX and jaxmp nothing changes: their functions are made of each other.
+            # JAX and jaxmp stay unchanged inside, because their functions call each other.
             if getattr(other, "__name__", "").split(".")[0] in ("jax", "jaxmp") and other not in (jax.numpy, jax.lax):
                 continue
             for key, value in list(getattr(other, "__dict__", {}).items()):
@@ -82,11 +82,11 @@ def replace_products(calls):
                     setattr(other, key, replacement)
     operator = with_operator(type(jax.numpy.zeros(())).__matmul__)
     type(jax.numpy.zeros(())).__matmul__ = operator
-    jax.core.ShapedArray._matmul = staticmethod(operator)  # that of traced arrays
+    jax.core.ShapedArray._matmul = staticmethod(operator)  # the operator of traced arrays
 
 
 def with_operator(original):
-    """`a @ b` as `jnp.matmul(a, b)` where both are arrays."""
+    """Wraps the operator so that `a @ b` is `jnp.matmul(a, b)` if both are arrays."""
 
     def operator(a, b):
         if inside.get() or not isinstance(b, jax.Array | np.ndarray):
@@ -99,8 +99,8 @@ def with_operator(original):
 def counted(original, ours, name, calls):
     @functools.wraps(original)
     def product(*args, _dot_general=jax.lax.dot_general, **options):
-        # jaxmp calls JAX, at times when a program is lowered; and Flax Linen hands einsum a product of its own,
-        # by a private keyword.
+        # jaxmp itself calls JAX, sometimes at lowering, and Flax Linen passes einsum its own product by a private
+        # keyword.
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if inside.get() or caller == "jaxmp" or _dot_general.__name__ != "dot_general":
             return original(*args, **options, **({"_dot_general": _dot_general} if name == "einsum" else {}))
@@ -115,7 +115,7 @@ def counted(original, ours, name, calls):
 
 
 def replace_jit():
-    """Every `jax.jit(f)` from here on is `jit(fuse(f, determinism="batch"))`, but those of JAX and jaxmp themselves."""
+    """Replaces `jax.jit(f)` by `jit(fuse(f, determinism="batch"))` from now on, except in JAX and jaxmp themselves."""
     import jaxmp
 
     original = jax.jit
@@ -127,7 +127,7 @@ def replace_jit():
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if caller in ("jax", "jaxmp") or not callable(fun):
             return original(fun, **options)
-        # Without a level, products of float32 on one device stay JAX's.
+        # Without a level, float32 products on one device stay JAX's.
         return original(jaxmp.fuse(fun, determinism="batch", strict=False), **options)
 
     jax.jit = jit

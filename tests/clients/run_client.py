@@ -1,6 +1,6 @@
-"""Run one client fused beside plain, step by step at each place, and print what was seen as JSON, a line a place.
+"""Run a client fused and plain, step by step at each place, and print the results as JSON, a line per place.
 
-`python run_client.py NAME [--times N]`. Exits with 1 where a step lies further from plain than the client's bound.
+`python run_client.py NAME [--times N]`. Exits with 1 if a step differs from plain by more than the client's bound.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main():
 
 
 def compare(client, place, times):
-    """The largest difference of any step, what became of the products, and the ratio of the times of a step."""
+    """Returns the largest difference of any step, the counts of products, and the ratio of the times of a step."""
     runs = [Run(place, is_fused) for is_fused in (False, True)]
     error = 0.0
     with runs[0].scope(), counting() as count:
@@ -46,7 +46,7 @@ def compare(client, place, times):
         for one, other in itertools.islice(zip(plain, fused, strict=False), STEPS):
             error = max(error, difference(one, other))
         seconds = [(timed(plain), timed(fused)) for _ in range(times)]
-        seconds = [pair for pair in seconds if None not in pair]  # some end by themselves
+        seconds = [pair for pair in seconds if None not in pair]  # some clients end on their own
     if not count.calls:
         error = float("inf")
     ratio = statistics.median(a for a, _ in seconds) / statistics.median(b for _, b in seconds) if seconds else None
@@ -54,7 +54,7 @@ def compare(client, place, times):
 
 
 def difference(one, other):
-    """The largest difference, relative to the largest value of each array."""
+    """Returns the largest difference, relative to the largest value of each array."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max((relative(np.asarray(a), np.asarray(b)) for a, b in pairs), default=0.0)
 
@@ -71,7 +71,7 @@ def relative(a, b):
 
 
 def timed(steps):
-    """The seconds of the next step; None where there is none."""
+    """Returns the seconds of the next step, or None if there is none."""
     start = time.perf_counter()
     results = jax.block_until_ready(next(steps, None))
     return None if results is None else time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Where a client's training runs: on no mesh, on an automatic or explicit mesh, or in data-parallel `shard_map`."""
+"""The place of a client's training: no mesh, an automatic or explicit mesh, or data-parallel `shard_map`."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,13 @@ class Run:
     is_fused: bool
 
     def fuse(self, fn):
-        """`fn`, or `fn` fused: on no mesh at a level of determinism, without which nothing would become a call."""
+        """Returns `fn`, or `fn` fused; without a mesh at a level, because otherwise nothing becomes a call."""
         level = "batch" if self.place == "none" else "run_to_run"
         return jaxmp.fuse(fn, determinism=level) if self.is_fused else fn
 
     @property
     def mesh(self):
-        """Rows of batches over `data`; on automatic axes features of weights over `model`."""
+        """Rows of batches are over `data`; on automatic axes, features of weights are over `model`."""
         sizes = (2, 2) if self.place == "automatic" else (DEVICES, 1)
         kind = AxisType.Explicit if self.place == "explicit" else AxisType.Auto
         return jax.make_mesh(sizes, ("data", "model"), axis_types=(kind, kind), devices=jax.devices()[:DEVICES])
@@ -42,7 +42,7 @@ class Run:
         return x if self.place == "none" else jax.device_put(x, NamedSharding(self.mesh, spec))
 
     def params(self, tree):
-        """A model's arrays on the mesh: on automatic axes tensor-parallel, elsewhere whole on each device."""
+        """Puts a model's arrays on the mesh: tensor-parallel on automatic axes, otherwise whole on each device."""
 
         def place(x):
             if not isinstance(x, jax.Array | np.ndarray):
@@ -53,11 +53,11 @@ class Run:
         return jax.tree.map(place, tree)
 
     def batch(self, *arrays):
-        """Arrays with their rows over `data`."""
+        """Returns arrays with their rows over `data`."""
         return tuple(self.put(x, P("data")) for x in arrays)
 
     def step(self, loss, optimizer):
-        """A training step in plain JAX: (parameters, state, *batch) to both anew and the loss."""
+        """Returns a training step in plain JAX: (parameters, state, *batch) to (parameters, state, loss)."""
 
         def step(params, state, *batch):
             mean = (lambda x: jax.lax.pmean(x, "data")) if self.place == "shard_map" else (lambda x: x)
@@ -75,10 +75,8 @@ class Run:
         return mapped
 
     def train(self, loss, params, batch, optimizer=None):
-        """Steps of a training in plain JAX, each with its loss and the parameters."""
-        optimizer = optimizer or optax.sgd(
-            0.1, momentum=0.9
-        )  # adam makes steps of rounding errors where a gradient is 0
+        """Yields each step of a training in plain JAX: its loss and the parameters."""
+        optimizer = optimizer or optax.sgd(0.1, momentum=0.9)  # adam amplifies rounding errors if a gradient is 0
         params, batch = self.params(params), self.batch(*batch)
         state = jax.jit(optimizer.init)(params)
         state = jax.tree.map(lambda x: self.put(x, P()) if x.ndim == 0 else x, state)

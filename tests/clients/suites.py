@@ -1,8 +1,8 @@
-"""The tests of other packages, from their own source distributions, plain and with jaxmp in two ways.
+"""Runs the tests of other packages, from their source distributions, plain and with jaxmp in two ways.
 
-`python suites.py NAME` downloads the sources of the release that is installed, runs a share of their tests in each mode
-of `plugin`, and prints what was seen as JSON. Exits with 1 where a test that passes plain fails otherwise, unless
-KNOWN gives the reason.
+`python suites.py NAME` downloads the sources of the installed release, runs a share of their tests in each mode of
+`plugin`, and prints the outcomes as JSON. Exits with 1 if a test passes plain and fails in another mode, unless KNOWN
+gives the reason.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BUILD = HERE.parents[1] / "build" / "clients"
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Files of tests within a source distribution, of which one in `share` runs."""
+    """Files of tests in a source distribution; one in `share` tests runs."""
 
     package: str
     files: tuple[str, ...]
@@ -45,7 +45,7 @@ SUITES = {
     )
 }
 
-# Parts of a test's name, with the mode and the reason for which it may fail there alone.
+# Parts of a test's name, the only mode that it may fail in, and the reason.
 KNOWN = {
     ("LinearTest::test_precision", "fused"): "haiku reads the operation dot in a compiled program, where a call stands",
 }
@@ -81,7 +81,7 @@ def reason_of(name, mode):
 
 
 def sources(package):
-    """The folder with the sources of the installed release."""
+    """Returns the folder with the sources of the installed release."""
     version = importlib.metadata.version(package)
     folder = BUILD / f"{package.replace('-', '_')}-{version}"
     if not folder.exists():
@@ -92,12 +92,12 @@ def sources(package):
             archive.extractall(BUILD, filter="data")
         settings = folder / "pyproject.toml"
         if not (settings.exists() and "[tool.pytest" in settings.read_text()):
-            (folder / "pytest.ini").touch()  # or pytest would take ours, from a folder above
+            (folder / "pytest.ini").touch()  # otherwise pytest would use ours, from a parent folder
     return folder
 
 
 def outcomes(suite, root, mode):
-    """What each test came to in a mode, and the products that were met."""
+    """Returns the outcome of each test in a mode, and the counts of products."""
     report = BUILD / f"{suite.name}-{mode}.json"
     report.unlink(missing_ok=True)
     options = [

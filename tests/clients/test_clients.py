@@ -1,6 +1,6 @@
-"""Others' programs, unchanged, compute fused what they compute plain, and others' tests pass on jaxmp.
+"""Unchanged programs of others compute the same fused and plain, and tests of others pass on jaxmp.
 
-Each runs in a process of its own, for some set JAX's configuration on import. What they print is kept for the page
+Each runs in its own process, because some set JAX's configuration on import. Their output is kept for the page
 docs/works-with.md.
 """
 
@@ -20,7 +20,7 @@ from models import CLIENTS
 from suites import BUILD, SUITES
 
 HERE = Path(__file__).resolve().parent
-# What requirements.txt leaves out on some JAX.
+# Packages that requirements.txt leaves out with some JAX.
 ABSENT = {
     "maxtext": "MaxText needs Python 3.12, and the oldest JAX is tested on 3.11",
     "haliax": "Haliax calls jax.core.is_constant_dim, which the newest JAX has taken away",
@@ -29,7 +29,7 @@ FOUND = BUILD / f"found-{jax.__version__}"
 
 
 def run(script, name, package, *options):
-    """Run one, keep the results that it prints, and fail with its output where it fails."""
+    """Runs a script, keeps the results that it prints, and fails with its output if it fails."""
     if package in ABSENT and not importlib.util.find_spec(package):
         pytest.skip(ABSENT[package])
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmp
 
-pytestmark = pytest.mark.filterwarnings("default")  # others' own are theirs
+pytestmark = pytest.mark.filterwarnings("default")  # other packages' own warnings
 X = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
 
 
@@ -20,7 +20,7 @@ def promotion_as_users_have_it():
 
 
 def check(apply, plain, calls, *arrays):
-    """`apply` computes what `plain` does, and makes this many calls of jaxmp, forward; its gradient likewise."""
+    """Asserts that `apply` computes what `plain` does, also in gradients, with this many calls of jaxmp forward."""
     assert jaxmp.explain(apply, quiet=True)(*arrays).calls == calls
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), apply(*arrays), plain(*arrays))
     gradients = [jax.grad(lambda *arrays, f=f: jnp.sum(jnp.sin(f(*arrays))))(*arrays) for f in (apply, plain)]

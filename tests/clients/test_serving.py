@@ -23,7 +23,7 @@ def promotion_as_users_have_it():
 
 @pytest.mark.parametrize("level", [None, "batch", "topology"])
 def test_bits_of_a_request_do_not_know_its_batch_nor_the_devices(level):
-    """Plain JAX is the control: a test that it passed would show nothing."""
+    """Plain JAX is the control: if it also passed, the test would show nothing."""
     devices = (1,) if level == "batch" else serving.DEVICES
     fuse = functools.partial(jaxmp.fuse, determinism=level) if level else lambda fn: fn
     changed = serving.changed(fuse, itertools.product(serving.BATCHES, devices))

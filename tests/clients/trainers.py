@@ -1,4 +1,4 @@
-"""The clients that bring a training loop of their own."""
+"""The clients that bring their own training loop."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from runs import DEVICES, randoms
     why_not="no others",
 )
 def keras(run):
-    """`fit()`, under ModelParallel where there is a mesh; a step is an epoch of two batches."""
+    """Runs `fit()`, under ModelParallel if there is a mesh; a step is an epoch of two batches."""
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
@@ -54,7 +54,7 @@ def keras(run):
     why_not="no others",
 )
 def netket(run):
-    """Stochastic reconfiguration of a small chain, in float64, with samples over four devices where there is a mesh."""
+    """Runs stochastic reconfiguration of a small chain in float64; on a mesh, samples are over four devices."""
     import jax
     import netket as nk
     import optax
@@ -79,7 +79,7 @@ def netket(run):
 
 
 def maxtext(run, *options):
-    """MaxText's own main program, with the line of each step from its file of metrics."""
+    """Runs MaxText's own main program; reads each step from its file of metrics."""
     import maxtext
     from maxtext.trainers.pre_train import train
 
@@ -122,7 +122,7 @@ TINY |= {"base_mlp_dim": 32, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 
 
 @client("maxtext", MAXTEXT_LINE, MAXTEXT_PLACES, why_not="its program has a mesh; needs Python 3.12")
 def maxtext_dense(run):
-    """Its smallest configuration; on explicit axes, which that refuses, a small Llama."""
+    """Runs MaxText's smallest configuration, or a small Llama on explicit axes, which the smallest one refuses."""
     llama = ["decoder_block=llama2", *(f"{key}={value}" for key, value in TINY.items())]
     smallest = ["model_name=gpt3-52k", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
     return maxtext(run, *(llama if "explicit" in run.place else smallest))

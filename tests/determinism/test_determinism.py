@@ -1,11 +1,11 @@
-"""The levels of docs/determinism.md, bit for bit.
+"""The levels of docs/determinism.md, bitwise.
 
-Numbers within their bound would not show any of this: that a row has other bits in a batch of two than in a batch of
-sixty-four, that a loss curve moves with the number of devices, that exp(f(x) - f(x)) is not one, or that an accumulator
-became a double. Every promise here has a control, in which a path without it breaks it.
+Bounds would not show these faults: a row has other bits in a batch of two than in a batch of sixty-four, a loss curve
+depends on the number of devices, exp(f(x) - f(x)) is not one, or an accumulator is a double. Each promise has a
+control: a path without the promise breaks it.
 
-The long sweep is `jaxmp selftest`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
-level "topology", test_determinism_programs.py what programs and `explain` say.
+These shapes go wrong most easily; `jaxmp selftest` is the long sweep. test_determinism_meshes.py covers the level
+"topology", test_determinism_programs.py programs and `explain`.
 """
 
 import functools
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
 LEVELS = testing.LEVELS
 EXPLICIT = modes.BY_ID["explicit"]
-# Both sides of one and two tiles of rows, beside every count up to 70.
+# Every count up to 70, and counts just below and above one and two tiles of rows.
 ROWS = (*range(1, 71), 95, 96, 97, 127, 128, 129, 191, 192, 193, 256)
 
 
@@ -37,7 +37,7 @@ ROWS = (*range(1, 71), 95, 96, 97, 127, 128, 129, 191, 192, 193, 256)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_know_its_batch(dtype):
-    """Every row count up to 70 and around the tiles' edges, at the front and at random places."""
+    """Tries every row count up to 70 and around the tiles' edges, at the front and at random places."""
     cases.require("host")
     assert testing.check_rows("batch", "host", dtype, (65, 33), ROWS) > len(ROWS)
 
@@ -78,7 +78,7 @@ def test_columns_depend_on_their_column_of_b_alone():
 
 
 def test_a_mapped_batch_has_the_bits_of_its_members():
-    """vmap folds a batch into rows or columns, or calls once for each member."""
+    """vmap folds a batch into rows or columns, or makes one call per member."""
     cases.require("host")
     a, b = testing.draw(0, (5, 7, 65), "float32"), testing.draw(1, (5, 65, 9), "float32")
     product = functools.partial(jaxmp.matmul, determinism="batch")
@@ -115,7 +115,7 @@ NOT_BFLOAT16 = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 @pytest.mark.parametrize("rows", [3, 40])
 @pytest.mark.parametrize("dtype", NOT_BFLOAT16)
 def test_sums_are_made_in_the_written_order(dtype, rows):
-    """Against numpy: products with 1 are exact, so each step is one addition. A sum for every 256 k, then their sum."""
+    """Compares with numpy: products with 1 are exact, so each step is one addition. Sums of 256 k, then their sum."""
     cases.require("host")
     accumulator = ACCUMULATORS[dtype]
     a = testing.draw(0, (rows, 2400), dtype)
@@ -134,7 +134,7 @@ def test_sums_are_made_in_the_written_order(dtype, rows):
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_errors_are_those_of_k_blocks(dtype, rows, level):
-    """Within 256 + k / 256 roundings of numbers of one sign, which one accumulator over all of k exceeds."""
+    """The error is within 256 + k / 256 roundings for numbers of one sign; one accumulator over all of k exceeds it."""
     cases.require("host")
     k, accumulator = 65536, ACCUMULATORS[dtype]
     a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))
@@ -152,7 +152,7 @@ def test_rounding_errors_are_those_of_k_blocks(dtype, rows, level):
 
 
 def test_the_checks_fail_where_nothing_is_promised():
-    """In float64 few rows take another kernel than many, and the BLAS sums k in another order for another mesh."""
+    """In float64, few rows use another kernel than many, and the BLAS sums k in another order for another mesh."""
     cases.require("host")
 
     def check():
@@ -168,7 +168,7 @@ def test_the_checks_fail_where_nothing_is_promised():
 
 
 def varying_row_counts(k, n):
-    """Row counts for which plain `jnp.matmul` gives rows other bits than among many: what nobody promises."""
+    """Returns row counts at which plain `jnp.matmul` gives rows other bits than among many rows."""
     a, b = testing.draw(0, (128, k), "float32"), testing.draw(1, (k, n), "float32")
     counts = (1, 2, 3, 4, 8, 17, 33, 64)
     whole, *parts = map(np.asarray, jax.jit(lambda parts: [x @ b for x in parts])([a, *(a[:m] for m in counts)]))
@@ -176,7 +176,7 @@ def varying_row_counts(k, n):
 
 
 def test_a_plain_product_knows_its_batch():
-    """The question behind all this: `(inputs @ model)[0]` is not `inputs[0] @ model`."""
+    """This motivates the levels: `(inputs @ model)[0]` is not `inputs[0] @ model`."""
     found = {(k, n): varying_row_counts(k, n) for k, n in ((301, 301), (64, 64), (1000, 33), (33, 1000))}
     print(found)
     if not any(found.values()):
@@ -191,7 +191,7 @@ def test_a_plain_product_knows_its_batch():
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_every_way_to_run_gives_the_same_bits(case, epilog, level):
-    """Eager, jit, remat, scan, ahead of time and a second run; from a cold cache and a warm one."""
+    """Runs eager, jit, remat, scan, compiled in advance and twice, with a cold cache and a warm one."""
     cases.require("host")
     case, rng = case.replace(per_shard=(7, 5, 33)), np.random.default_rng(0)
     with EXPLICIT.scope(case):
@@ -221,14 +221,14 @@ def test_every_way_to_run_gives_the_same_bits(case, epilog, level):
 
 
 def end_of_softmax(f, g, a, b):
-    """exp(max f - max g), and f - g, in float32, for two ways to the same scores in bfloat16."""
+    """Returns exp(max f - max g), and f - g, in float32; f and g compute the same bfloat16 scores in two ways."""
     z = f(a, b).astype(jnp.float32)
     highest = jnp.max(g(a, b), axis=-1, keepdims=True).astype(jnp.float32)
     return jnp.max(jnp.exp(z - highest), axis=-1), z - g(a, b).astype(jnp.float32)
 
 
 def test_a_softmax_of_plain_arithmetic_does_not_end_in_one():
-    """XLA leaves out the rounding of one copy of f(x): so the next test tells something."""
+    """XLA skips the rounding of one copy of f(x), so the next test is meaningful."""
     case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
 
     def f(a, b):
@@ -242,7 +242,7 @@ def test_a_softmax_of_plain_arithmetic_does_not_end_in_one():
 @pytest.mark.parametrize("recomputed", [False, True], ids=["jit", "remat"])
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 def test_a_softmax_ends_in_exactly_one(level, recomputed):
-    """exp(f(x) - f(x)) is 1: both sides are the same bits, for no compiler contracts or recomputes our arithmetic."""
+    """exp(f(x) - f(x)) is 1: both sides have the same bits, because no compiler contracts our arithmetic."""
     cases.require("host")
     case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
 

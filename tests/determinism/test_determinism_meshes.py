@@ -1,6 +1,6 @@
-"""The level "topology" of docs/determinism.md, bit for bit: no mesh shows in a result or a gradient.
+"""The level "topology" of docs/determinism.md, bitwise: results and gradients do not depend on the mesh.
 
-Silently wrong without these: a loss curve that moves with the number of devices, by no more than rounding.
+Without these tests, a loss curve could change with the number of devices, by no more than rounding.
 """
 
 import functools
@@ -32,7 +32,7 @@ SOME_LAYOUTS = ("all-gather", "reduce-scatter of columns", "all-reduce", "grid")
     ("dtype", "count"), [*(("float32", count) for count in (1, 2, 4)), *((dtype, 8) for dtype in DTYPES)]
 )
 def test_bits_do_not_know_the_mesh(dtype, count):
-    """Forward and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
+    """Covers results and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
     cases.require("host")
     only = () if dtype in ("float32", "bfloat16", "complex64") else SOME_LAYOUTS
     assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), [count], only=only) >= 4
@@ -42,7 +42,7 @@ def test_bits_do_not_know_the_mesh(dtype, count):
 @pytest.mark.parametrize(("count", "held"), [(2, 100), (4, 250), (8, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
-    """Each rank holds `held` of k, and for the gradient in b 150 rows, where no K block of 256 or 1024 ends."""
+    """Each rank holds `held` of k, and 150 rows for the gradient in b; K blocks of 256 or 1024 do not end there."""
     cases.require("host")
     extents = (150 * count, 16, held * count)
     testing.check_meshes("topology", "host", dtype, extents, [count], only=SOME_LAYOUTS)
@@ -98,7 +98,7 @@ LEADING = {
 
 @pytest.mark.parametrize("name", LEADING)
 def test_gradients_of_leading_dimensions_do_not_know_the_mesh(name):
-    """Rows fold out of several dimensions: ranks hold them interleaved, and yet they are summed in the global order."""
+    """Rows fold out of several dimensions: ranks hold them interleaved, but they are summed in the global order."""
     cases.require("host")
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     specs = (*LEADING[name], P(LEADING[name][2][-1]))
@@ -146,7 +146,7 @@ def test_a_mlp_has_the_bits_of_one_device(activation):
 
 @pytest.mark.parametrize("axis", ["x", None])
 def test_a_mlp_in_shard_map_has_the_bits_of_one_device(axis):
-    """Of two dimensions in all gradients; of three, whose rows lie interleaved on the ranks, in y and x's gradient."""
+    """With two dimensions, all gradients are equal; with three (interleaved rows), y and x's gradient."""
     cases.require("host")
     shapes = (8, 24), (24, 40), (40,), (40, 24), (24,)
     weights = [testing.draw(i, shape, "float32") for i, shape in enumerate(shapes[1:])]
@@ -171,11 +171,11 @@ def test_a_mlp_in_shard_map_has_the_bits_of_one_device(axis):
 
 
 def test_the_slope_of_a_gelu_is_the_librarys():
-    """Alone, fused with its neighbours, and for every row count: XLA may contract its own, and not this one."""
+    """Alone, fused with its neighbours, and for every row count: XLA may contract its own slope, but not this one."""
     cases.require("host")
     aux, t = testing.draw(0, (70, 33), "float32"), testing.draw(1, (70, 33), "float32")
     t[0, :3] = 0.0, -0.0, np.inf
-    aux[0, :2] = 1.0  # where the slope is positive
+    aux[0, :2] = 1.0  # the slope is positive here
     spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
     slope = functools.partial(primitives.activation_grad, "gelu", spec=spec)
     want = np.asarray(jax.jit(slope)(aux, t))
@@ -190,7 +190,7 @@ def test_the_slope_of_a_gelu_is_the_librarys():
 
 
 OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if epilogs.RULES[epilog].derivative]
-# Of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
+# Shardings of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
 OVER_ONE_PRODUCT = {
     "local": ((2, 2), P(None, None), P(None, ("x", "y")), P(None, ("x", "y"))),
     "all-gather": ((1, 4), P("y", None), P(None, "y"), P(None, "y")),
@@ -204,7 +204,7 @@ OVER_ONE_PRODUCT = {
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
 def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
-    """cuBLASMp takes none over k = 1, so k is padded: on every rank of every pattern alike, signs of zeros with it."""
+    """cuBLASMp takes none over k = 1, so every rank of every pattern pads k in the same way, with signs of zeros."""
     cases.require("host")
     m, n = 8, 512
     a, b, z = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, 1), (1, n), (m, n))))
@@ -251,7 +251,7 @@ def test_every_way_to_call_gives_the_bits_of_one_device(case, mode):
 
 
 def test_gradients_under_the_partitioner_do_not_know_the_mesh():
-    """XLA chooses the patterns; every sum it leaves to a call, and the slope of gelu with it."""
+    """XLA chooses the patterns; calls do every sum that XLA leaves to them, and the slope of gelu."""
     cases.require("host")
     case = cases.BY_NAME["ar-data"].replace(per_shard=(5, 6, 12))
     mode = modes.BY_ID["partitioner"]
@@ -277,7 +277,7 @@ def test_gradients_under_the_partitioner_do_not_know_the_mesh():
 
 
 def test_xla_serves_gradients_with_a_bias():
-    """Sums over ranks that no call may complete there come as sums of their own; in integers they are exact."""
+    """XLA computes the sums over ranks that no call may complete there; sums of integers are exact."""
     cases.require("host")
     case = cases.BY_NAME["ag-data"]
     rng = np.random.default_rng(0)
@@ -318,7 +318,7 @@ def test_the_order_of_devices_does_not_matter():
 
 
 def test_what_cannot_keep_the_level_is_refused_by_name():
-    """Beside the epilogs that the table of products refuses (suite.py)."""
+    """Refusals other than the epilogs that the table of products refuses (suite.py)."""
     cases.require("host")
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
     level = {"determinism": "topology"}
@@ -344,7 +344,7 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
 
 @pytest.mark.parametrize("name", ["ag", "rs"])
 def test_gradients_of_mapped_products_do_not_know_the_mesh(name, rng):
-    """Ranks hold a part of the rows of each product of the batch, and yet they are summed product by product."""
+    """Ranks hold part of each product's rows in the batch, but the rows are summed product by product."""
     cases.require("host")
     case = cases.BY_NAME[name].replace(per_shard=(8, 5, 11))
     m, n, k = case.extents

@@ -1,6 +1,6 @@
-"""What the levels of docs/determinism.md are in programs: in the key of a plan, in `explain`, in the types of values.
+"""The levels of docs/determinism.md in programs: in the key of a plan, in `explain`, in the types of values.
 
-Silently wrong without these: a plan of one level that serves another, and a double in a program of floats.
+Without these tests, a plan of one level could serve another, and a program of floats could contain a double.
 """
 
 import functools
@@ -104,14 +104,14 @@ CALLS = [
 
 
 def inexact_types(jaxpr) -> set[str]:
-    """Names of every floating type in a jaxpr and all it contains."""
+    """Returns the names of all floating types in a jaxpr and in its inner jaxprs."""
     found = {v.aval.dtype for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype")}
     found = {dtype.name for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
     return found.union(*(inexact_types(sub) for eqn in jaxpr.eqns for sub in jax_compat.subjaxprs(eqn.params)))
 
 
 def tensor_types(text: str) -> set[str]:
-    """Floating element types of the values of a StableHLO module; attributes of our calls are 64-bit numbers."""
+    """Returns the floating element types in a StableHLO module, without our calls' attributes (64-bit)."""
     values = re.sub(r"backend_config = \{[^{}]*\}", "", text)
     return set(re.findall(r"tensor<(?:\d+x)*(b?f\d+|complex<f\d+>)>", values))
 
@@ -119,7 +119,7 @@ def tensor_types(text: str) -> set[str]:
 @pytest.mark.parametrize(("dtype", "is_wide"), WIDTHS, ids=lambda value: {False: "x32", True: "x64"}.get(value, value))
 @pytest.mark.parametrize(("mode", "case"), CALLS)
 def test_no_type_appears_but_the_operands_and_the_accumulators(mode, case, dtype, is_wide):
-    """Python scalars under x64 are the classic way for a double to slip in; forward and gradients, at every level."""
+    """Under x64 a Python scalar easily becomes a double; checks forward and gradients, at every level."""
     cases.require("host")
     case = case.replace(per_shard=(4, 4, 4), dtype=dtype)
     allowed = {dtype, ACCUMULATORS[dtype]}

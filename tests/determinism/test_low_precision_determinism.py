@@ -1,5 +1,5 @@
-"""Levels of determinism on fp8 and fp4: without these the bits of a product could depend on the mesh or on the batch,
-for its operands are decoded in K blocks and its scales applied to sums.
+"""Levels of determinism on fp8 and fp4. Without these tests, bits could depend on the mesh or the batch, because
+operands are decoded in K blocks and scales are applied to sums.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxmp import Epilog, Scaling, testing
 
 
 def drawn(rng, mode, m, n, k):
-    """Operands and scales of which no sum is exact."""
+    """Returns operands and scales; none of their sums is exact."""
     a, b = (rng.standard_normal(shape).astype(mode.dtype) for shape in ((m, k), (n, k)))
     return a, b, *mode.scales(rng, a.shape, b.shape)
 
@@ -28,7 +28,7 @@ def drawn(rng, mode, m, n, k):
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])
 def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
-    """Ranks that hold no whole block of the processor's instructions, and cuts in one K block or in several."""
+    """Ranks hold incomplete blocks of the processor's instructions, and k is cut inside one K block or several."""
     k = 5 * 128 if is_deep else 144 if mode.unit == 16 else mode.unit
     case = case.replace(transposition="NT", per_shard=(mode.unit, mode.unit, k))
     a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)
@@ -40,7 +40,7 @@ def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
 
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_a_row_does_not_know_its_batch(mode, rng):
-    """k of more than one K block of the decoding, which is 1024 deep."""
+    """k exceeds one K block of the decoding, which is 1024 deep."""
     unit = 128 if mode.a == "blk128" else mode.unit
     a, b, scale_a, scale_b = drawn(rng, mode, 3 * unit, mode.unit, 1152)
     options = {"determinism": "batch", **F32}
@@ -57,7 +57,7 @@ def test_a_row_does_not_know_its_batch(mode, rng):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "grid", "ag-transposed", "rs-transposed"])
 def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, implementation, rng):
-    """On "xla" too, with scales of whole tensors; the epilog, the largest values and c with it."""
+    """Also on "xla", with scales of whole tensors; covers the epilog, the largest values and c."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 48))
     m, n, k = case.extents
     a, b = (rng.standard_normal(shape).astype(E4M3) for shape in ((m, k), (n, k)))

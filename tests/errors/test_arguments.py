@@ -1,8 +1,7 @@
-"""What `jnp.matmul` takes, the public functions take: arrays of NumPy's, of no mesh, of no extent, weakly typed ones.
+"""The public functions take what `jnp.matmul` takes: NumPy arrays, arrays without a mesh, empty and weakly typed ones.
 
-What would be wrong without it: operands that were not put on the mesh around them crash in XLA's partitioner, the
-sharding of a vector is taken for that of a matrix, and empty batches, which a training loop meets at the end of its
-data, fail in a gradient alone.
+Without these tests, operands outside the current mesh could crash XLA's partitioner, a vector's sharding could be taken
+for a matrix's, and empty batches, which a training loop meets at the end of its data, could fail in a gradient only.
 """
 
 import functools
@@ -60,7 +59,7 @@ def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
 
 
 def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
-    """With 64-bit types off, which is JAX's default, np.ones is float32 to every function of JAX."""
+    """With 64-bit types off (JAX's default), np.ones is float32 to every function of JAX."""
     a, b, c, bias = np.ones((2, 3)), np.ones((3, 4)), np.ones((2, 4)), np.ones(4)
     with jax.numpy_dtype_promotion("standard"):
         d = jaxmp.matmul(a, b, c, beta=1.0, epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
@@ -90,7 +89,7 @@ WAYS = {
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
 def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):
-    """As NumPy sums them: ranks that each fit a bool add up to True."""
+    """NumPy does the same: a sum of bools over ranks is True if any term is."""
     mesh = mesh_of({"x": 2, "y": 2})
     a, b = (rng.integers(0, INTEGERS[dtype], shape).astype(dtype) for shape in ((4, 8), (8, 6)))
     with jax.set_mesh(mesh):
@@ -103,7 +102,7 @@ def test_integers_with_all_that_they_take(rng):
     a, b, c, bias = (rng.integers(-9, 9, shape).astype(np.int32) for shape in ((3, 4, 6), (6, 8), (3, 4, 8), (8,)))
     options = {"alpha": 3, "beta": -2, "epilog": Epilog.RELU_BIAS, "epilog_inputs": {"bias": bias}}
     want = np.maximum(3 * (a @ b) - 2 * c + bias, 0)
-    for level in ("run_to_run", "topology"):  # integers are summed exactly in any order
+    for level in ("run_to_run", "topology"):  # integer sums are exact in any order
         np.testing.assert_array_equal(jaxmp.matmul(a, b, c, determinism=level, **options), want)
     np.testing.assert_array_equal(jax.vmap(jaxmp.matmul, (0, None))(a, b), a @ b)
     np.testing.assert_array_equal(jax.vmap(jaxmp.matmul)(a, np.stack([b] * 3)), a @ b)
@@ -119,7 +118,7 @@ def test_integers_with_all_that_they_take(rng):
 
 @pytest.mark.parametrize("what", ["bias", "c"])
 def test_what_is_added_widens_a_result_of_16_bits(what, rng, standard_promotion):
-    """As `jnp.matmul(a, b) + bias`, but rounded once."""
+    """The type is that of `jnp.matmul(a, b) + bias`, with a single rounding."""
     a, b, added = cases.integers(rng, 4, 6), cases.integers(rng, 6, 8), cases.integers(rng, 4, 8) + np.float32(1 / 1024)
     narrow = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     if what == "bias":
@@ -153,7 +152,7 @@ def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_
 
 
 def test_automatic_axes_within_explicit_ones(mesh_of, rng):
-    """The compiler asks for the shards' program while the explicit mesh is still around it."""
+    """The compiler requests the shards' program while the explicit mesh is still set."""
     mesh, x, w, bias = mesh_of({"x": 4}), cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
 
     def layer(x, w, bias):
@@ -197,7 +196,7 @@ def test_empty_products_and_their_gradients(case, m, k, n, lead, alpha):
         results = (f(a, b, c), c, 2.0), *zip(grads, (a, b, c), (0.0, 0.0, 2.0), strict=True)
     for got, like, each in results:
         assert got.shape == like.shape
-        if got.size:  # JAX itself cannot fetch an empty array whose shards are
+        if got.size:  # JAX cannot fetch an empty sharded array
             np.testing.assert_array_equal(got, np.full(like.shape, each))
 
 
@@ -238,7 +237,7 @@ def test_long_rows_say_what_needs_short_ones(asked, options):
 @ASKED
 @pytest.mark.parametrize("axis_type", [None, AxisType.Auto])
 def test_an_export_for_any_extent_says_what_needs_numbers(mesh_of, axis_type, asked, options):
-    """Without these XLA multiplies (tests/product/test_restart.py)."""
+    """Without these options XLA multiplies (tests/product/test_restart.py)."""
     where = axis_type and NamedSharding(mesh_of({"x": 4}, axis_type), P("x", None))
     (n,) = jax.export.symbolic_shape("4 * n")
     shapes = jax.ShapeDtypeStruct((n, 8), np.float32, sharding=where), jax.ShapeDtypeStruct((8, 8), np.float32)

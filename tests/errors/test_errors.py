@@ -1,6 +1,6 @@
-"""Every wrong argument is found before anything is launched, and named: which, what was required, what came, what to do.
+"""Every wrong argument is found before a launch; the message names it, the requirement, the given value and a remedy.
 
-Each message is matched with its values. `launches` proves the "before": a call that reaches a lowering fails the test.
+Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the test.
 """
 
 import re
@@ -22,7 +22,7 @@ from jaxmp._src.core.lowering import backend
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """No test of this file may come as far as a lowering."""
+    """Fails each test of this file that reaches a lowering."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("the call was lowered ahead of its error")
@@ -35,7 +35,7 @@ def zeros(*shape, dtype=np.float32):
 
 
 class Box:
-    """A parameter that its library keeps in an object."""
+    """A parameter in a library's object."""
 
     def __init__(self, value):
         self.value = value
@@ -168,7 +168,7 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
         jaxmp.matmul(*arguments, **keywords)
 
 
-# The same of other functions, in a message that has their own names of operands; and what a keyword of old has become.
+# Other functions use their own names of operands in such messages; and old keywords say what replaces them.
 CALLS = {
     "keyword, nothing alike": (lambda: jaxmp.einsum(A, B, colour=None), TypeError, "einsum() got an unexpected keyword argument 'colour'; it takes subscripts, operands, optimize, precision, preferred_element_type"),
     "keyword, shorter": (lambda: jaxmp.linear(A, B, act=None), TypeError, "linear() got an unexpected keyword argument 'act'; did you mean activation=?"),
@@ -223,7 +223,7 @@ CALLS = {
     "latency": (lambda: jaxmp.Hardware("x", {}, 1.0, 1.0, latency=-1), ValueError, "latency must not be negative, got -1"),
     "hardware": (lambda: jaxmp.explain(jaxmp.matmul, hardware="h100"), ValueError, "explain: hardware must be one of 'this', 'h100-8'"),
     "hardware, a number": (lambda: jaxmp.explain(jaxmp.matmul, hardware=3), TypeError, "hardware must be a name or a jaxmp.Hardware, got int"),
-    # Inside shard_map; messages have the shapes per device.
+    # Inside shard_map messages have the shapes per device.
     "all_gather_matmul": (lambda: manual(lambda a, b: jaxmp.all_gather_matmul(a[0], b, "x")), ValueError, "all_gather_matmul: x must have at least 2 dimensions, got 1 (shape (3,)); pass x[None]"),
     "contraction of shards": (lambda: manual(lambda a, b: jaxmp.matmul_all_reduce(a, b, "y"), (P(None, "y"), P())), ValueError, "matmul_all_reduce: w has k=6 but x has k=3 (shapes (4, 3), (6, 8) per device)"),
     "rows of the result": (lambda: jaxmp.matmul(zeros(5, 6), B, in_shardings=(P(None, "x"), P("x", None)), out_sharding=P("x", None), mesh=cases.BY_NAME["local"].jax_mesh(AxisType.Auto)), ValueError, "dimension 0 of the result has extent 5, which axis 'x' of size 2 does not divide (global shape (5, 8))"),
@@ -234,7 +234,7 @@ CALLS = {
     **{f"{f.__name__} outside": (lambda f=f: f(A, B, "y"), ValueError, f"{f.__name__}: ") for f in COLLECTIVES},
     **{f"{f.__name__} over {axis}": (lambda f=f, axis=axis: manual(lambda a, b: f(a, b, axis)), error, f"{f.__name__}: {message}") for f in COLLECTIVES for axis, error, message in OVER},
 }  # fmt: skip
-# What is not in the message above all at once.
+# More text that the message above must have.
 ALSO = {"linear activation": "sigmoid, or a function of an array, got 'silux'", "fuse, determinism": "got 'typo'"}
 ALSO |= {
     "mlp of float8": "mlp: x has dtype float8_e4m3fn; ",
@@ -262,7 +262,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_traceback_ends_at_the_users_line(call):
-    """As JAX's own do; its option brings the frames back."""
+    """Like JAX's tracebacks; its option brings the frames back."""
     files = {}
     for filtering in ("quiet_remove_frames", "off"):
         jax.config.update("jax_traceback_filtering", filtering)
@@ -278,7 +278,7 @@ def test_a_traceback_ends_at_the_users_line(call):
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_an_operand_in_host_memory(is_jitted):
-    """As for jnp: a GPU's library would be given a pointer to the host."""
+    """jnp refuses it, too; otherwise a GPU's library would receive a pointer to the host."""
     a = in_host_memory(A)
     call = jax.jit(jaxmp.matmul) if is_jitted else jaxmp.matmul
     message = "matmul: a is in host memory, but products run in device memory; move it there first"
@@ -339,7 +339,7 @@ def with_bias(a, b, bias):
 
 @pytest.mark.parametrize("name", ["x", "w", "bias"])
 def test_a_sum_that_is_not_taken(name, mesh_of):
-    """Inside shard_map, as jnp refuses a and b."""
+    """Inside shard_map, jnp refuses such a and b, too."""
 
     def call():
         given = {"x": jnp.ones((2, 2)), "w": jnp.ones((2, 2)), "bias": jnp.ones(2)}
@@ -438,7 +438,7 @@ def test_collectives_in_a_partial_manual_region(f):
 
 
 def test_bias_of_an_all_reduce_that_differs_between_ranks():
-    """One bias per rank would be added to a sum that every rank must have alike."""
+    """Each rank's bias would be added to a sum that all ranks must share."""
 
     def call(a, b, bias):
         return jaxmp.matmul_all_reduce(a, b, "y", epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
@@ -456,7 +456,7 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
 
 
 def test_an_implementation_that_the_platform_lacks(monkeypatch):
-    monkeypatch.undo()  # the choice itself is what refuses here
+    monkeypatch.undo()  # this test needs the real choice, which refuses
     message = "implementation=\"cublasmp\" is not available on platform 'cpu'"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         jaxmp.matmul(A, B, implementation="cublasmp")
@@ -464,7 +464,7 @@ def test_an_implementation_that_the_platform_lacks(monkeypatch):
 
 @pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "grid"])
 def test_all_reduce_belongs_to_its_pattern(name, rng):
-    """Before anything is launched, in every mode that knows the pattern; and by the partitioner, which chooses it."""
+    """Refused before a launch in every mode that knows the pattern, and by the partitioner, which chooses the pattern."""
     case = cases.BY_NAME[name].replace(per_shard=(4, 4, 4))
     epilog = Epilog.ALLREDUCE | Epilog.BIAS
     bias = np.zeros(case.extents[1], np.float32)

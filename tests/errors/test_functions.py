@@ -1,7 +1,7 @@
-"""Wrong calls of the functions beside `matmul`, and of `matmul` on block-cyclic matrices.
+"""Wrong calls of functions other than `matmul`, and of `matmul` on block-cyclic matrices.
 
-Without these, dimension numbers, subscripts or layouts that do not fit could give a product of something else, or put an
-element in another place than the layout says. A message begins with the function; " ... " stands for any text.
+Without these tests, dimension numbers, subscripts or layouts that do not fit could give another product, or put an
+element at a wrong place. A message begins with the function; " ... " stands for any text.
 """
 
 import functools
@@ -138,7 +138,7 @@ def test_wrong_arguments(function, arguments, options, exception, message, stand
 
 
 class Nothing:
-    """What no argument takes."""
+    """A value that no argument accepts."""
 
 
 CALLS = {
@@ -159,7 +159,7 @@ NEEDED = {"mlp": {"activation": "relu"}, "ragged_all_to_all": {"axis_name": "x"}
 def test_each_wrong_argument_is_named(name):
     parameters = inspect.signature(getattr(jaxmp, name)).parameters.values()
     given = dict(zip((each.name for each in parameters), CALLS[name], strict=False)) | NEEDED.get(name, {})
-    for argument in {each.name for each in parameters} - {"axis_index_groups"}:  # ahead of which the axis is looked for
+    for argument in {each.name for each in parameters} - {"axis_index_groups"}:  # depends on the axis
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
             getattr(jaxmp, name)(**given | {argument: Nothing()})
         assert re.match(rf"{name}( \(.*?\))?: .*{argument}", str(raised.value)), (argument, str(raised.value))
@@ -244,7 +244,7 @@ WRONG_LAYOUTS = [
     (lambda: product(conjugate_a=True), "matmul", TypeError, "conjugate_a=True needs a complex operand"),
     (lambda: product(comm=jaxmp.CommOptions(algorithm="split_p2p")), "matmul", ValueError, "comm.algorithm='split_p2p' needs the pattern"),
     (with_c, "matmul", ValueError, "c has the layout BlockCyclic(grid=(2, 2), block=(2, 2), first=(1, 0)) but the result"),
-    # NumPy would make an array of one object of it.
+    # Otherwise NumPy would make an array of one object.
     (lambda: np.asarray(laid()), "BlockCyclicArray", TypeError, "is not an array in the global order; pass jaxmp.from_block_cyclic"),
     (lambda: jnp.asarray(laid()), "BlockCyclicArray", TypeError, "is not an array in the global order; pass jaxmp.from_block_cyclic"),
     (lambda: jaxmp.einsum("ij,jk->ik", laid(), laid()), "einsum", TypeError, "a must be an array, got BlockCyclicArray"),

@@ -1,4 +1,4 @@
-"""Refusals of fp8, fp4 and int8: without these a wrong transposition, shape, scale or type could pass unseen."""
+"""Refusals of fp8, fp4 and int8: without these tests a wrong transposition, shape, scale or type could pass."""
 
 import cases
 import jax
@@ -18,7 +18,7 @@ BIG = np.zeros((128, 256), E4M3)
 A4 = np.zeros((128, 128), FP4)
 ONE = np.float32(1)
 MX, NV = np.ones((128, 8), E8M0), np.ones((128, 8), E4M3)
-HOST = {"implementation": "host"}  # by default what has no kernel is converted: test_types.py
+HOST = {"implementation": "host"}  # by default operands without a kernel are converted: test_types.py
 WRONG = {
     "b not transposed": ((A8, np.zeros((64, 48), E4M3)), {"transpose_b": False, **F32, **HOST}, ValueError, "pass transpose_a=False and transpose_b=True, got transpose_a=False and transpose_b=False"),
     "a transposed": ((A8.T.copy(), B8), {"transpose_a": True, **F32, **HOST}, ValueError, "a stored (m, k) and b stored (n, k)"),
@@ -79,7 +79,7 @@ def test_errors(args, options, error, message):
 
 
 def test_ranks_that_differ_in_the_scale_of_a_tensor_are_told():
-    """Inside shard_map each device has its own scalar, and only one of them could be meant."""
+    """Inside shard_map each device has its own scalar, but the call can use only one."""
     mesh = cases.BY_NAME["ag"].jax_mesh(AxisType.Auto)
 
     def local(a, b):

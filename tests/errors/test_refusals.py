@@ -1,4 +1,4 @@
-"""What jaxmp refuses begins with the function that the user called, also where it shows later than at the call."""
+"""jaxmp's refusals begin with the function that the user called, even if they appear after the call."""
 
 import pickle
 
@@ -25,7 +25,7 @@ from jaxmp._src.core.spec.refusal import (
 from jaxmp._src.platform.jax_internals.jax_compat import ShardingTypeError, TypePromotionError
 
 A = jnp.ones((4, 4))
-GPU = {"implementation": "cublasmp"}  # refused where a program for CPUs is lowered
+GPU = {"implementation": "cublasmp"}  # refused when a program for CPUs is lowered
 CALLS = {
     "matmul": lambda x: jaxmp.matmul(x, A, **GPU),
     "linear": lambda x: jaxmp.linear(x, A, activation="silu", **GPU),

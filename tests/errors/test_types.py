@@ -1,5 +1,5 @@
-"""A product of any two types of JAX, weak ones too, raises where JAX raises, and elsewhere has JAX's type and value;
-also where no kernel multiplies them. Results and cotangents are as weak as JAX's."""
+"""A product of any two types of JAX, including weak ones, raises if JAX raises, and otherwise has JAX's type and value,
+even if no kernel multiplies them. Results and cotangents have JAX's weak types."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ NN = (((1,), (0,)), ((), ()))
 
 
 def of(module):
-    """The products of a module by name."""
+    """Returns the products of a module by name."""
     lax_like = jaxmp if module is jaxmp else lax
     return {
         "matmul": module.matmul,
@@ -39,7 +39,7 @@ def preferred(dtype):
 
 
 def types_of(product, combinations, types):
-    """(dtype, whether it is weak) of each product, or of the error; all in one trace, which takes least time."""
+    """Returns (dtype, whether it is weak) or the error's type of each product, from a single trace to save time."""
     found = []
 
     def trace(arrays):
@@ -55,7 +55,7 @@ def types_of(product, combinations, types):
 
 
 def agrees(want, got):
-    """Whether results are of one type, or whoever catches the error of JAX catches the other."""
+    """True if the types are equal, or if code that catches JAX's error also catches ours."""
     return want == got or (isinstance(want, type) and isinstance(got, type) and issubclass(got, want))
 
 
@@ -64,13 +64,13 @@ def check_types(name, wide, npreferred):
     types = {name: jax.ShapeDtypeStruct((16, 16), name) for name in names}
     types |= {f"weak {name}": jax.ShapeDtypeStruct((16, 16), name, weak_type=True) for name in WEAK}
     combinations = []
-    for i, (a, b) in enumerate(itertools.product(types, types)):  # with others of the types from pair to pair
+    for i, (a, b) in enumerate(itertools.product(types, types)):  # the requested types change from pair to pair
         outs = (None, *(names[(7 * i + 5 * j) % len(names)] for j in range(npreferred)))
         combinations += [(a, b, out) for out in outs]
     want, got = (types_of(of(module)[name], combinations, types) for module in (jnp, jaxmp))
     wrong = [case for case in zip(combinations, want, got, strict=True) if not agrees(*case[1:])]
     assert not wrong, (len(wrong), wrong[:10])
-    assert any(isinstance(x, type) for x in want)  # there is something to refuse
+    assert any(isinstance(x, type) for x in want)  # some pairs are refused
     assert len(set(want)) > len(names)
 
 
@@ -153,9 +153,9 @@ def assert_same_error(ours, theirs):
 
 
 def is_compiled(a, b, out, dtype):
-    """Whether XLA (JAX 0.10 to 0.12) compiles a product, and its result may be 0.
+    """True if XLA (JAX 0.10 to 0.12) compiles a product and its result can be 0.
 
-    It has none of 2 bits, and of fewer than 8 none into another type.
+    XLA lacks products with 2-bit results, and products of types below 8 bits with a result of another type.
     """
     changes = out is not None and not BELOW_8_BITS.isdisjoint({out, a if a == b else out})
     return not changes and dtype not in ("int2", "uint2", "float8_e8m0fnu")
@@ -167,7 +167,7 @@ MIXED = (("int32", "float32"), ("bool", "bfloat16"), ("int8", "float32"), ("int8
 
 
 def test_values_of_pairs(standard_promotion):
-    """Each type that has a kernel or is often met into each such type, and some of the other pairs, in one program."""
+    """Each type with a kernel or in frequent use, into each such type, and some of the other pairs, in one program."""
     some = [(a, b, (None, *NAMES)[i % (1 + len(NAMES))]) for i, (a, b) in enumerate(itertools.product(NAMES, NAMES))]
     combinations = [(a, a, out) for a in USED for out in (None, *USED)] + [(*pair, None) for pair in MIXED] + some[::5]
     types = {name: jax.ShapeDtypeStruct((4, 4), name) for name in NAMES}
@@ -182,7 +182,7 @@ def test_values_of_pairs(standard_promotion):
     x = {name: jnp.asarray(bits + (name == "float8_e8m0fnu")).astype(name) for name in NAMES}
 
     def transposed(product):
-        """a @ b.T as b lies, as kernels of float8 want it; and otherwise."""
+        """Wraps a product so that b is stored transposed, as kernels of float8 need."""
         return lambda a, b, **options: product(a, b, transpose_b=True, **options)
 
     forms = {
@@ -200,14 +200,14 @@ def test_values_of_pairs(standard_promotion):
         np.testing.assert_array_equal(g, w, err_msg=str(case))
 
 
-# Types that JAX multiplies, and of which no kernel has a product.
+# Types that JAX multiplies, but no kernel does.
 NARROW = ("int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz")
 PAIRS = [("int8", "bool"), ("bool", "int8"), ("uint4", "bool"), ("float8_e3m4", "int32")]
 PAIRS += [(name, name) for name in (*NARROW, "float8_e8m0fnu")]
 
 
 def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
-    """Of matrices, vectors and with a bias; sums beyond the narrow integers wrap around."""
+    """Covers matrices, vectors and a bias; sums that exceed the narrow integers wrap around."""
     operands = [
         (jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype), jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other))
         for dtype, other in PAIRS
@@ -232,7 +232,7 @@ def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
 
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard_promotion):
-    """Sums of int8 wrap around ahead of the activation; a bias that the result does not hold is not cut."""
+    """Sums of int8 wrap around before the activation; a bias that the result does not hold is not truncated."""
     x, w = (jnp.asarray(rng.integers(-128, 128, (4, 4)), jnp.int8) for _ in range(2))
     act = jax.nn.relu if activation else lambda y: y
     np.testing.assert_array_equal(jaxmp.linear(x, w, activation=activation), act(x @ w))
@@ -242,7 +242,7 @@ def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard
         assert got.dtype == want.dtype
         if want.dtype == np.int8:
             np.testing.assert_array_equal(got, want)
-        else:  # of the sums themselves
+        else:  # the unwrapped sums
             np.testing.assert_array_equal(
                 got, act(x.astype("int32") @ w.astype("int32") + bias[None]).astype(want.dtype)
             )
@@ -256,7 +256,7 @@ def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 64), (64, 8)))
     want = jnp.asarray(np.asarray(a, np.float64) @ np.asarray(b, np.float64), jnp.bfloat16)
     got = jaxmp.matmul(a, b, preferred_element_type="bfloat16")
-    assert np.mean(np.asarray(got != want)) < 0.05  # double rounding alone
+    assert np.mean(np.asarray(got != want)) < 0.05  # differs only by double rounding
     with jax.enable_x64(True):
         wide = jaxmp.matmul(a, b, preferred_element_type="float64")
         exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
@@ -267,7 +267,7 @@ def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
 
 
 def test_the_other_options_apply(rng):
-    """Epilogs with their further results, levels and c, before the result is converted."""
+    """Epilogs with further results, levels and c apply before the result is converted."""
     a, b = (jnp.asarray(rng.integers(-2, 3, (8, 8)), jnp.float32) for _ in range(2))
     bias = jnp.arange(8, dtype=jnp.float32)
     row = bias[None]
@@ -313,7 +313,7 @@ def type_of(x):
     return x.dtype.name, x.weak_type
 
 
-# Functions of two arrays and a module's products, some of them with options.
+# Functions of a module's products and two arrays, some with options.
 PRODUCTS = {
     "matmul": lambda m, a, b, **options: m.matmul(a, b, **options),
     "vectors": lambda m, a, b, **options: m.matmul(a[0], b[:, 0], **options),
@@ -431,7 +431,7 @@ def _weakened(x):
 
 
 def test_a_weak_integer_does_not_become_narrower():
-    """As in `jnp.matmul`, which promotes int32 to int16, and has no such product."""
+    """`jnp.matmul` also promotes int32 to int16, and has no such product."""
     a, b = jnp.ones((2, 2), jnp.int16), jnp.full((2, 2), 1)
     for multiply in (jaxmp.matmul, functools.partial(jaxmp.einsum, "ij,jk")):
         with pytest.raises(

@@ -1,7 +1,7 @@
-"""Every product of a function that `jaxmp.fuse` has rewritten is a row of `explain`, with a reason that is true.
+"""Every product of a fused function is a row of `explain`, with a true reason.
 
-Without these a product could stay JAX's without a word: in a rule of differentiation, in a derivative of JAX's own, of
-another primitive than `dot_general`.
+Without these tests, a product could silently stay JAX's: in a differentiation rule, in a derivative of JAX's own, or if
+it is another primitive than `dot_general`.
 """
 
 import functools
@@ -30,7 +30,7 @@ def explained(fn, *args):
 total = jax.custom_vjp(lambda x, w: jnp.sum(x @ w))
 total.defvjp(lambda x, w: (jnp.sum(x @ w), w), lambda w, g: (g * jnp.ones_like(X) @ w.T, None))
 
-# Its value has no product, its rule has one.
+# The value has no product; the rule has one.
 elementwise = jax.custom_vjp(lambda x, w: jnp.sum(x))
 elementwise.defvjp(lambda x, w: (jnp.sum(x), (x, w)), lambda kept, g: (g * kept[0] @ kept[1], None))
 
@@ -57,7 +57,7 @@ def _tangent_jvp_rule(primals, tangents):
     return tangent(*primals), 2 * jnp.sum(tangents[0] @ primals[1])
 
 
-# As flash attention: blocks of keys in a loop, and again in the backward pass.
+# Like flash attention: blocks of keys in a loop, and again in the backward pass.
 @jax.custom_vjp
 def attended(q, k):
     return lax.scan(lambda sums, block: (sums + jnp.sum((q @ block.T) ** 2), None), 0.0, k.reshape(2, 2, 4))[0]
@@ -86,7 +86,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_products_in_rules_of_differentiation_are_counted(name):
-    """As many as JAX's own gradient has; those of the user's rules keep a level of determinism."""
+    """Finds as many products as JAX's gradient has; the users' rules keep a level of determinism."""
     plain = jax.grad(RULES[name])
     count = sum(row.count for row in explained(jaxmp.fuse(plain), X, W).rows)
     for level in ("run_to_run", *(("batch",) if name != "jnp.linalg" else ())):
@@ -104,7 +104,7 @@ def test_a_rule_that_asks_for_values_runs_as_it_is():
 
 
 def test_products_of_groups_and_of_scaled_blocks_are_counted():
-    """By the operations that they do, which are not multiplied by the number of groups."""
+    """Counts the operations done, without multiplying them by the number of groups."""
     sizes = jnp.array([3, 5])
 
     def model(x, w):
@@ -137,7 +137,7 @@ def test_products_of_groups_and_of_scaled_blocks_are_counted():
 
 
 def test_int8_has_a_kernel():
-    """A call where it wraps round, which XLA does slowly; else left as other products that no ranks share."""
+    """If int8 wraps around, which is slow in XLA, it is a call; else it stays JAX's, like other unshared products."""
     x, w = X.astype(jnp.int8), W.astype(jnp.int8)
     wide = functools.partial(jnp.matmul, preferred_element_type=jnp.int32)
     for model, (calls, left) in ((jnp.matmul, (1, 0)), (wide, (0, 1))):
@@ -162,7 +162,7 @@ BATCHES_OF_ONE = {
 
 @pytest.mark.parametrize("name", BATCHES_OF_ONE)
 def test_a_batch_of_one_is_a_product_of_matrices(name):
-    """With its epilog, and in gradients."""
+    """Includes the epilog, and gradients."""
     subscripts, *shapes = BATCHES_OF_ONE[name]
     x, w = (jnp.asarray(np.random.default_rng(2).integers(-2, 3, shape), jnp.float32) for shape in shapes)
 
@@ -182,7 +182,7 @@ def test_a_batch_of_one_is_a_product_of_matrices(name):
 
 
 def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
-    """Also where only its gradient is; a batch of which nothing is exchanged stays."""
+    """Also if ranks share only its gradient; a batch that exchanges nothing stays JAX's."""
     require_devices(4)
     with jax.set_mesh(mesh_of({"b": 2, "s": 2})):
         x = jax.device_put(jnp.ones((4, 8, 16)), P("b", "s", None))
@@ -203,7 +203,7 @@ def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
 
 
 def test_the_work_of_tracing_grows_with_the_layers():
-    """Not with their square: none of it is done for each pair of layers."""
+    """The work is not quadratic: nothing is done for each pair of layers."""
 
     def loss(ws, x):
         for w in ws:
@@ -211,7 +211,7 @@ def test_the_work_of_tracing_grows_with_the_layers():
         return jnp.sum(x**2)
 
     def calls(layers):
-        """How many calls of functions of `fuse` it takes."""
+        """Returns the number of calls to functions of `fuse`."""
         frames = []
 
         def count(frame, event, _):

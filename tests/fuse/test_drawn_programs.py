@@ -1,4 +1,4 @@
-"""Programs drawn at random, before and after `jaxmp.fuse`: equal to the bit, for values are small integers.
+"""Programs drawn at random, before and after `jaxmp.fuse`: bitwise equal, because values are small integers.
 
 `JAXMP_FUZZ=2000 pytest tests/fuse/test_drawn_programs.py` draws more, and `JAXMP_FUZZ_SEED` others.
 """
@@ -22,7 +22,7 @@ N = 8  # extent of every dimension, before collectives
 
 
 class Drawn:
-    """One program in `mode`: a function of four arrays, made of steps that each add a value to a list."""
+    """A program in `mode`: a function of four arrays, made of steps that each add a value to a list."""
 
     def __init__(self, seed, mode):
         self.random = random.Random(f"{seed} {mode}")
@@ -38,7 +38,7 @@ class Drawn:
 
 
 def _bounded(x):
-    """Small integers of another sign as well, so that no sum is rounded."""
+    """Clamps x to -3..3, so that no sum is rounded."""
     return lax.clamp(jnp.asarray(-3, x.dtype), x, jnp.asarray(3, x.dtype))
 
 
@@ -70,7 +70,7 @@ def _layer(rng, values, mode):
 
 
 def _of_type(x, like):
-    """x as an operand of what is elementwise with `like`."""
+    """Casts x to the type of `like` and gives it the same sharding."""
     x = x.astype(like.dtype)
     return jax.sharding.reshard(x, jax.typeof(like).sharding.spec) if jax.typeof(like).sharding.spec else x
 
@@ -118,7 +118,7 @@ def _gathered(rng, values, mode):
 
 
 def _weight_gathered(rng, values, mode):
-    """Of half a matrix, along any dimension, for any product."""
+    """Multiplies by a matrix that is gathered from halves along a random dimension."""
     x, w = _pick(rng, values), _pick(rng, values)
     i, j, k = (rng.randrange(2) for _ in range(3))
     whole = lax.all_gather(lax.slice_in_dim(w, 0, N // 2, axis=i), "x", axis=i, tiled=True)
@@ -204,7 +204,7 @@ def test_drawn_programs_keep_their_values_types_and_gradients(mode, first):
 
 
 def test_drawn_programs_have_products_that_are_fused():
-    """Without this, programs that communicate nothing would prove nothing."""
+    """Random programs must communicate, or they would prove nothing."""
     for mode in ("explicit", "manual"):
         mesh = mesh_of(mode)
         with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh):

@@ -56,7 +56,7 @@ def test_a_batch():
     [(P("p"), P(), P("p")), (P("p"), P("p"), P("p")), (P(None, "p"), P(None, "p"), P("p")), (P(), P("p"), P())],
 )
 def test_explicit_axes(of_x, of_w, of_d):
-    """JAX itself has gradients of none of these."""
+    """JAX itself has no gradients of these."""
     want, mesh = model(X, W), mesh_of(AxisType.Explicit)
 
     def sharded(x, w):
@@ -69,7 +69,7 @@ def test_explicit_axes(of_x, of_w, of_d):
         assert_same(jax.jit(fused)(x, w), want)
         assert_same(jax.jit(gradients(fused))(x, w), wanted)
         of_all = [("ragged_dot", each, 2 * 8 * 4 * 6) for each in ((8, 4, 6), (4, 8, 6), (8, 6, 4))]
-        assert products(fused, x, w) == of_all[:1]  # whatever the split
+        assert products(fused, x, w) == of_all[:1]  # for every sharding
         assert sorted(products(gradients(fused), x, w)) == sorted(of_all)
 
 
@@ -93,7 +93,7 @@ def test_automatic_axes(of_x, of_w, is_known):
         shardings = {"out_shardings": tuple(y.sharding for y in placed)} if of_x == of_w else {}
         compiled = jax.jit(step, **shardings).lower(*placed).compile().as_text()
         assert compiled.count('custom_call_target="jaxmp_grouped"') == 3
-        assert not shardings or "all-" not in compiled  # ranks read what they need where it lies
+        assert not shardings or "all-" not in compiled  # ranks read the matrices in place
         of_all = [("ragged_dot", each, 2 * 8 * 4 * 6) for each in ((8, 4, 6), (4, 8, 6), (8, 6, 4))]
         assert sorted(products(step, *placed)) == sorted(of_all)
     (row,) = explained(jax.jit(fused))(*placed).rows

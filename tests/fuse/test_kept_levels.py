@@ -1,4 +1,4 @@
-"""What `fuse` does with a product that cannot be a call: under a level an error, else the smallest part stays JAX's."""
+"""Products that cannot be calls: `fuse` raises an error under a level; otherwise only the smallest part stays JAX's."""
 
 import functools
 import importlib
@@ -25,7 +25,7 @@ def explained(fn, *args):
 
 
 def scores(q, k):
-    """One product that "topology" refuses where ranks share d, and one that it takes."""
+    """Has one product that "topology" refuses because ranks share d, and one that it accepts."""
     s = jnp.einsum("bqd,bkd->bqk", q, k, out_sharding=P())
     return s + jnp.einsum("bqd,de->bqe", q, jnp.ones((16, 8)), out_sharding=P())
 
@@ -104,7 +104,7 @@ LITERALS = {
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, EXPLICIT], ids=str)
 @pytest.mark.parametrize("name", LITERALS)
 def test_a_number_may_be_an_operand_of_a_product(mesh_of, name, kind):
-    """As the cotangent 1.0 of a scalar is."""
+    """For example the cotangent 1.0 of a scalar."""
 
     def check(x, w):
         want = jax.jit(LITERALS[name])(x, w)
@@ -151,7 +151,7 @@ def test_a_scan_over_a_symbolic_extent_is_rewritten():
 
 @pytest.mark.parametrize("collective", ["gather", "scatter"])
 def test_the_result_of_a_callback_is_multiplied_in_a_shard_map(mesh_of, collective):
-    """JAX's type of that result names no mesh."""
+    """JAX's type of this result has no mesh."""
 
     def called(x):
         return jax.pure_callback(lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -185,7 +185,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_jaxmp_leaves_the_smallest_part(monkeypatch, name):
-    """In a test that expects no warning it fails, for warnings are errors there."""
+    """The test must expect the warning, because warnings are errors here."""
     path, ncalls = FAULTS[name]
     module, function = path.split(".")
     module = importlib.import_module(f"jaxmp._src.fuse.{module}").__dict__
@@ -246,7 +246,7 @@ def test_an_error_of_a_users_rule_is_raised_alone():
 
 
 def test_heads_stay_sharded_on_automatic_axes(mesh_of):
-    """Scores of attention and their gradients at every level, and of `jaxmp.einsum`: a batch of two dimensions."""
+    """Attention scores and their gradients at every level, also with `jaxmp.einsum`; the batch has two dimensions."""
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, *weights = (jax.device_put(X, NamedSharding(mesh, spec)) for spec in (P(), *[P(None, "x")] * 2))
     weights = [jnp.concatenate([w, w]) for w in weights]

@@ -1,7 +1,6 @@
 """Gradients of loops through `jaxmp.fuse`: an epilog of the backward scan reads the aux of the forward one.
 
-Without these it could read the aux of another step, lose what the loops return besides, or fail where a call is
-refused.
+Without these tests it could read another step's aux, lose other results of the loops, or fail if a call is refused.
 """
 
 import jax
@@ -16,7 +15,7 @@ import jaxmp
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.fuse import emit
 
-# In float64 another rounding of gelu is far from a wrong step.
+# float64 separates gelu's rounding from a wrong step.
 pytestmark = pytest.mark.usefixtures("promotion_of_users", "x64")
 
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 8, 4, 8
@@ -24,7 +23,7 @@ SPECS = (P(("data", "model"), None), P(None, None, "model"), P(None, "model", No
 
 
 def step_of(activation, *, reverse=False, is_sharded=False):
-    """The value and the gradients of a loop over layers that also returns a sum of each step's rows."""
+    """Returns the value and gradients of a loop over layers that also returns a sum of each step's rows."""
 
     def loss(x, w_in, w_out, bias):
         def layer(x, weights):
@@ -40,7 +39,7 @@ def step_of(activation, *, reverse=False, is_sharded=False):
 
 
 def operands(mesh=None):
-    """Small integers, of which relu's sums are exact."""
+    """Small integers, so that relu's sums are exact."""
     rng = np.random.default_rng(0)
     shapes = ((ROWS, WIDTH), (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (LAYERS, HIDDEN))
     arrays = [rng.integers(-1, 2, shape).astype(np.float64) for shape in shapes]
@@ -57,7 +56,7 @@ def check(function, args, *, is_exact):
 
 
 def stacked(function, args):
-    """How many arrays the forward scan stacks, for its caller and for the backward one."""
+    """Returns the number of arrays that the forward scan stacks, for its caller and for the backward scan."""
     scans = [eqn for eqn in jax.make_jaxpr(function)(*args).eqns if eqn.primitive.name == "scan"]
     return sum(v.aval.shape[:2] == (LAYERS, ROWS) for v in scans[0].outvars)
 
@@ -70,7 +69,7 @@ def test_the_backward_scan_reads_the_aux_of_the_forward_one(is_sharded):
         found = jaxmp.explain(jaxmp.fuse(function), quiet=True)(*args)
         epilogs = [row.epilog for row in found.rows if row.epilog not in ("", "NONE")]
         assert epilogs == ["GELU_AUX_BIAS", "DGELU"], str(found)
-        # x, the activation and the aux, and not what JAX's derivative of gelu reads.
+        # x, the activation and the aux, without the inputs of JAX's gelu derivative.
         assert stacked(jaxmp.fuse(function), args) == 3
         check(function, args, is_exact=False)
 
@@ -85,7 +84,7 @@ def test_reversed_loops_and_activations_that_are_read_twice():
 
 
 def flat(x, w_in, w_out, bias):
-    """The value and the gradients of one layer, without a loop."""
+    """Returns the value and the gradients of one layer without a loop."""
     return jax.value_and_grad(lambda x, w: jnp.sum((jax.nn.gelu(x @ w + bias[0]) @ w_out[0]) ** 2), (0, 1))(x, w_in[0])
 
 
@@ -105,8 +104,8 @@ ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("spec", [P(None, "model"), P("model", None), P("data", "model")], ids=str)
 def test_on_automatic_axes_gradients_lie_where_jax_puts_them(name, spec, mesh_of):
-    """Where rows and columns of a weight's gradient compete for an axis, XLA decides by the order of the operands and
-    by what is contracted. Of a weight for all steps and of one for each."""
+    """If rows and columns of a weight's gradient compete for an axis, XLA decides by the order of the operands and by
+    the contraction. Tests one weight for all steps and one for each."""
     mesh = mesh_of({"data": 2, "model": 2}, AxisType.Auto)
 
     def loss(w, ws, x):

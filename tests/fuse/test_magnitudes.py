@@ -1,8 +1,7 @@
 """Factors that `jaxmp.fuse` moves across a rounding, at both ends of each type's range.
 
-Without these a scale could underflow where it is moved, as in the gradient of float16 layers, sums could overflow
-before they are scaled, and an infinite scale could give another value than NaN. Fused results are compared with plain
-JAX's, each by its error against float64.
+Without these tests a moved scale could underflow (gradients of float16 layers do), sums could overflow before they are
+scaled, and an infinite scale could miss a NaN. Compares the errors of fused results and of plain JAX against float64.
 """
 
 import jax
@@ -22,7 +21,7 @@ def decode(q, s, x):
     return q.astype(x.dtype) * s.astype(x.dtype)
 
 
-# Where the factor stands: the function, and the shape of the factor.
+# Places of the factor: the function, and the shape of the factor.
 PLACES = {
     "columns": (lambda x, q, s: x @ decode(q, s, x), (N,)),
     "columns of the left operand": (lambda x, q, s: (decode(q, s, x).T @ x.T).T, (N,)),
@@ -35,7 +34,7 @@ PLACES = {
 }
 NARROW = {"float16": "int8", "bfloat16": "float8_e4m3fn", "float32": "int8"}
 ENDS = [(1, 1), (1e36, 1e-3), (1e36, 1e-36), (1e-36, 1e-3), (1e-33, 1e36), (3e38, 1e-30), (1, 0), (1, np.inf)]
-# Of x and of the factor.
+# Magnitudes of x and of the factor.
 MAGNITUDES = {
     "float16": [(1, 1), (1, 5e-4), (1e-3, 5e-4), (6e-5, 1), (6e-5, 6e-5), (3e4, 5e-4), (3e4, 3e4), (1, 0), (1, np.inf)],
     "bfloat16": ENDS,
@@ -44,10 +43,10 @@ MAGNITUDES = {
 
 
 def operands(dtype, shape):
-    """Of each magnitude x, q and the factor, one after another."""
+    """Returns (x for each magnitude, q, the factor for each magnitude)."""
     rng = np.random.default_rng(0)
     q = rng.integers(-9, 10, (K, N)) if NARROW[dtype] == "int8" else rng.standard_normal((K, N))
-    q[0] = 0  # and times an infinite factor NaN
+    q[0] = 0  # times an infinite factor, this is NaN
     xs, scales = [], []
     for of_x, of_s in MAGNITUDES[dtype]:
         xs.append(np.minimum(rng.uniform(0.3, 1, (M, K)) * rng.choice([-1, 1], (M, K)), 1) * of_x)
@@ -57,10 +56,10 @@ def operands(dtype, shape):
 
 
 def check(got, plain, want, dtype):
-    """No worse than plain JAX by more than its roundings, and NaN or infinite where it has to be."""
+    """Asserts that `got` is at most a few roundings worse than plain JAX, and NaN or infinite where it must be."""
     got, plain, want = (np.asarray(y, np.float64) for y in (got, plain, want))
     limits, size = jnp.finfo(dtype), np.abs(np.where(np.isfinite(want), want, 0)).max(axis=(-2, -1), keepdims=True)
-    least = float(limits.smallest_subnormal if dtype == "float16" else limits.tiny)  # which XLA flushes
+    least = float(limits.smallest_subnormal if dtype == "float16" else limits.tiny)  # XLA flushes smaller numbers
     with np.errstate(invalid="ignore"):
         is_near = np.abs(got - want) <= 2 * np.abs(plain - want) + 4 * limits.eps * size + 4 * least
     is_beyond = ~np.isfinite(plain) & (np.isfinite(want) | np.isfinite(got))  # plain JAX overflows on the way
@@ -75,7 +74,7 @@ def in_float64(runs, *arrays):
 
 @pytest.mark.parametrize("dtype", NARROW)
 def test_products_hold_at_both_ends(dtype):
-    # Sums of large numbers overflow ahead of what stands behind them, but where XLA keeps them in float32.
+    # Large sums overflow before a later factor unless XLA keeps them in float32.
     places = [place for name, place in PLACES.items() if dtype == "float16" or "behind" not in name]
     cases = [(f, *operands(dtype, shape)) for f, shape in places]
 
@@ -93,7 +92,7 @@ def test_products_hold_at_both_ends(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_do_not_underflow(dtype):
-    """Of x, which contracts over the columns that a scale multiplies, inside of `fuse` and outside."""
+    """Checks the gradient in x, a sum over the columns that a scale multiplies, inside and outside `fuse`."""
     x, q, s = operands(dtype, (N,))
     size = {"float16": 1e-4, "bfloat16": 1e-36}[dtype]
     ct = jnp.asarray(np.random.default_rng(1).standard_normal((M, N)) * size, dtype)
@@ -111,7 +110,7 @@ def test_gradients_do_not_underflow(dtype):
 
 
 def test_scales_of_int8_are_not_multiplied_first():
-    """A call takes one scale of each operand: the product of more may be 0 or infinite where the results are not."""
+    """A call takes one scale per operand; a product of several may be 0 or infinite although the results are not."""
 
     def sums(x, w):
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32).astype("float32")

@@ -1,6 +1,6 @@
 """`fuse` on mixtures of experts as users write them, with `lax.ragged_dot` and `lax.ragged_all_to_all`.
 
-What would be silently wrong without it: a token that comes back to another's place, and a gradient of one rank's part.
+Without these tests, a token could return to another token's place, and a gradient could be one rank's part.
 """
 
 import functools
@@ -21,7 +21,7 @@ WIDTH, HIDDEN, EXPERTS, TOKENS, TOP_K = 6, 8, 4, 8, 2
 
 
 class Experts(equinox.Module):
-    """A layer that has no line of jaxmp."""
+    """A layer that does not use jaxmp."""
 
     router: jax.Array
     up: jax.Array
@@ -53,7 +53,7 @@ def dense(layer, x):
 
 
 def exchanged(layer, x):
-    """Expert parallelism with one expert for each token: to its rank, through it, and back, on the shards."""
+    """Expert parallelism on shards, one expert per token: sends tokens to their rank, applies it, sends them back."""
     ranks = lax.axis_size("p")
     own, tokens = layer.up.shape[0], x.shape[0]
     expert = jnp.argmax(x @ layer.router, -1)
@@ -65,7 +65,7 @@ def exchanged(layer, x):
     to = (jnp.cumsum(every, 0) - every)[me]
     receive = every[:, me]
     empty = lax.pcast(jnp.zeros((ranks * tokens, x.shape[1] + 1)), "p", to="varying")
-    # Each row takes the number of its expert along.
+    # Each row carries the number of its expert.
     rows = jnp.concatenate([x, expert[:, None].astype(x.dtype)], 1)[order]
     got = lax.ragged_all_to_all(rows, empty, begin, send, to, receive, axis_name="p")
     is_token = jnp.arange(ranks * tokens) < receive.sum()
@@ -134,7 +134,7 @@ def test_an_exchange_of_tokens_runs_on_cpus():
 
 @pytest.mark.parametrize("of_tokens", [P("p"), P(("p", "q")), P("q")], ids=str)
 def test_a_layer_of_the_users_on_automatic_axes(of_tokens):
-    """Experts over p, their columns over q; XLA chooses how the sorted rows lie."""
+    """Experts are sharded over p and their columns over q; XLA chooses the sharding of the sorted rows."""
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     where = dict(zip(("router", "up", "down"), (P(), P("p", None, "q"), P("p", "q")), strict=True))
 

@@ -1,7 +1,7 @@
-"""Models that know nothing of jaxmp, through `jaxmp.fuse`.
+"""Models that do not use jaxmp, through `jaxmp.fuse`.
 
-Without these a rewrite could leave a product out, take a wrong operand, type or sharding, add a collective, or quietly
-fuse nothing at all.
+Without these tests, a rewrite could miss a product, use a wrong operand, type or sharding, add a collective, or fuse
+nothing.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ B, S, D, F = 4, 8, 16, 32
 
 
 def mlp(x, w_in, b_in, w_out, b_out):
-    """Two layers, a bias, an activation and a residual."""
+    """Applies two layers with biases, an activation and a residual."""
     h = jax.nn.relu(jnp.einsum("bsd,df->bsf", x, w_in) + b_in)
     return x + (jnp.einsum("bsf,fd->bsd", h, w_out, out_sharding=_of(ROWS)) + b_out)
 
@@ -46,7 +46,7 @@ def gated(x, w_gate, b_in, w_down, b_out):
 
 
 def attention(x, w_in, b_in, w_out, b_out):
-    """Heads as a dimension of their own, two queries to a key, and a projection that contracts two dimensions."""
+    """Computes attention: heads are a dimension, each key serves two queries, the output contracts two dimensions."""
     wq = w_in.reshape(D, 4, 8, out_sharding=_of(P(None, "model", None)))
     wk = wq[:, ::2] if _MESH[0] is None else jax.lax.slice_in_dim(wq, 0, 4, axis=1)
     wo = w_out.reshape(4, 8, D, out_sharding=_of(P("model", None, None)))
@@ -58,7 +58,7 @@ def attention(x, w_in, b_in, w_out, b_out):
 
 
 def fsdp_layers(x, w_in, b_in, w_out, b_out):
-    """A scan over layers whose weights are gathered, with a policy for what is kept."""
+    """Scans over layers with gathered weights and a checkpoint policy."""
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     def layer(x, weights):
@@ -69,7 +69,7 @@ def fsdp_layers(x, w_in, b_in, w_out, b_out):
     return jax.lax.scan(layer, x, stacked)[0]
 
 
-# The mesh of the running test: None, or a mesh whose axes are explicit or auto.
+# The mesh of the running test: None, or a mesh with explicit or auto axes.
 _MESH = [None]
 
 
@@ -83,8 +83,8 @@ def _reshard(x, spec):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A function with the shardings of x and w_in, and (calls, products left, collectives) of the forward pass and of
-    both passes on explicit axes."""
+    """A function, the shardings of x and the weights, and (calls, products left, collectives) of the forward pass and
+    of both passes on explicit axes."""
 
     function: Callable
     forward: tuple[int, int, int]
@@ -135,7 +135,7 @@ def mesh(request):
 
 
 def gradient(function):
-    """The value, and the gradients of x and both weights."""
+    """Returns the value and the gradients in all arguments."""
 
     def run(*args):
         y, pull = jax.vjp(function, *args)
@@ -160,7 +160,7 @@ def test_values_gradients_types_and_collectives(model, mesh):
             exact = model.function in (mlp, fsdp_layers)
             np.testing.assert_array_less(np.abs(w - g) / scale, 1e-30 if exact else 2e-6)
         if _of(P()) is not None:
-            # The gradient of a sequence-parallel weight gathers; JAX keeps the gathered rows instead.
+            # The gradient of a sequence-parallel weight gathers the rows again; JAX keeps the gathered rows.
             more = {"all-gather"} if model.function is sequence_parallel else set()
             assert collectives(program) <= collectives(compiled) | more
 
@@ -172,7 +172,7 @@ def collectives(program):
 @by_name
 @pytest.mark.parametrize("mesh", ["explicit"], indirect=True)
 def test_what_is_fused(model, mesh):
-    """`fuse(grad(f))` finds gelu's derivative behind a product, and keeps gelu's argument in place of its parts."""
+    """`fuse(grad(f))` finds gelu's derivative after a product, and keeps gelu's argument instead of its parts."""
     args = operands(model, mesh)
     found = jaxmp.explain(jaxmp.fuse(model.function), quiet=True)(*args)
     assert (found.calls, found.left, found.collectives) == model.forward, str(found)

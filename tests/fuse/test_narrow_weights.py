@@ -1,7 +1,7 @@
 """Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`.
 
-Without these a scale could multiply other columns than its own, a gradient could lose it, and weights could be decoded
-in memory after all. Small integers and powers of two keep sums exact, so results are compared bit by bit.
+Without these tests, a scale could multiply wrong columns, a gradient could lose it, and weights could be decoded in
+memory. Small integers and powers of two keep sums exact, so results are compared bitwise.
 """
 
 import functools
@@ -53,7 +53,7 @@ FORMS = {
 
 
 def of_blocks(q, s, dtype, width=None):
-    """A scale for each of 4 blocks of k, and each column or a few together."""
+    """Decodes q with a scale for each of 4 blocks of k, and each column or group of `width` columns."""
     s, width = jnp.stack([s, 2 * s, s / 2, s]), width or len(s)
     return decode(q.reshape(4, K // 4, width, -1), s.reshape(4, 1, width, -1)[..., :1], dtype).reshape(q.shape)
 
@@ -98,14 +98,14 @@ def test_weights_stay_narrow(narrow, wide):
     lowered = run.lower(x, q, s)
     check_same(run(x, q, s), exact(forms, x, q, s))
     assert not re.findall(DECODED, lowered.as_text())
-    text = lowered.compile().as_text()  # equal calls are one
+    text = lowered.compile().as_text()  # equal calls are merged
     assert "jaxmp_matmul" in text
     assert not re.findall(r" dot\(", text)
 
 
 @pytest.mark.parametrize("narrow", ["int8", "uint8", "int4", "float8_e4m3fn"])
 def test_scales_of_blocks(narrow):
-    """Few rows by narrow blocks; many by weights that the program decodes, and so where sums have one order."""
+    """With few rows, blocks stay narrow; with many rows, or one order of sums, the program decodes the weights."""
     x, q, s = operands("int8")
     q = jnp.abs(q).astype(narrow) if narrow == "uint8" else q.astype(narrow)
     for rows, options in ((1, {}), (M, {}), (1, {"determinism": "batch"})):
@@ -120,7 +120,7 @@ def test_scales_of_blocks(narrow):
 
 
 def test_blocks_inside_of_other_programs():
-    """Differentiated, mapped, in a loop, on a mesh, and on shards."""
+    """The gradient, a vmap, a loop, a mesh, and shards."""
     x, q, s = operands("int8", "float32")
     x, form, ct = x[:1], BLOCKS["a block"], jnp.resize(s, (1, N))
 
@@ -150,8 +150,8 @@ def test_blocks_inside_of_other_programs():
 
 
 def test_gradients():
-    """Of x and of the scale, which JAX's own rules sum in bfloat16: through the call, and through a backward pass that
-    is rewritten with it."""
+    """Gradients in x and in the scale, which JAX's rules sum in bfloat16: of the fused function, and of a fused
+    backward pass."""
     x, q, s = operands("int8")
     ct = jnp.asarray(np.random.default_rng(2).integers(-2, 3, (M, N)), "float32")
     forms = [f for name, f in FORMS.items() if "row" not in name] + list(BLOCKS.values())
@@ -194,7 +194,7 @@ def test_loops_and_functions_called_twice():
 
 
 def of_groups(decode):
-    """A product of groups of rows, by what decodes matrices (4, K, N) with scales (4, 2, N)."""
+    """Returns a product of groups of rows that decodes matrices (4, K, N) with scales (4, 2, N)."""
     return lambda x, q, s: lax.ragged_dot(x, decode(q, s, x.dtype), jnp.array([1, 0, 1, 0]))
 
 
@@ -210,7 +210,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("form", GROUPS)
 def test_matrices_of_groups_stay_narrow(form):
-    """Forward, differentiated, and with rows and groups on one axis; in one order of sums all but blocks."""
+    """Forward, in gradients, and with rows and groups on one axis; with one order of sums, all but blocks."""
     x, q, s = operands("int8", "float32")
     x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([jnp.stack([s, 2 * s]) * 2.0**i for i in range(4)])
     q = q.swapaxes(1, 2).reshape(q.shape) if "stored" in form else q
@@ -242,7 +242,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
 def test_meshes(kind):
-    """A call for each product; inside shard_map with the collective beside it, where scales stay with the weights."""
+    """Each product is a call; inside shard_map next to its collective, and scales stay with the weights."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
     x, q, s = operands("int8")
     form = FORMS["a column"]

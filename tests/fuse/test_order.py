@@ -1,4 +1,4 @@
-"""`fuse` evaluates all of a program, in its order: without that a failed check is not found, or another one is told."""
+"""`fuse` evaluates the whole program in order; otherwise a failed check could be missed, or another one reported."""
 
 import jax
 import jax.numpy as jnp

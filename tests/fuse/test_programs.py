@@ -1,4 +1,4 @@
-"""What `jaxmp.fuse` enters, composes with, leaves alone and refuses."""
+"""Programs that `jaxmp.fuse` enters, composes with, leaves alone and refuses."""
 
 import functools
 
@@ -50,7 +50,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_entered(name):
-    """The product inside is fused, and values and gradients keep their bits and types; test_counted.py has rules."""
+    """The product inside is fused; values and gradients keep bits and types. test_counted.py covers custom rules."""
     program = PROGRAMS[name]
     found = jaxmp.explain(jaxmp.fuse(program), quiet=True)(X, W)
     assert (found.calls > 0, found.left) == (True, 0), str(found)
@@ -86,7 +86,7 @@ def test_a_jitted_layer_is_rewritten_and_compiled_once():
 
 
 def test_a_policy_keeps_what_it_keeps_of_dot_general():
-    """jaxmp's products count as the dot_general that they replace."""
+    """For checkpoint policies, jaxmp's products count as the dot_general that they replace."""
 
     for policy in (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.nothing_saveable):
 
@@ -104,7 +104,7 @@ def test_a_policy_keeps_what_it_keeps_of_dot_general():
 
 
 def test_what_only_looks_like_a_pattern_keeps_its_value():
-    """Almost a relu, almost a gelu, and a scatter of columns."""
+    """Programs similar to a relu, to a gelu, and to a scatter of columns."""
 
     def almost_relu(x, w):
         return jnp.maximum(x @ w, 1)
@@ -138,7 +138,7 @@ def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
 
 
 def test_conjugated_operands_are_those_of_the_call():
-    """Stored transposed or not, with sharded rows, columns and contraction."""
+    """Operands are stored transposed or not; rows, columns or the contraction are sharded."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-2, 3, (4, 4, 2)).astype(np.float32).view(np.complex64)[..., 0] for _ in range(2))
@@ -166,7 +166,7 @@ def test_conjugated_operands_are_those_of_the_call():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_activations_are_read_by_the_primitive_that_is_looked_for(dtype):
-    """Without it `fuse` would not find them, in a version of JAX that writes them otherwise."""
+    """`fuse` looks for these primitives; it would miss an activation that a version of JAX writes differently."""
     z = jax.typeof(jnp.ones((2, 4), dtype))
     for activation in templates.ACTIVATIONS:
         jaxpr = templates.flat(activation.function, (z,))
@@ -227,7 +227,7 @@ def test_options():
 
 
 def test_topology_gives_a_model_the_same_bits_on_every_mesh():
-    """Products of matrices, of heads and of batches, and their gradients; relu's values are exact."""
+    """Covers products of matrices, heads and batches, and their gradients; relu's values are exact."""
     rng = np.random.default_rng(2)
     arrays = {"x": (8, 6, 16), "wq": (16, 4, 8), "wo": (4, 8, 16), "w": (16, 32)}
     specs = {
@@ -261,7 +261,7 @@ def test_topology_gives_a_model_the_same_bits_on_every_mesh():
 
 
 def _weights(narrow):
-    """bfloat16 with types that JAX does not promote it with: weight-only quantization."""
+    """Returns a bfloat16 product with weights of a type that JAX does not promote bfloat16 with."""
     product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
     fn = lambda x, w: product(x, w, preferred_element_type=jnp.float32)  # noqa: E731
     return fn, (X.astype(jnp.bfloat16), jnp.abs(W).astype(narrow)), "run_to_run"

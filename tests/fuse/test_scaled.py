@@ -1,7 +1,7 @@
 """`jax.nn.scaled_matmul` and `scaled_dot_general` through `jaxmp.fuse`.
 
-Without these a scale could multiply another block than its own, on one device or on a mesh, and a gradient could differ
-from the one that JAX defines.
+Without these tests, a scale could multiply a wrong block, on one device or on a mesh, and a gradient could differ from
+JAX's definition.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from low_precision_cases import E4M3, E5M2, E8M0, FP4, powers, small
 
 import jaxmp
 
-# By kind: the types of both operands, the size of a block, the type of its scale.
+# Kind: the types of both operands, the size of a block, the type of its scale.
 KINDS = {
     "mx": (E4M3, E4M3, 32, E8M0),
     "mx, e5m2": (E5M2, E4M3, 32, E8M0),
@@ -28,7 +28,7 @@ fused = jax.jit(jaxmp.fuse(jax.nn.scaled_matmul), static_argnames="preferred_ele
 
 
 def case(rng, kind, batch, m, n, k):
-    """(the operands, what they give)."""
+    """Returns (operands and scales, the exact result)."""
     of_a, of_b, size, of_scales = KINDS[kind]
     arrays = [small(rng, (batch, m, k), of_a), small(rng, (batch, n, k), of_b)]
     scales = [powers(rng, (batch, rows, k // size), of_scales) for rows in (m, n)]
@@ -48,7 +48,7 @@ def test_values(kind, shape, rng):
     assert fused(*operands, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
 
 
-# Shardings of the operands, each beside its scales, and of what a body of shard_map gives.
+# Shardings of each operand and its scales, and of the result of a shard_map body.
 SPLITS = {
     "rows": (P(None, "x"), P(), P(None, "x")),
     "columns": (P(), P(None, "x"), P(None, None, "x")),
@@ -59,7 +59,7 @@ SPLITS = {
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 @pytest.mark.parametrize("axes", ["explicit", "auto", "shard_map"])
 def test_meshes(axes, kind, rng):
-    """A call, on whatever shards; inside shard_map with its own collective behind it."""
+    """Every sharding is a call; inside shard_map the body's collective follows it."""
     operands, wanted = case(rng, kind, 1, 48, 32, 64)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if axes == "explicit" else AxisType.Auto,))
     runs, placed = [], []
@@ -82,7 +82,7 @@ def test_meshes(axes, kind, rng):
 
 @pytest.mark.parametrize(("mode", "size"), [("mxfp8", 32), ("nvfp4", 16)])
 def test_scaled_dot_general(mode, size, rng):
-    """The product of what JAX quantizes to, and the gradients of its rule: products of quantized operands again."""
+    """The result is the product of JAX's quantized operands; gradients by JAX's rule are such products, too."""
     quantize = jaxmp.quantize.mxfp8 if mode == "mxfp8" else jaxmp.quantize.nvfp4
     config = jax.nn.get_scaled_dot_general_config(mode, None if mode == "mxfp8" else jnp.ones((1,), jnp.float32))
     x, w, ct = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, 128), (32, 128), (64, 32)))
@@ -98,17 +98,17 @@ def test_scaled_dot_general(mode, size, rng):
         return jaxmp.quantize.dequantize(*quantize(jnp.asarray(x)))
 
     wanted = [rounded(x) @ rounded(w).T]
-    if mode == "mxfp8":  # whose gradients are not rounded at random
+    if mode == "mxfp8":  # nvfp4 gradients are rounded at random
         wanted += [rounded(ct) @ rounded(w.T).T, rounded(ct.T) @ rounded(x.T).T]
     run = jax.jit(lambda *args: [pulled(jaxmp.fuse(layer))(*args), jaxmp.fuse(pulled(layer))(*args)])
-    with jax.numpy_rank_promotion("allow"):  # which JAX's nvfp4 needs
+    with jax.numpy_rank_promotion("allow"):  # JAX's nvfp4 needs it
         results = run(x, w, ct)
     for found in results:
         for d, each in zip(found, wanted, strict=False):
             np.testing.assert_allclose(d, each, rtol=1e-5, atol=1e-4)
 
 
-# Scales behind exact sums of int8, as models write them (AQT, qwix).
+# Scales after exact sums of int8, as models (AQT, qwix) write them.
 
 
 def _by_rows_and_columns(x, w, s, t, bias):

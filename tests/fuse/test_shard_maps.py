@@ -1,7 +1,7 @@
-"""Bodies of `jax.shard_map` that know nothing of jaxmp, through `jaxmp.fuse`.
+"""Bodies of `jax.shard_map` that do not use jaxmp, through `jaxmp.fuse`.
 
-Without these a call could gather, sum or scatter along another dimension than the program does, give its result
-transposed, or stay away although there is a call for it.
+Without these tests, a call could gather, sum or scatter along a wrong dimension, give a transposed result, or be
+missed.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ scatter = functools.partial(lax.psum_scatter, tiled=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A body with the shapes and specs of its arguments and the spec of its result; what `fuse` makes of it, and of
-    its gradient within the same body: the pattern of each call, "-" for a product that stays."""
+    """A body, the shapes and specs of its arguments, and the spec of its result. `forward`, `gradient`: the pattern of
+    each call that `fuse` makes, "-" for a product that stays; the gradient is taken within the same body."""
 
     name: str
     body: Callable
@@ -59,7 +59,7 @@ def heads(x, wq, wo):
 
 
 def shared_rows(x, w):
-    """Three products of rows that are gathered once."""
+    """Computes three products of rows that are gathered once."""
     rows = gather(x, "model", axis=1)
     return rows @ w + (rows @ (2 * w)) * (rows @ w[::-1])
 
@@ -114,7 +114,7 @@ def mesh():
 
 
 def with_gradient(body):
-    """The body's result, and the gradients of all its arguments within the same body."""
+    """Returns the body's result and the gradients of all its arguments, within the same body."""
 
     def both(*args):
         y, pull = jax.vjp(body, *args)
@@ -150,7 +150,7 @@ def test_what_is_fused(case, mesh):
 
 @pytest.mark.parametrize("where", ["gradient in the body", "grad(fuse)", "fuse(grad)"])
 def test_values_gradients_and_collectives(where, mesh):
-    """All cases as one program."""
+    """One program computes all cases."""
     args = [operands(case) for case in CASES]
 
     def program(inner, outer):
@@ -170,7 +170,7 @@ def test_values_gradients_and_collectives(where, mesh):
             assert jax.typeof(w) == jax.typeof(g), case.name
             assert w.sharding == g.sharding, case.name
             np.testing.assert_array_equal(w, g, err_msg=case.name)
-    if where != "grad(fuse)":  # whose gradients gather again what they gathered
+    if where != "grad(fuse)":  # grad(fuse) gathers again what the forward pass gathered
         assert collectives(fused) < collectives(plain)
 
 
@@ -204,7 +204,7 @@ def test_what_stands_between_product_and_collective_is_named(body, said, mesh):
 
 
 def test_factors_of_16_bits_neither_overflow_nor_underflow(mesh):
-    """The product by itself is infinite in float16, or zero."""
+    """Without the factor, the product is infinite or zero in float16."""
 
     def body(x, w, small):
         return lax.psum(x @ w / 64, "model"), lax.psum(small @ w * 64, "model")
@@ -248,7 +248,7 @@ def test_an_operand_that_others_read_transposed(mesh):
 
 @pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
 def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
-    """On a machine whose calls hide their transfers: large products hide three gathers, small ones wait for them."""
+    """On a machine with overlapping calls, large products hide three gathers; small products wait for them."""
     machine = jaxmp.advise(8, 8, 8, 1, hardware="h200-8", quiet=True).hardware
     monkeypatch.setattr(gathers, "reads_in_place", lambda implementation: False)
     monkeypatch.setattr(gathers, "overlapping_machine", lambda implementation: machine)
@@ -264,13 +264,13 @@ def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_
     if is_in_calls:
         assert [row.pattern for row in rows] == ["all_gather"] * 3
         assert all("gathers in its call what other products gather too" in row.why for row in rows)
-    else:  # local products of 16 bits are calls all the same
+    else:  # local 16-bit products are calls, too
         assert [row.pattern for row in rows] == ["local"] * 3
         assert all("is gathered ahead of it, once for several products" in row.why for row in rows)
 
 
 def test_where_calls_hide_nothing_a_gather_of_several_products_stays(mesh):
-    """On CPUs of several processes, and where XLA multiplies."""
+    """CPUs of several processes, and XLA's products, hide no gather."""
 
     def body(x, w):
         whole = gather(w, "data")

@@ -1,7 +1,7 @@
-"""State through `jaxmp.fuse`: pytrees and objects of Flax NNX go in as arguments, and leave as results or change.
+"""State through `jaxmp.fuse`: pytrees and Flax NNX objects are arguments, and are returned or changed.
 
-What leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests a fused train step
-could leave a model or an optimizer as it was, and training would stand still.
+State that leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests, a fused
+train step could leave a model or an optimizer unchanged.
 """
 
 import functools
@@ -30,7 +30,7 @@ def same(f):
 
 
 def assert_same(want, got):
-    """Equal containers, values and types of arrays; other leaves are the same objects, or equal."""
+    """Asserts equal containers, and equal values and types of arrays; other leaves must be identical or equal."""
     assert jax.tree.structure(want) == jax.tree.structure(got)
     for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         if isinstance(w, jax.Array):
@@ -46,7 +46,7 @@ def assert_same(want, got):
 
 
 def through_a_list(wrap, x):
-    """What `fn` put into a list that it closes over, read after the call."""
+    """Reads, after the call, a value that `fn` put into a list."""
     kept = []
     wrap(lambda: kept.append(jax.nn.relu(x @ W)))()
     return jnp.sum(kept[0] * x)
@@ -117,7 +117,7 @@ def test_errors_of_fn_pass():
         jaxmp.fuse(program)(X)
 
 
-# What is no array -------------------------------------------------------------------------------------------------
+# Other values than arrays ----------------------------------------------------------------------------------------
 
 
 def test_arguments_and_results_that_are_no_arrays_stay_what_they_are():
@@ -140,7 +140,7 @@ def test_arguments_and_results_that_are_no_arrays_stay_what_they_are():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 gives such a result the mesh of another")
 def test_a_number_of_one_device_has_no_mesh(mesh_of):
-    """Whatever the same program was given before: JAX finds compiled primitives by where their operands lie."""
+    """JAX finds compiled primitives by their operands' shardings, so an earlier call on a mesh must have no effect."""
 
     def gradient(x):
         return jax.value_and_grad(lambda x: jnp.mean(x**2))(x)
@@ -185,7 +185,7 @@ def test_reports_take_any_argument():
 
 
 class Model(nnx.Module):
-    """A product, a running mean, a dropout and a count of calls."""
+    """Has a product, a running mean, a dropout and a count of calls."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -211,7 +211,7 @@ def train_step(model, optimizer, x, loss_of=loss_of):
 
 
 def trained(step):
-    """Losses, and the state of the model and of the optimizer."""
+    """Returns losses, and the state of the model and of the optimizer."""
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     losses = [step(model, optimizer, X) for _ in range(2)]
@@ -224,7 +224,7 @@ def trained_plainly():
 
 
 def state_of(module):
-    """The arrays of a module; of keys the numbers."""
+    """Returns the arrays of a module; for random keys, their data."""
     leaves = jax.tree.leaves(nnx.state(module))
     return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
 
@@ -245,7 +245,7 @@ def test_a_train_step_of_flax_trains(name):
 
 
 class Outer(nnx.Module):
-    """A layer that fuses a part of itself: as an argument, or closed over."""
+    """Fuses an inner layer, which is an argument or closed over."""
 
     def __init__(self, wrap, *, is_argument):
         self.inner, self.wrap, self.is_argument = Model(nnx.Rngs(0)), wrap, is_argument
@@ -273,7 +273,7 @@ def test_a_changed_module_that_fn_closes_over_raises(run):
         run(outer, X)
     assert [note.startswith("jaxmp.fuse: pass a module") for note in raised.value.__notes__].count(True) == 1
     assert_same(before, state_of(outer))
-    outer.inner.mean[...] = jnp.ones(4)  # reading is fine
+    outer.inner.mean[...] = jnp.ones(4)  # reading is allowed
     assert_same(X @ outer.inner.linear.kernel[...], jaxmp.fuse(lambda x: x @ outer.inner.linear.kernel[...])(X))
 
 

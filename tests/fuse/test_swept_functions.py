@@ -1,7 +1,7 @@
 """Functions of JAX, and their gradients, through `fuse` on no mesh, automatic and explicit axes, at every level.
 
-Each gives the values and types of plain JAX without a warning, or under a level an error that names the line. What
-would be silently wrong without it: a function whose jaxpr `fuse` does not know.
+Each gives plain JAX's values and types without a warning, or under a level an error that names the line. Without these
+tests, a function could be wrong because `fuse` does not know its jaxpr.
 """
 
 import functools
@@ -247,7 +247,7 @@ def gradient(fn):
 
 
 def placed(letters, mesh, kind):
-    """The arguments; with sharded rows of the first one where JAX multiplies these, too."""
+    """Returns (arguments, the same replicated); on a mesh, an even number of rows of the first one is sharded."""
     args = [ARGS[letter] for letter in letters]
     if mesh is None or args[0].shape[0] % 2 or kind is None:
         return args, args
@@ -260,7 +260,7 @@ def types(results):
 
 
 def traced(fn, args):
-    """Types of the results."""
+    """Returns the types of the results."""
     return types(jax.make_jaxpr(fn)(*args).out_avals)
 
 
@@ -283,7 +283,7 @@ def name_of(i):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_is_as_without_fuse(mesh_of, kind, level, part):
-    """Each function by its types, as it is traced; all of them by their values, as one program."""
+    """Compares the traced types of each function, and all values from one program."""
     mesh = None if KINDS[kind] is None else mesh_of({"x": 2}, KINDS[kind])
     fuse = functools.partial(jaxmp.fuse, determinism=level)
     faults, programs = [], []

@@ -1,7 +1,7 @@
-"""What the tests on a real GPU share: `make test-gpu` and gpu_session.py run them.
+"""Shared helpers of the tests on a real GPU: `make test-gpu` and gpu_session.py run them.
 
-Without a CUDA device, or without what one of them needs beside it, they are skipped by name; with JAXMP_REQUIRE_GPU set
-they fail instead, so that a machine which should have a GPU cannot pass by skipping.
+Without a CUDA device or another requirement, tests are skipped with the reason. If JAXMP_REQUIRE_GPU is set they fail
+instead, so that a machine that should have a GPU cannot pass by skipping.
 """
 
 import os
@@ -13,8 +13,8 @@ from jaxmp._src.platform.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Several ranks on one GPU: NCCL 2.30's switch, without the transports that want a GPU for each rank, and with few
-# blocks, since the kernels of all ranks have to be resident at once.
+# Several ranks on one GPU: NCCL 2.30's switch, without transports that need one GPU per rank, and with few blocks
+# because the kernels of all ranks must be resident at once.
 SHARING = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -24,26 +24,26 @@ SHARING = {
 
 
 def missing(message: str) -> None:
-    """Skip the test, or fail it where a GPU is required."""
+    """Skips the test, or fails it if a GPU is required."""
     if os.environ.get("JAXMP_REQUIRE_GPU"):
         pytest.fail(message)
     pytest.skip(message)
 
 
 def alone(case):
-    """The case on one device: a mesh of its axes, each of one device."""
+    """Returns the case on one device: each axis of its mesh has size one."""
     return case.replace(mesh=tuple((axis, 1) for axis, _ in case.mesh))
 
 
 def among(case, nranks: int):
-    """A case of four devices on `nranks` of them: the last axis of two keeps its size."""
+    """Returns a case of four devices on `nranks` devices: the last axis of two keeps its size."""
     sizes = {1: (nranks,), 2: (nranks // 2, 2)}[len(case.mesh)]
     return case.replace(mesh=tuple((axis, size) for (axis, _), size in zip(case.mesh, sizes, strict=True)))
 
 
 @pytest.fixture
 def cublasmp():
-    """cuBLASMp, open in this process, on its CUDA devices."""
+    """Opens cuBLASMp in this process, on its CUDA devices."""
     if not native.cuda_devices():
         missing("needs a CUDA device; start with JAX_PLATFORMS=cuda,cpu, as `make test-gpu` does")
     if why := native.why_no_cublasmp():
@@ -52,7 +52,7 @@ def cublasmp():
 
 @pytest.fixture
 def conformance(cublasmp) -> Path:
-    """The executable of the conformance suite."""
+    """Returns the executable of the conformance suite."""
     built = sorted(ROOT.glob("build/*/conformance"), key=lambda path: path.stat().st_mtime)
     if not built:
         missing("needs build/*/conformance; `make test-cpp` builds it")

@@ -1,12 +1,12 @@
-"""Run tests/gpu and the benchmark on a GPU machine that is lent for some minutes, and keep every case that has ended.
+"""Runs tests/gpu and the benchmark on a GPU machine that is lent for some minutes, and keeps every finished case.
 
     python tests/gpu/gpu_session.py --out found [--minutes 9] [--only tests|bench] [arguments of pytest]
 
-Each case is a line of OUT/tests.jsonl, or in OUT/bench.json, before the next one begins. Called again with the same
---out, it goes on with what is left. A case that ends its process has failed, and the others go on. Status 0: all has
-passed; 1: something failed; 3: something is left to run.
+A finished case is written to OUT/tests.jsonl or OUT/bench.json before the next one begins. Another call with the same
+--out runs the remaining cases. A case that ends its process has failed, and the others still run. Status 0: all passed;
+1: a case failed; 3: cases are left to run.
 
-The file is a plugin of pytest too (`-p gpu_session`).
+The file is also a plugin of pytest (`-p gpu_session`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ SETTINGS = {"JAXMP_REQUIRE_GPU": "1", "JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_C
 
 
 def lines(file: Path) -> list[dict]:
-    """What is in a file of cases; its last line may be cut off."""
+    """Returns the cases in a file; skips lines that are not JSON, such as a last line that is cut off."""
     found = []
     for text in file.read_text().splitlines() if file.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -37,7 +37,7 @@ def lines(file: Path) -> list[dict]:
 
 
 def add(file: Path, case: str, status: str, **found) -> None:
-    """One more line, on disk whatever comes next."""
+    """Appends a line and syncs it to disk."""
     with file.open("a") as out:
         out.write(json.dumps({"case": case, "status": status} | found) + "\n")
         out.flush()
@@ -45,7 +45,7 @@ def add(file: Path, case: str, status: str, **found) -> None:
 
 
 def run(command: list[str], end: float) -> int | None:
-    """The status; None where the time is over. All that the command has started ends with it."""
+    """Returns the exit status, or None if the time is over; ends all processes that the command has started."""
     env = os.environ | SETTINGS
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), env.get("PYTHONPATH"))))
     process = subprocess.Popen([sys.executable, *command], env=env, start_new_session=True)
@@ -60,9 +60,9 @@ def run(command: list[str], end: float) -> int | None:
 
 
 def run_tests(file: Path, arguments: list[str], end: float) -> int:
-    """Until nothing is left: what ends a test's process (the watchdog, its time limit) does not end the rest."""
+    """Runs pytest until no case is left; the rest goes on if a test ends its process (watchdog, time limit)."""
     command = ["-P", "-m", "pytest", "-p", "gpu_session", f"--record={file}"]
-    command += ["--timeout=300", "--timeout-method=thread", "-p", "no:benchmark"]  # a plugin that warns beside xdist
+    command += ["--timeout=300", "--timeout-method=thread", "-p", "no:benchmark"]  # this plugin warns under xdist
     while True:
         seen = len(lines(file))
         status = run([*command, f"--seen={seen}", *arguments], end)
@@ -114,7 +114,7 @@ def pytest_addoption(parser):
     parser.addoption("--seen", type=int, help="leave out the cases that have ended in so many of its lines")
 
 
-@pytest.hookimpl(trylast=True)  # behind --share, which counts all cases
+@pytest.hookimpl(trylast=True)  # after --share, which counts all cases
 def pytest_collection_modifyitems(config, items):
     seen = lines(config.getoption("--record"))[: config.getoption("--seen")]
     ended = {line["case"] for line in seen if line["status"] != "started"}
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure(config):
-    if not hasattr(config, "workerinput"):  # under pytest-xdist the first process records for all
+    if not hasattr(config, "workerinput"):  # under pytest-xdist the first process records all cases
         config.pluginmanager.register(_Recorder(config.getoption("--record")))
 
 

@@ -1,7 +1,7 @@
 """One of several processes with GPUs: `python sharing.py SCENARIO RANK RANKS PORT DEVICES`, started by test_sharing.py.
 
-products: products, gradients and epilogs as the tests of many processes have them on CPUs, but over cuBLASMp; over the
-fakes, one case of each. apart: some of them. death: rank 1 is killed between two products.
+products: products, gradients and epilogs like the tests of many processes on CPUs, but over cuBLASMp; over the fakes,
+one case of each. apart: some of them. death: rank 1 is killed between two products.
 """
 
 import os
@@ -15,7 +15,7 @@ if IS_QUICK:
     import fake_gpus
 sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "process")]
 
-import conftest  # settings of every test
+import conftest  # applies the settings of every test
 import jax
 
 import jaxmp
@@ -52,7 +52,7 @@ def death():
 
 
 def apart():
-    """Every pattern with its gradients, those of a constant too, and a loop with a collective of XLA's in it."""
+    """Runs all patterns but the grid with gradients, also of a constant, and a loop with one of XLA's collectives."""
     mode, rng = modes.BY_ID["explicit"], np.random.default_rng(0)
     for case in (among(case, nranks) for case in products.ONE_OF_EACH[:3]):
         products.placed(case, "explicit", implementation="cublasmp")
@@ -83,7 +83,7 @@ def apart():
 
 
 def microbatches():
-    """Gradients of microbatches, added: products that follow each other without a wait, beside XLA's collectives."""
+    """Adds gradients of microbatches: products follow each other without waiting, next to XLA's collectives."""
     mesh, rng = jax.make_mesh((nranks,), ("y",), axis_types=(AxisType.Explicit,)), np.random.default_rng(0)
     xs, up, down = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((4, 64, 128), (128, 256), (256, 128)))
 
@@ -128,7 +128,7 @@ def everything():
         products.empty(case)
         products.has_the_bits_of_one_device(case)
         if not IS_QUICK:
-            # Rows and columns at other places of a call than on one device, and in several of them
+            # Rows and columns are at other places in a call than on one device, and in several calls
             # (lowering/fixed_shape).
             products.has_the_bits_of_one_device(case.replace(dtype="bfloat16"), per_shard=(300, 2200, 64))
         for epilog in (Epilog.BIAS, Epilog.RELU_AUX, Epilog.GELU_AUX_BIAS)[: 1 if IS_QUICK else None]:

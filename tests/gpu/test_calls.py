@@ -1,6 +1,6 @@
 """The custom call on one CUDA device: numbers, transforms, programs, and memory after ten thousand calls.
 
-One rank is cuBLASMp's local Matmul, with every epilog and type; a program around it is like any other.
+One rank uses cuBLASMp's local Matmul, with every epilog and type; the surrounding program is an ordinary one.
 """
 
 import collections
@@ -33,7 +33,7 @@ PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid")
 
 
 def trials():
-    """Every epilog in every type of 16 and 32 bits, the other types plain; every pattern and transposition."""
+    """Returns every epilog in every type of 16 and 32 bits, other types without, every pattern and transposition."""
     found = []
     for name in PATTERNS:
         case = alone(cases.BY_NAME[name]).replace(per_shard=(40, 48, 56))
@@ -56,7 +56,7 @@ def trials():
 
 @pytest.mark.parametrize("trial", list(trials()))
 def test_numbers(trial):
-    """Outputs and gradients under the componentwise bound."""
+    """Judges outputs and gradients by the componentwise bound."""
     rng = np.random.default_rng(zlib.crc32(trial.id.encode()))
     if trial.batch:
         drawn.check_on(trial, drawn.kinds_of(trial)[:1], rng)
@@ -90,7 +90,7 @@ def test_transform(mode, case, transform):
 
 
 def test_float8():
-    """Quantised numbers are exact; the product is that of the decoded ones, rounded once."""
+    """Quantised numbers are exact; the product equals the product of the decoded numbers, rounded once."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-8, 9, shape).astype(jnp.float8_e4m3fn) for shape in ((64, 128), (32, 128)))
     d = ask(jnp.asarray(a), jnp.asarray(b), transpose_b=True, preferred_element_type=jnp.float32)
@@ -102,15 +102,15 @@ def test_a_product_over_nothing():
     np.testing.assert_array_equal(np.asarray(d), np.full((8, 16), 3.0, np.float32))
 
 
-# So that a run that is cut short goes on where it was (gpu_session.py).
+# Lets an interrupted run continue (gpu_session.py).
 SHARES = 54
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_promise_about_bits(share, monkeypatch):
-    """The checker's shorter list; its error names the first shape that breaks a promise."""
-    if "JAXMP_FAKES" in os.environ:  # small calls: threads of the kernels that pad them run one by one
+    """Runs the checker's shorter list; its error names the first shape that breaks a promise."""
+    if "JAXMP_FAKES" in os.environ:  # smaller calls, because the fakes run the padding kernels' threads one by one
         monkeypatch.setattr(testing, "SOME_ROWS", (1, 3))
         monkeypatch.setattr(fixed_shape, "ROWS", 128)
         monkeypatch.setattr(fixed_shape, "columns", lambda: 256)
@@ -154,7 +154,7 @@ def test_equal_calls_share_a_plan_and_repeated_ones_make_none():
 
 
 def free_bytes() -> int:
-    """What the driver has left on the first device."""
+    """Returns the free bytes on the first device, from the driver."""
     driver = ctypes.CDLL("libcuda.so.1")
     context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     for status in (
@@ -174,7 +174,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.timeout(0)
 def test_ten_thousand_calls_leave_memory_as_it_was():
-    """After a warm-up: device memory up to an allocator's page, host memory up to less than a kilobyte a call."""
+    """After a warm-up, device memory grows by less than an allocator's page, host memory by less than 1 KB a call."""
     a, b, c = (jnp.ones((256, 256), jnp.bfloat16) for _ in range(3))
     bias = jnp.ones(256, jnp.bfloat16)
     program = jax.jit(
@@ -194,7 +194,7 @@ def test_ten_thousand_calls_leave_memory_as_it_was():
 
 
 def test_shards_of_one_device_take_the_pattern_of_their_axis():
-    """The pattern reaches the library although nobody is there to communicate with."""
+    """The library gets the pattern although the rank is alone."""
     mesh = jax.make_mesh((1,), ("y",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
         a, b = (jax.device_put(jnp.ones((16, 16)), jax.NamedSharding(mesh, P(*spec))) for spec in (("y",), (None, "y")))

@@ -1,4 +1,4 @@
-"""The real library against hostmp, case by case: what every test on a CPU is worth on a GPU."""
+"""The real library against hostmp, case by case: this tells how far tests on a CPU hold on a GPU."""
 
 import os
 import subprocess
@@ -19,14 +19,14 @@ def test_the_library_is_the_one_that_was_written_for():
     assert tuple(map(int, info["nccl_version"].split(".")[:2])) >= (2, 30)
 
 
-SHARES = 16  # so that a run that is cut short goes on where it was (gpu_session.py)
+SHARES = 16  # lets an interrupted run continue (gpu_session.py)
 
 
-@pytest.mark.timeout(0)  # a case that hangs has a deadline of its own
+@pytest.mark.timeout(0)  # hanging cases have their own deadline
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_it_does_what_hostmp_does(conformance, ranks, share):
-    """With several ranks each is a process, and they share the GPUs that there are."""
+    """Several ranks are separate processes, which share the available GPUs."""
     command = [sys.executable, str(ROOT / "tests/conformance/run.py"), "--binary", str(conformance)]
     command += ["--ranks", str(ranks), "--share", f"{share}/{SHARES}"]
     command += ["--out", str(ROOT / f"build/conformance/{share}")]

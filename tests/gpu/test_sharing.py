@@ -1,7 +1,7 @@
-"""Two and four ranks on one GPU, each a process: the collective code meets the real library. And GPUs of their own.
+"""Two and four ranks on one GPU, each a process: collective code runs on the real library. Also several GPUs.
 
-NCCL 2.30 lets ranks share a device where NCCL_MULTI_RANK_GPU_ENABLE is set; nobody has to have several GPUs for this.
-Silently wrong without these: a rank of another process that takes another one's place.
+NCCL 2.30 lets ranks share a device if NCCL_MULTI_RANK_GPU_ENABLE is set, so this needs only one GPU. Without these
+tests, a rank of another process could take a wrong place.
 """
 
 import os
@@ -22,10 +22,10 @@ HERE = Path(__file__).resolve().parent
 
 
 def run(folder, scenario, nranks, *, ndevices=0, **knobs):
-    """(statuses, logs) of all processes, each with as many devices of its own, or with 0 the first for all."""
+    """Returns (statuses, logs) of all processes. Each has `ndevices` devices, or all share the first one if it is 0."""
     port = free_port()
     environment = os.environ | SHARING | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | knobs
-    job = folder / "job"  # the memory that processes share over the fakes
+    job = folder / "job"  # memory that the processes share over the fakes
     logs = [folder / f"{rank}.log" for rank in range(nranks)]
     running = []
     for rank, log in enumerate(logs):
@@ -40,11 +40,11 @@ def run(folder, scenario, nranks, *, ndevices=0, **knobs):
         for process in running:
             process.kill()
             process.wait()
-        job.unlink(missing_ok=True)  # sparse, but of a size that no copy of the folder ought to meet
+        job.unlink(missing_ok=True)  # sparse, but too large for a copy of the folder
     return statuses, [log.read_text() for log in logs]
 
 
-@pytest.mark.timeout(0)  # the processes have a deadline
+@pytest.mark.timeout(0)  # the processes have their own deadline
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_processes_that_share_a_gpu(nranks, tmp_path):
     statuses, logs = run(tmp_path, "products", nranks)
@@ -65,7 +65,7 @@ def test_processes_with_gpus_of_their_own(ndevices, tmp_path):
 
 
 def test_a_process_that_dies_ends_the_other_with_the_reason(tmp_path):
-    """The watchdog's last words, with rank and call; long ahead of the 40 s after which XLA ends the process."""
+    """The watchdog names rank and call, long before XLA ends the process after 40 s."""
     statuses, (log, _) = run(tmp_path, "death", 2, JAXMP_TIMEOUT="8")
     assert statuses == [1, -signal.SIGKILL], log
     words = r"^jaxmp.DistributedError: rank 0 of 2 in group 0 \(device 0\) .* in the call \[.*"

@@ -1,6 +1,6 @@
-"""64-bit types in `with jax.enable_x64(True)` inside of a function: JAX lowers and transposes it outside of the scope.
+"""64-bit types in a function that contains `with jax.enable_x64(True)`: JAX lowers and transposes it outside the scope.
 
-Without care there the constants and results of jaxmp's rules have 32 bits, which are other values or do not compile.
+Rules that take no care create 32-bit constants and results there: other values, or a program that does not compile.
 """
 
 import jax
@@ -77,14 +77,14 @@ def test_int64_does_not_wrap():
         np.testing.assert_array_equal(got, np.full(args[0].shape, 2**41))
 
 
-# JAX's own dot_general has no transpose outside of the scope, so "grad" needs a call.
+# Outside the scope JAX's own dot_general has no transpose, so "grad" needs a call.
 @pytest.mark.parametrize(
     ("wrap", "level"),
     [("jit", "run_to_run"), ("vmap", "run_to_run"), ("jit", "topology"), ("vmap", "topology"), ("grad", "topology")],
 )
 def test_fuse_evaluates_in_the_scope_of_enable_x64(wrap, level):
     def excess(x):
-        """The difference of two large numbers."""
+        """Returns the difference of two large numbers."""
         with jax.enable_x64(True):
             y = x.astype(jnp.float64)
             return (y @ y - 64 * 4096.0**2).astype(jnp.float32)

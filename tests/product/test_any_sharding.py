@@ -1,7 +1,7 @@
-"""Every sharding that jnp takes has the type that jnp gives it; meshes of two kinds of axes; vmap over an axis.
+"""Shardings that jnp takes give the same types in jaxmp; meshes with two kinds of axes; vmap over an axis.
 
-The cases are generated: every sharding of each operand, and every one that the result may be asked for in.
-test_drawn_contractions.py has values and cotangents. Operands are small integers, so that results are equal to the bit.
+The cases are generated: all shardings of each operand, and all that may be asked of the result.
+test_drawn_contractions.py checks values and cotangents. Operands are small integers, so results are bitwise equal.
 """
 
 import functools
@@ -39,7 +39,7 @@ def make_mesh(name, kind=AxisType.Explicit):
 
 
 def shardings(ndim, axes):
-    """Every sharding of an array, the axes of a dimension in the order of the mesh."""
+    """Returns all shardings of an array; several axes of one dimension are in the mesh's order."""
     found = []
     for where in itertools.product(range(-1, ndim), repeat=len(axes)):
         dims = (tuple(axis for axis, at in zip(axes, where, strict=True) if at == i) for i in range(ndim))
@@ -48,7 +48,7 @@ def shardings(ndim, axes):
 
 
 def triples(mesh, subscripts, count):
-    """(sharding of the operands, of the result or None) of a product: all of them, or `count` at random."""
+    """Returns (sharding of each operand..., of the result or None) of a product: all of them, or `count` at random."""
     inputs, output = subscripts.split("->")
     options = [shardings(len(side), tuple(MESHES[mesh])) for side in inputs.split(",")]
     options.append([None, *shardings(len(output), tuple(MESHES[mesh]))])
@@ -60,7 +60,7 @@ def triples(mesh, subscripts, count):
 
 
 def product(library, subscripts):
-    """The product by a function of the library that has one for it."""
+    """Returns the product as the library's `matmul` if it has that form, else as `einsum`."""
     if subscripts in ("mk,kn->mn", "smk,kn->smn"):
         return lambda a, b, out: library.matmul(a, b, out_sharding=out)
     return lambda a, b, out: library.einsum(subscripts, a, b, out_sharding=out)
@@ -75,7 +75,7 @@ def operands(subscripts, extents):
 
 
 def result_types(f, mesh, arrays, chosen):
-    """The type of each product, or the error; all in one trace, which takes least time."""
+    """Returns the type or the error of each product, from a single trace to save time."""
     found = []
 
     def trace(lhs, rhs):
@@ -96,7 +96,7 @@ def result_types(f, mesh, arrays, chosen):
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_types_are_those_of_jnp(request, mesh_name, name):
-    """Where jnp takes shardings, jaxmp takes them and the result's type is equal; where it refuses, jaxmp names why."""
+    """Where jnp takes shardings, jaxmp takes them and gives the same type; else jaxmp's error says why."""
     count = 5000 if request.config.getoption("--exhaustive") else 250
     subscripts, extents = PRODUCTS[name]
     arrays = operands(subscripts, extents)
@@ -119,7 +119,7 @@ def test_types_are_those_of_jnp(request, mesh_name, name):
 
 
 def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
-    """XLA ends the process where it is to do some of them at once."""
+    """XLA aborts if some of these moves are done in one step."""
     mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:6])
     every = [*shardings(2, ("x", "y")), P(("y", "x"), None), P(None, ("y", "x"))]
     x = integers((12, 12), 0)
@@ -139,7 +139,7 @@ def test_moves_between_all_shardings_on_axes_of_unequal_sizes():
 
 
 def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
-    """Two axes of two devices each could split the two rows, if rows were four."""
+    """The two rows can be split over one axis of two devices; two such axes would need four rows."""
     mesh = make_mesh("2x2")
     with jax.set_mesh(mesh):
         a = jax.device_put(np.arange(16, dtype=np.float32).reshape(2, 8), NamedSharding(mesh, P("x", None)))
@@ -156,7 +156,7 @@ X, W = integers((8, 8, 16), 2), integers((16, 24), 3)
 
 
 def check_against_jnp(program, *args):
-    """`program(library)` is a function of args; both libraries give equal values in equal shardings."""
+    """Asserts that `program(library)`, a function of `args`, has equal values and shardings with jaxmp and with jnp."""
     ours, theirs = (jax.jit(program(library))(*args) for library in (jaxmp, jnp))
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -182,7 +182,7 @@ def test_vmap_over_an_explicit_axis(name, spec):
 
     def program(library):
         products = [functools.partial(library.matmul, out_sharding=out) for out in (P(None, "y"), P("y", None))]
-        if spec != P("x", "y"):  # whose rows are over "y", as the columns of w
+        if spec != P("x", "y"):  # else rows are over "y", like the columns of w
             layer = jaxmp.linear if library is jaxmp else lambda x, w, activation: activation(x @ w)
             products.append(functools.partial(layer, activation=jax.nn.relu))
         return lambda x, w: [BATCHED[name](product)(x, w) for product in products]

@@ -1,4 +1,4 @@
-"""Programs under a bare `jit` on automatic axes, in layouts where the partitioner's call is not the plainest."""
+"""Programs under a bare `jit` on automatic axes, in layouts that give the partitioner unusual calls."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ import jaxmp
 from jaxmp import Epilog
 
 M, K, N = 16, 32, 512
-# Shardings of a, b and the result in which ranks share columns of the result, scattered or gathered.
+# Shardings of a, b and the result: ranks share columns of the result, which are scattered or gathered.
 SCATTERED = P(None, "x"), P("x", "y"), P("y", "x")
 GATHERED = P("x", None), P(None, "x"), P("x", None)
 
@@ -72,7 +72,7 @@ def test_results_are_those_of_one_device(program, determinism, shardings, rng):
 
 
 def microbatches(multiply, x, w):
-    """The gradient of a loss, summed over four parts of the batch."""
+    """Sums the gradients of a loss over four parts of the batch."""
 
     def of_one(w, x):
         return jnp.square(multiply(x, w)).sum()
@@ -82,7 +82,7 @@ def microbatches(multiply, x, w):
 
 
 def half_of_each(multiply, x, w):
-    """Rows in two dimensions, of which one is summed."""
+    """Multiplies rows that are sums over the first of two row dimensions."""
     return multiply(x.reshape(2, -1, x.shape[1]).sum(0), w)
 
 
@@ -100,7 +100,7 @@ def test_parts_of_an_axis_shard_the_operands(program, determinism, ndevices, mes
 
 
 def attention(x, w, experts):
-    """Six query heads and two key heads, which the columns of w hold."""
+    """Computes attention with six query heads and two key heads from the columns of x @ w."""
     heads = (x @ w).reshape(*x.shape[:2], 2, 5, 4)
     queries, keys, values = heads[..., :3, :], heads[..., 3, :], heads[..., 4, :]
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", queries, keys)
@@ -108,7 +108,7 @@ def attention(x, w, experts):
 
 
 def mixture(x, w, experts):
-    """Experts on microbatches of tokens that are cut from sequences."""
+    """Applies experts to microbatches of tokens that are cut from sequences."""
     sizes = jnp.array([5, 0, 3, 4])
     parts = x.reshape(4, 12, -1)
     return jax.lax.map(lambda x: jax.lax.ragged_dot(x, experts, sizes), parts), x.swapaxes(0, 1).reshape(48, -1) @ w.T
@@ -144,7 +144,7 @@ def without_shardy():
 
 @pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
 def test_gspmd_is_told_the_same(determinism, mesh_of, rng):
-    """XLA also falls back to it where a program calls a function that was exported without Shardy."""
+    """XLA also falls back to GSPMD if a program calls a function that was exported without Shardy."""
     mesh = mesh_of({"x": 2, "y": 2}, AxisType.Auto)
     x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 12), (12, 16)))
     placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in ((x, P("x", "y")), (w, P("y")))]
@@ -195,7 +195,7 @@ def test_results_of_callbacks_are_operands(callback, mesh_of, rng):
 
 
 def test_callbacks_inside_shard_map_are_operands(mesh_of, rng):
-    """JAX types such a result as on no mesh."""
+    """JAX gives such a result a type without a mesh."""
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, w = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 12)))
 
@@ -221,7 +221,7 @@ def test_arrays_of_two_meshes_are_multiplied(mesh_of, rng):
 
 
 def test_a_product_is_typed_on_the_mesh_of_its_operands(mesh_of):
-    """On none where they are on two, as JAX's product."""
+    """If the operands are on two meshes, the result's type has no mesh, as in JAX."""
     meshes = mesh_of({"x": 4}, AxisType.Auto), mesh_of({"y": 2, "z": 2}, AxisType.Auto)
     of_one, of_other = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, P())) for mesh in meshes)
     of_none = jax.ShapeDtypeStruct((8, 8), np.float32)

@@ -1,8 +1,8 @@
-"""Batches that both operands have: one product, XLA's or of narrow types ours, unless calls one by one are asked for or
-faster.
+"""Batches that both operands have: one product (XLA's, or ours for narrow types), unless separate calls are asked for
+or faster.
 
-Values are small integers, so every result has one right answer. What would go unnoticed without it: a loop over the
-batch where one product does, a collective for each index, gradients of operands that the batch does not have.
+Values are small integers, so every result is exact. Without these tests, a loop could replace one product, each index
+could need a collective, and operands without the batch could get wrong gradients.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
-# Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
+# Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and XLA's collectives.
 PATTERNS = {
     "local": (P("x"), P("x"), P("x"), []),
     "all_gather": (P(None, "x"), P(None, None, "x"), P(None, None, "x"), ["all-gather"]),
@@ -83,7 +83,7 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 @pytest.mark.parametrize("shape", [(3, 5, 7, 9), (4, 33, 65, 17), (2, 1, 1, 1), *itertools.permutations((0, 2, 3, 4))])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e5m2"])
 def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
-    """Stored each way, odd and empty, and sums of int8 as numpy wraps them."""
+    """Operands are stored in each transposition, with odd and empty extents; int8 sums wrap as in numpy."""
     batch, m, k, n = shape
     a, b = (rng.integers(-4, 5, extents) for extents in ((batch, m, k), (batch, k, n)))
     a, b = ((x * 32).astype(np.int8) if dtype == "int8" else x.astype(dtype) for x in (a, b))
@@ -102,7 +102,7 @@ def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
-    """Where ranks share a product."""
+    """Separate calls are faster only for large products that ranks share."""
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):
@@ -133,7 +133,7 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
     ids=str,
 )
 def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
-    """What is small, by platform and processes; a GPU's library is taken to be there."""
+    """Small batches, by platform and number of processes; the test pretends that the GPU library is present."""
     monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
     monkeypatch.setattr(backend.native, "why_no_cublasmp", lambda: "")
     monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
@@ -144,7 +144,7 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
 
 
 def test_every_auto_batch_is_counted(rng):
-    """Two batches that are equal, and one in a loop."""
+    """The program has two equal batches and a third one in a loop."""
     mesh = mesh_of(AxisType.Auto)
     x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
     batch = jax.vmap(jaxmp.matmul)
@@ -157,7 +157,7 @@ def test_every_auto_batch_is_counted(rng):
 
 
 def test_auto_axes_are_partitioned(rng):
-    """Under a bare jit the batch keeps its sharding, `explain` says who places it, and the program can be exported."""
+    """Under a bare jit the batch keeps its sharding, `explain` says that XLA partitions it, and export works."""
     mesh = mesh_of(AxisType.Auto)
     (a, b), placed = operands(mesh, "local", rng)
     f = jax.jit(jax.vmap(jaxmp.matmul))
@@ -171,7 +171,7 @@ def test_auto_axes_are_partitioned(rng):
 
 
 def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
-    """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
+    """The batch's axis is not manual there, so XLA computes matmul; a function that names another axis is refused."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         a, b = (cases.put(cases.integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
@@ -185,7 +185,7 @@ def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
 
 
 def weighted(f):
-    """A sum that weighs every element of f's result in its own way."""
+    """Wraps f in a loss that gives the elements of f's result different weights."""
 
     def loss(*args):
         d = f(*args)
@@ -209,7 +209,7 @@ TRANSFORMS = {
 
 
 def all_of(f, args):
-    """What every transform makes of f, by one program."""
+    """Returns the result of every transform of f, by name, from one program."""
     return jax.jit(lambda args: {name: transform(f, args) for name, transform in TRANSFORMS.items()})(args)
 
 
@@ -217,7 +217,7 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-# The axes of an inner vmap, or none, and of an outer one.
+# The axes of an inner vmap (or None) and of an outer vmap.
 AXES = {
     "both": (None, (0, 0)),
     "last": (None, (2, 1)),
@@ -246,7 +246,7 @@ def test_transforms(axes, rng):
 @pytest.mark.parametrize("bias_axis", [0, None])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_transforms_of_layers(activation, bias_axis, rng):
-    """A layer for each index, as experts have one, with a bias of its own or one for all."""
+    """Maps a layer over indices, like experts, with a bias for each index or one bias for all."""
     shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
     args = tuple(jnp.asarray(cases.integers(rng, *shape)) for shape in shapes)
 
@@ -273,7 +273,7 @@ def test_no_products_and_products_of_nothing():
 
 
 def test_extents_that_are_not_known():
-    """Of any batch and rows, which are exported with XLA's product."""
+    """Any batch and any number of rows can be exported; XLA multiplies."""
     m, batch = jax.export.symbolic_shape("m, batch")
     a, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((batch, m, 8), (batch, 8, 4)))
     exported = jax.export.export(jax.jit(jax.vmap(jaxmp.matmul)))(a, b)
@@ -282,14 +282,14 @@ def test_extents_that_are_not_known():
 
 
 def test_sums_of_16_bits_are_rounded_once(rng):
-    """4096 times 1 and a small number, which bfloat16 sums would lose one by one."""
+    """The sum is 4096 times 2^-9, plus 1; bfloat16 sums would lose the small terms."""
     a = jnp.ones((2, 1, 4097), "bfloat16")
     b = jnp.concatenate([jnp.full((2, 4096, 1), 2.0**-9), jnp.ones((2, 1, 1))], axis=1).astype("bfloat16")
     np.testing.assert_array_equal(jax.vmap(jaxmp.matmul)(a, b), np.full((2, 1, 1), 9.0))
 
 
 def test_lax_has_the_same_program(rng):
-    """As many operations of each kind as `lax.dot_general`'s own batch has: nothing is copied."""
+    """The program has as many operations as with `lax.dot_general`, so nothing is copied."""
     a, b = cases.integers(rng, 4, 8, 8), cases.integers(rng, 4, 8, 8)
     ours, lax_s = (
         compiled_text(functools.partial(f, dimension_numbers=NUMBERS), a, b)

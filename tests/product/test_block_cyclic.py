@@ -1,7 +1,7 @@
-"""Block-cyclic matrices: every element in its place, and products of them.
+"""Block-cyclic matrices: the place of each element, and products.
 
-The oracle deals elements out one by one. Operands are small integers, so every product and gradient is exact and
-compared to the bit; padding must be zero, for a program may sum over it.
+The oracle deals elements out one by one. Operands are small integers, so products and gradients are exact and compared
+bitwise. Padding must be zero because a program may sum over it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def mesh_over(grid, axis_type=AxisType.Auto):
 
 
 def dealt(x, layout, padding=0):
-    """What `BlockCyclicArray.data` has to hold, dealt out element by element."""
+    """Returns what `BlockCyclicArray.data` must hold, dealt out element by element."""
     hands = []
     for n, nb, p, first in zip(x.shape, layout.block, layout.grid, layout.first, strict=True):
         hand = [[] for _ in range(p)]
@@ -55,7 +55,7 @@ def lay(x, layout, mesh, **options):
 
 
 def place(x, layout, mesh):
-    """As `lay`, but made by hand, and with NaN for the padding of operands, which nobody may read."""
+    """Builds the array by hand, with NaN in the padding, which no product may read."""
     data = jax.device_put(dealt(x, layout, np.nan), NamedSharding(mesh, P("x", "y")))
     return jaxmp.BlockCyclicArray(data, x.shape, layout, mesh, ("x", "y"))
 
@@ -65,7 +65,7 @@ def whole(x):
 
 
 def assert_holds(got, want):
-    """A BlockCyclicArray that is `want` to the bit, padding and sharding included."""
+    """Asserts that a BlockCyclicArray is bitwise equal to `want`, with zero padding and the right sharding."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_array_equal(np.asarray(got.data), dealt(want, got.layout))
     assert got.data.sharding.is_equivalent_to(NamedSharding(got.mesh, P(*got.axes)), 2)
@@ -73,7 +73,7 @@ def assert_holds(got, want):
 
 # Layouts ---------------------------------------------------------------------------------------------------------
 
-# (shape, block, whether the first block is elsewhere): divides, ragged, fewer blocks than processes, single elements.
+# (shape, block, whether the first block is on another process): even, ragged, few blocks, single elements.
 SHAPES = (
     ((8, 16), (2, 2), False),
     ((10, 13), (3, 2), True),
@@ -149,7 +149,7 @@ def test_permutations_are_their_own_transposes(rng):
 
 
 def test_exchanges_are_no_wider_than_they_need():
-    """From contiguous halves to blocks of 2: each process keeps half of what it has and sends the other."""
+    """From contiguous halves to blocks of 2, each process keeps half of its elements and sends the other half."""
     source, target = process_grid.contiguous((16, 1), (2, 1)), BlockCyclic((2, 1), (2, 1))
     exchange = process_grid.exchange((16, 1), 0, source, target)
     assert exchange.send.shape == (2, 2, 4)
@@ -161,7 +161,7 @@ def test_exchanges_are_no_wider_than_they_need():
 
 
 def operand_layouts(grid, transposition, blocks, is_elsewhere):
-    """Layouts of stored a and b whose blocks along m, n and k are `blocks`."""
+    """Returns layouts of the stored a and b with the given blocks along m, n and k."""
     mb, nb, kb = blocks
     first = a_first(grid, is_elsewhere)
     a = BlockCyclic(grid, (mb, kb) if transposition[0] == "N" else (kb, mb), first)
@@ -169,7 +169,7 @@ def operand_layouts(grid, transposition, blocks, is_elsewhere):
     return a, b
 
 
-# (m, n, k), blocks along them, whether the first block is elsewhere.
+# (m, n, k), blocks along them, whether the first block is on another process.
 PRODUCTS = (
     ((8, 16, 8), (2, 2, 2), False),
     ((13, 11, 17), (3, 5, 2), True),

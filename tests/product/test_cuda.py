@@ -1,7 +1,7 @@
-"""The way to the real cuBLASMp on machines without a GPU: choosing it, and the program that calls it.
+"""Reaching the real cuBLASMp, tested without a GPU: when it is chosen, and the program that calls it.
 
-Silently wrong without these: a rank that chooses otherwise than its peers and leaves them waiting; attributes that only
-a GPU reads.
+Without these tests, a rank could choose another library than its peers and leave them waiting, or an attribute that
+only a GPU reads could be wrong.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
     ],
 )
 def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards, spec, operands, why):
-    cards("10.0", "9.0")  # the least of them counts, so that all processes choose alike
+    cards("10.0", "9.0")  # the lowest capability decides, so that all processes choose the same
     assert choose(spec, operands=operands) == backend.Choice("xla", why)
     with pytest.raises(NotImplementedError, match=re.escape(f'"cublasmp": {why}; pass implementation=None or "xla"')):
         choose(spec.replace(implementation="cublasmp"), operands=operands)
@@ -107,7 +107,7 @@ FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
     ],
 )
 def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
-    """cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
+    """The capabilities are from cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
     spec = SPEC.replace(scales=ScaleModes(mode, mode))
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         is_fit = lowest <= capability <= (highest or capability)
@@ -122,7 +122,7 @@ def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
 
 @pytest.fixture
 def sharded(mesh_of):
-    """A mesh of four and operands of the three one-dimensional patterns."""
+    """Sets a mesh of four devices; yields a function that returns operand types on it."""
     mesh = mesh_of({"y": 4})
     with jax.set_mesh(mesh):
         yield functools.partial(cases.typed, mesh)
@@ -150,7 +150,7 @@ def test_a_profile_says_that_cublasmp_multiplies(sharded):
 
 @pytest.fixture
 def required(cards, monkeypatch):
-    """In a process with CUDA devices, the primitives whose lowerings have come to serve some devices alone."""
+    """Returns the list of primitives that require known devices at lowering, in a process with CUDA devices."""
     primitives = []
     cards("9.0")
     monkeypatch.setattr(native, "register", lambda: None)
@@ -159,7 +159,7 @@ def required(cards, monkeypatch):
 
 
 def test_what_runs_here_names_its_devices(sharded, required):
-    """A communicator belongs to devices, so a program that is lowered for some serves no others."""
+    """A communicator belongs to certain devices, so a program that is lowered for them cannot run on others."""
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     ids = ", ".join(str(device.id) for device in jax.devices()[:4])
     (line,) = texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
@@ -172,12 +172,12 @@ def test_what_runs_here_names_its_devices(sharded, required):
 
 @pytest.mark.parametrize("scope", [jax.set_mesh, contextlib.nullcontext], ids=["set_mesh", "operands alone"])
 def test_meshes_of_one_shape_have_lowerings_of_their_own(scope, cards, monkeypatch):
-    """JAX would give the second mesh the program of the first, with the first one's communicator."""
+    """Otherwise JAX would give the second mesh the program and the communicator of the first."""
     require_devices(8)
     cards("9.0")
     monkeypatch.setattr(native, "register", lambda: None)
     dispatch = jax_lowering._dispatch
-    monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a process of its own
+    monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a fresh process
     product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
     for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):
         mesh = Mesh(np.array(jax.devices())[order], ("y",), axis_types=(AxisType.Explicit,))
@@ -190,12 +190,12 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(scope, cards, monkeypat
 def test_one_rank_needs_no_devices(required):
     (line,) = texts(jaxmp.matmul, *(jax.ShapeDtypeStruct((4, 4), jnp.float32),) * 2)
     assert "devices = dense<> " in line
-    assert {primitive.name for primitive in required} == {"jaxmp_partitioned_matmul"}  # it may have several ranks
+    assert {primitive.name for primitive in required} == {"jaxmp_partitioned_matmul"}  # may have several ranks
 
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transposition):
-    """TN in cuBLASMp's terms; what comes otherwise is copied, or scattered and gathered. C is added behind the sum."""
+    """The library's form is TN; other forms are copied, or scattered and gathered. C is added after the sum."""
     ta, tb = (letter == "T" for letter in transposition)
     a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
     b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
@@ -241,7 +241,7 @@ def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
 
 
 def test_one_export_serves_both_platforms(sharded):
-    """Without asking: hostmp on CPUs, XLA's products on GPUs."""
+    """No options are needed: hostmp runs on CPUs, XLA's products on GPUs."""
     pytest.importorskip("flatbuffers")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     exported = jax.export.export(
@@ -255,7 +255,7 @@ def test_one_export_serves_both_platforms(sharded):
 
 
 def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
-    """XLA's partitioner asks for each platform's own call; here only for that of the CPUs."""
+    """XLA's partitioner asks for the call of each platform; this test checks the one for CPUs."""
     pytest.importorskip("flatbuffers")
     mesh = mesh_of({"y": 4}, AxisType.Auto)
     a, b = (np.ones(shape, np.float32) for shape in ((8, 16), (16, 12)))

@@ -1,9 +1,9 @@
-"""Programs that hang where a collective call blocks the thread it runs on.
+"""Programs that hang if a collective call blocks the thread it runs on.
 
-A handler that waits for its peers works in every small test and deadlocks in real programs: XLA:CPU runs independent
-operations of one device in an order of its own, so two devices can wait in different calls, and their threads are then
-missing from XLA's own collectives. Each program runs in a process of its own with a deadline, because a hang cannot be
-caught from inside.
+A handler that waits for its peers works in every small test and deadlocks in real programs. XLA:CPU runs independent
+operations of each device in any order, so two devices can wait in different calls, and their threads are then missing
+from XLA's own collectives. Each program runs in its own process with a deadline, because a hang cannot be caught from
+inside.
 """
 
 import os
@@ -14,8 +14,8 @@ import pytest
 
 DEADLINE = 300  # seconds; the programs take a few
 
-# Sixteen calls that do not depend on each other, of all three patterns, between collectives of XLA's own, with chains
-# of different lengths before them. 256 x 256 floats are past the size up to which XLA runs a program on one thread.
+# Sixteen independent calls of all three patterns, between XLA's own collectives, after chains of different lengths. 256
+# x 256 floats are too large for XLA to run the program on one thread.
 INDEPENDENT_CALLS = """
 import jax, numpy as np
 from jax import lax, numpy as jnp
@@ -91,7 +91,7 @@ print("done")
 
 
 def run_program(program, devices):
-    """Run the program on so many CPU devices; fail with its output when it fails or does not end."""
+    """Runs the program on this many CPU devices; fails with its output if it fails or exceeds the deadline."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -1,7 +1,7 @@
 """`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers.
 
-What would be silently wrong without it: dimensions put together in another order than they are taken apart, shards that
-a reshape has moved between devices, a batch that is summed, a diagonal of a sharded operand.
+Without these tests, dimensions could be joined and split in different orders, a reshape could move shards between
+devices, a batch could be summed, and a diagonal of a sharded operand could be wrong.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def integers(rng, *shape):
 
 
 def numbers_of(subscripts):
-    """dimension_numbers, and the result's indices in `lax.dot_general`'s order."""
+    """Returns dimension_numbers, and the result's indices in `lax.dot_general`'s order."""
     inputs, output = subscripts.split("->")
     left, right = inputs.split(",")
     batch = [x for x in left if x in right and x in output]
@@ -43,7 +43,7 @@ WHOLE = (
     "ga,ab->gb", "ag,gb->ab",
 )  # fmt: skip
 
-# Subscripts for einsum alone, and the shapes of the operands.
+# Subscripts that only einsum takes, and the shapes of the operands.
 SUBSCRIPTS = {
     "transposed alone": ("ij->ji", (4, 6)),
     "diagonal alone": ("ii->i", (6, 6)),
@@ -73,7 +73,7 @@ SUBSCRIPTS = {
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_dimension_numbers(implementation, rng):
-    """All of them in one program, as `lax` and `jnp` compute them."""
+    """One program computes all cases with jaxmp, another with `lax` and `jnp`."""
     shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
     operands = [[integers(rng, *shape) for shape in each] for each in shapes]
     others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
@@ -99,7 +99,7 @@ def test_dimension_numbers(implementation, rng):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A product on a 2 x 2 mesh, what it is there, and which collectives it was asked for."""
+    """A product on a 2 x 2 mesh, the pattern of its call, and the collectives that the shardings ask for."""
 
     id: str
     subscripts: str
@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def operands(self):
-        """Indices and sharding of lhs, rhs and the result."""
+        """Returns (indices, sharding) of lhs, rhs and the result."""
         return zip(self.subscripts.replace("->", ",").split(","), (self.lhs, self.rhs, self.out), strict=True)
 
     @property
@@ -180,10 +180,10 @@ def check(layout, got, values):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_explicit_axes(layout, rng):
-    """Right, placed as asked for, one call of the pattern, and no communication beside it that nobody asked for."""
+    """The result is exact and sharded as asked, from one call of the pattern and only the expected collectives."""
     values, mesh = layout.values(rng), MESH.jax_mesh()
     with jax.set_mesh(mesh):
-        f = product_of(layout, implementation="host" if layout.is_batch else None)  # by itself XLA's: test_batches
+        f = product_of(layout, implementation="host" if layout.is_batch else None)  # default: XLA's (test_batches)
         arguments = placed(mesh, layout, values)
         compiled = jax.jit(f).lower(*arguments).compile()
         check(layout, compiled(*arguments), values)
@@ -195,7 +195,7 @@ def test_explicit_axes(layout, rng):
     assert [row.pattern for row in rows] == [layout.pattern]
 
 
-# Products of shards, as (subscripts, specs of lhs, rhs and the result).
+# Products inside shard_map: (subscripts, specs of lhs, rhs and the result).
 LOCAL = (
     ("bsd,dhk->bshk", P("x", "y"), P(), P("x", "y")),
     ("bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y")),
@@ -225,7 +225,7 @@ def test_empty_operands(shapes):
     with jax.set_mesh(mesh):
         operands = placed(mesh, layout, (lhs, rhs))
         check(layout, jax.jit(product_of(layout))(*operands), (lhs, rhs))
-        # Of an empty result the gradient in one operand alone, too: XLA takes no body of empty operands.
+        # If the result is empty, also checks each gradient alone, because XLA takes no body of empty operands.
         for i, x in enumerate(operands):
             ct = jax.jit(jax.grad(lambda *xs: jnp.sum(product_of(layout)(*xs)), i))(*operands)
             assert ct.sharding.is_equivalent_to(x.sharding, 2)
@@ -234,7 +234,7 @@ def test_empty_operands(shapes):
 
 
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
-    """Dimensions that lie together, in either order, cost no transposition."""
+    """Adjacent dimensions need no transpose, in either order."""
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
         numbers, _ = numbers_of(subscripts)
         lhs, rhs = (integers(rng, *(4 for _ in letters)) for letters in subscripts.split("->")[0].split(","))

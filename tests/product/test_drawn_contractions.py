@@ -1,7 +1,7 @@
 """Contractions drawn at random: letters, meshes of up to three axes, every role of an axis, and every way to call.
 
-Values and cotangents are those of `jnp`. Operands are small integers, so results are equal to the bit whatever the
-order of sums. `JAXMP_FUZZ=n` draws n contractions instead of a few, from `JAXMP_FUZZ_SEED` on.
+Values and cotangents must equal `jnp`'s. Operands are small integers, so results are bitwise equal in any order of
+sums. `JAXMP_FUZZ=n` draws n contractions instead of a few, starting at `JAXMP_FUZZ_SEED`.
 """
 
 import functools
@@ -21,14 +21,14 @@ import jaxmp
 
 MESHES = ({"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2}, {"x": 2, "y": 2}, {"x": 1, "y": 4}, {"x": 8})
 PER_PROGRAM = 8
-# How a contraction is called, on explicit axes but for two of them.
+# The ways to call a contraction; all but two use explicit axes.
 WAYS = ("explicit", "in_shardings", "explicit", "bare jit", "vmap", "scan", "eager")
 COUNT = int(os.environ.get("JAXMP_FUZZ", "0")) or PER_PROGRAM * len(WAYS)
 SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
 
 def draw(rng, axes):
-    """(einsum's subscripts, the extent of each letter, the shardings of a, b and the result)."""
+    """Returns (einsum's subscripts, the extent of each letter, the shardings of a, b and the result)."""
     letters = iter("bmnkpqrstu")
     batch, rows, cols, contracted = (
         [next(letters) for _ in range(rng.choice(counts))]
@@ -53,7 +53,7 @@ def sharding(rng, side, axes):
 
 
 def results_of(way, product, a, b, ct):
-    """The product and both cotangents."""
+    """Returns the product and both cotangents, computed in the given way."""
 
     def pulled(a, ct):
         d, pull = jax.vjp(product, a, b)
@@ -67,7 +67,7 @@ def results_of(way, product, a, b, ct):
 
 
 def by_xla(text, sharding, a, b):
-    """Plain JAX's product, as XLA partitions it."""
+    """Returns plain JAX's product, as XLA partitions it."""
     return jax.lax.with_sharding_constraint(jnp.einsum(text, a, b), sharding)
 
 
@@ -80,7 +80,7 @@ def test_drawn_contractions(number):
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
     drawn = [draw(rng, [*sizes]) for _ in range(PER_PROGRAM)]
     data = np.random.default_rng(number)
-    batch = [2] if way == "vmap" else []  # of a and of the cotangent
+    batch = [2] if way == "vmap" else []  # the batch of a and of the cotangent
 
     def integers(side, extents, ahead=()):
         return data.integers(-2, 3, [*ahead, *(extents[letter] for letter in side)]).astype(np.float32)
@@ -124,10 +124,10 @@ def test_drawn_contractions(number):
 
 
 def test_a_batch_that_xla_moves_wrongly():
-    """XLA (JAX 0.10 to 0.12) is wrong where a batch over y is multiplied along an axis x, and d wanted over (x, y).
+    """XLA (JAX 0.10 to 0.12) is wrong if a batch over y is multiplied along an axis x, and d is wanted over (x, y).
 
-    A bare jit leaves the moves of batches to it, and is wrong with it; all other ways are right. Where this test fails
-    because XLA is right, the exception in the test above can go.
+    A bare jit leaves the moves of batches to XLA and gets its wrong result; all other ways are right. If this test
+    fails because XLA is right, remove the exception in the test above.
     """
     require_devices(8)
     text, specs, d_spec = "bn,bnm->bm", (P("y", "x"), P("y", "x", None)), P("x", "y")

@@ -1,7 +1,7 @@
 """Products of groups drawn at random: modes, sizes, types, meshes of up to three axes, shardings, and transformations.
 
-Values, tangents, cotangents and second derivatives are those of a loop of `jnp` products. Operands are small integers,
-so results are equal to the bit. `JAXMP_FUZZ=n` draws n products instead of a few, from `JAXMP_FUZZ_SEED` on.
+Values, tangents, cotangents and second derivatives must equal a loop of `jnp` products. Operands are small integers, so
+results are bitwise equal. `JAXMP_FUZZ=n` draws n products instead of a few, starting at `JAXMP_FUZZ_SEED`.
 """
 
 import functools
@@ -19,7 +19,7 @@ import jaxmp
 
 MESHES = ({}, {"x": 2}, {"x": 2, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 1, "y": 4}, {"x": 8})
 WAYS = ("vjp", "second order", "vmap", "jvp", "scan", "remat", "eager", "transposed twice")
-# The types of x, of w, what is asked for, and the type of the result.
+# The types of x and w, the requested type, and the type of the result.
 TYPES = (
     ("float32", "float32", None, "float32"),
     ("complex64", "complex64", None, "complex64"),
@@ -39,7 +39,7 @@ SEED = int(os.environ.get("JAXMP_FUZZ_SEED", "0"))
 
 
 def draw(rng, axes):
-    """(m, k, groups, n), sizes, the first group, and the shardings of x, w and the result."""
+    """Returns (m, k, groups, n), sizes, the first group, and the shardings of x, w and the result."""
     specs = [rng.choice(shardings(ndim, axes)) for ndim in (2, 3, 2)]
     split = {
         letter
@@ -83,7 +83,7 @@ def test_drawn_products_of_groups(number):
     (m, k, groups, n), sizes, first, (of_x, of_w, of_d) = draw(rng, [*axes])
     kind = rng.choice((AxisType.Explicit, AxisType.Auto)) if axes else None
     of_rows, of_matrices = ((m, n), of_d), ((groups, k, n), of_w)
-    # Where shardings are known only rows have an own matrix.
+    # On explicit axes only products with ragged rows are drawn.
     is_contraction = kind != AxisType.Explicit and rng.random() < 0.3
     of_rhs, of_result = (of_rows, of_matrices) if is_contraction else (of_matrices, of_rows)
     of_x_type, of_w_type, preferred, out = TYPES[0] if way == "second order" else rng.choice(TYPES)
@@ -132,7 +132,7 @@ def test_drawn_products_of_groups(number):
 
 
 class Product:
-    """A product with options, which `jax.jit` takes for a static argument."""
+    """A product with options, hashable so that `jax.jit` takes it as a static argument."""
 
     def __init__(self, sizes, offset, is_contraction, **options):
         self.sizes, self.offset, self.is_contraction, self.options = sizes, offset, is_contraction, options

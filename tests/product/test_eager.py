@@ -1,7 +1,7 @@
-"""Eager calls are decided once: the second one like the first is not judged again, and one unlike it is.
+"""Eager calls are validated once: an equal second call is not validated again, and a different call is.
 
-Silently wrong without these: a result of the options, types, shardings or configuration of an earlier call; an argument
-that passes because an equal one was judged before (1 == True, 0.0 == -0.0).
+Without these tests, a call could return the result of an earlier call with other options, types, shardings or
+configuration; an argument could pass because an equal one was validated before (1 == True, 0.0 == -0.0).
 """
 
 import functools
@@ -29,7 +29,7 @@ def cold():
 
 @pytest.fixture
 def operands(rng):
-    """Small integers, whose products no order of sums changes."""
+    """Small integers: any order of sums gives the same products."""
     return tuple(jnp.asarray(rng.integers(-4, 5, (8, 8)), jnp.float32) for _ in range(3))
 
 
@@ -38,7 +38,7 @@ def misses():
 
 
 def judged(monkeypatch):
-    """A list that grows by the name of every call that is validated from here on."""
+    """Returns a list that grows by the name of each call that is validated from now on."""
     names = []
     monkeypatch.setattr(sharded_call, "validated", lambda name, *args: names.append(name) or validated(name, *args))
     return names
@@ -171,7 +171,7 @@ def test_a_call_that_names_its_line_is_judged_each_time(operands, monkeypatch):
 
 
 def test_calls_with_scales_are_judged_each_time(monkeypatch):
-    """A group of options without arrays is a kind of its own."""
+    """A group of options without arrays is validated each time, too."""
     a = b = jnp.ones((16, 16), jnp.float8_e4m3fn)
     product = functools.partial(jaxmp.matmul, a, b, transpose_b=True, preferred_element_type=jnp.float8_e4m3fn)
     calls = judged(monkeypatch)
@@ -221,7 +221,7 @@ def test_the_mesh_around_a_call_counts(operands):
 
 
 def test_ambient_meshes_of_other_devices_are_not_mixed_up(operands):
-    """Operands that lie nowhere in particular go where the mesh of `jax.set_mesh` is; the decision is the same one."""
+    """Uncommitted operands go to the mesh of `jax.set_mesh`; the cached decision is the same for each mesh."""
     require_devices(8)
     a, b, _ = operands
     for order in ([0, 1], [2, 3], [1, 0]):
@@ -248,7 +248,7 @@ def test_shardings_are_not_mixed_up(operands):
 
 
 def test_programs_are_those_of_a_cold_call(operands):
-    """Tracers are never looked up, and arrays that a program closes over leave it as it was."""
+    """Tracers are never looked up in the cache, and arrays that a program closes over do not change it."""
     a, b, c = operands
 
     def programs():

@@ -1,7 +1,7 @@
-"""`einsum` takes what `jnp.einsum` takes, with its results exactly, on small integers.
+"""`einsum` takes what `jnp.einsum` takes and gives exactly its results, on small integers.
 
-Silently wrong without these: a sum over an index that one operand alone has, a diagonal of a sharded operand, and a
-result whose type is another one than that of `jnp.einsum`.
+Without these tests, a sum over an index of only one operand, a diagonal of a sharded operand, or the type of a result
+could be wrong.
 """
 
 import cases
@@ -59,7 +59,7 @@ def test_the_order_of_products_may_be_given(rng):
     for wrong in ([(0, 1, 2), (0, 1)], [(0, 7)], ["typo"], [("a", 1)]):
         with pytest.raises(ValueError, match="optimize must "):
             jaxmp.einsum(*given, optimize=wrong)
-    for wrong in ([], [(0, 0), (0, 1), (0, 1)]):  # of which jnp makes something else
+    for wrong in ([], [(0, 0), (0, 1), (0, 1)]):  # jnp takes these and means something else
         with pytest.raises(ValueError, match="optimize must have 3 pairs for 4 operands"):
             jaxmp.einsum(*given, optimize=wrong)
     for wrong in (3, [0, 1]):
@@ -82,7 +82,7 @@ def test_the_gradient_of_three(rng):
         check(got, want)
 
 
-# On a mesh of 2 x 2: subscripts, (shape, sharding) of each operand, and that of the result, asked for or not.
+# On a mesh of 2 x 2: subscripts, (shape, sharding) of each operand, and the result's sharding, asked for or not.
 PLACED = {
     "diagonal on one axis": ("iij,jk->ik", [((4, 4, 6), P("x")), ((6, 8), P(None, "y"))], None, P("x", "y")),
     "diagonal on the other": ("iij,jk->ik", [((4, 4, 6), P(None, "x")), ((6, 8), P())], None, P("x", None)),

@@ -1,7 +1,7 @@
 """Epilogs beyond the table (test_table.py): masks of odd columns on odd grids, extreme values, cuBLASMp's numbers.
 
-What would be silently wrong without it: a mask bit of the neighbouring column, and with it half of every gradient
-beside a relu that is right; a gelu of the wrong form (the erf and the tanh form differ by 5e-4).
+Without these tests, a mask bit could come from the neighbouring column, so that gradients are wrong although relu is
+right; a gelu could have the wrong form (the erf and the tanh form differ by 5e-4).
 """
 
 import functools
@@ -22,8 +22,8 @@ from jaxmp import Epilog
 
 EXPLICIT = modes.BY_ID["explicit"]
 
-# Process rows and columns, and m, n and k per shard. A mask has eight columns of d in a byte: where b is stored
-# transposed, its columns are shared by another number of devices than d's, so pieces end anywhere within a byte.
+# Process rows and columns, and m, n and k per shard. A mask has eight columns of d in a byte. If b is stored
+# transposed, its columns are split over another number of devices than d's, so pieces end anywhere within a byte.
 GRIDS = (
     (1, 2, (3, 5, 2)),
     (2, 1, (3, 13, 2)),
@@ -95,7 +95,7 @@ def test_complex_bias_c_and_scalars(case, rng):
     np.testing.assert_array_equal(np.asarray(d), (2 - 1j) * (a.conj() @ b) + (1 + 3j) * c + bias)
 
 
-# The shardings of a stored operand that is gathered over an axis which shards d or the other one, of that and of d.
+# Shardings of a stored operand (gathered over an axis that also shards d or the other one), the other one, and d.
 GATHERED_AND_SUMMED = (
     (Epilog.BGRADA, P("x", "y"), P("y", "x"), P("y", "x")),
     (Epilog.BGRADA, P(("y", "x"), None), P("y", "x"), P(None, ("x", "y"))),
@@ -125,7 +125,7 @@ def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng
 
 @pytest.mark.parametrize("name", ["ar-data", "local"])
 def test_allreduce_is_what_the_pattern_does(name, rng):
-    """Joined with every epilog and alone, on the pattern that it names and on a single rank."""
+    """Checked with every epilog and alone, on the pattern that it names and on a single rank."""
     mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
 
     def program(given):
@@ -166,7 +166,7 @@ def test_the_derivative_of_gelu_far_out_is_that_of_relu():
 
 @pytest.mark.parametrize("name", ["local", "rs-transposed", "ag-transposed"])
 def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
-    """Also where XLA applies it: to a product that is computed transposed, and, with k = 0, to a sum over nothing."""
+    """Also where XLA applies it: to a product that is computed transposed, and to an empty sum (k = 0)."""
     far = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.inf, np.nan], np.float32)
     case, mode = cases.BY_NAME[name].replace(per_shard=(1, len(far), 1)), modes.BY_ID["explicit"]
     m, n, k = case.extents
@@ -195,7 +195,7 @@ def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
 
 
 def test_the_numbers_are_those_of_cublasmp():
-    """cublasmp.h 0.10, cublasMpMatmulEpilogue_t."""
+    """The numbers are from cublasmp.h 0.10, cublasMpMatmulEpilogue_t."""
     numbers = {
         "DEFAULT": 0, "ALLREDUCE": 1, "RELU": 2, "RELU_AUX": 2 | 128, "BIAS": 4, "RELU_BIAS": 2 | 4,
         "RELU_AUX_BIAS": 2 | 4 | 128, "DRELU": 8 | 128, "DRELU_BGRAD": 8 | 16 | 128, "GELU": 32, "GELU_AUX": 32 | 128,
@@ -207,7 +207,7 @@ def test_the_numbers_are_those_of_cublasmp():
 
 
 def test_a_bias_that_ranks_share_beside_weights_of_their_own(rng):
-    """The call of the weights' gradient sums over no ranks here, and the bias's has to."""
+    """The call of the weights' gradient does not sum over ranks here, but the bias's gradient must."""
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     a, b, bias, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 3), (2, 3, 4), (4,), (2, 5, 4)))
 

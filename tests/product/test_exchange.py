@@ -1,7 +1,7 @@
-"""The way of NCCL's ids through Python: what the compiled side calls before its ranks have a communicator.
+"""How NCCL's ids pass through Python: the functions that the compiled side calls before its ranks have a communicator.
 
-Without these an exception of the callback would end the process on one of XLA's threads, or a value would arrive cut at
-its first zero byte, as an id that no rank can use.
+Without these tests, an exception in the callback could end the process on one of XLA's threads, or a value could be cut
+at its first zero byte and be an unusable id.
 """
 
 import threading

@@ -1,7 +1,7 @@
-"""`ragged_dot` where ranks hold rows of any group and the matrices of some, against a loop of `jnp` products, exactly.
+"""`ragged_dot` if ranks hold rows of any group and some matrices, against a loop of `jnp` products, exactly.
 
-What would be silently wrong without it: rows that the matrix of another rank multiplies, sums that miss a rank's rows,
-and calls that meet each other's ranks.
+Without these tests, rows could meet another rank's matrix, sums could miss a rank's rows, and calls of different ranks
+could mix.
 """
 
 import functools
@@ -36,7 +36,7 @@ def sharded(mesh, *arrays):
 
 
 def of(kind, ndevices, sizes, **options):
-    """(the mesh, the product) on axes of this kind."""
+    """Returns (the mesh, the product) on axes of this kind."""
     mesh = mesh_of(ndevices, kind)
     if kind == AxisType.Auto:
         options |= {"mesh": mesh, "in_shardings": (P("p"), P("p")), "out_sharding": P("p")}
@@ -86,7 +86,7 @@ def test_offset_and_bfloat16():
 
 @pytest.mark.parametrize("dims", [((("p", "q"), None), ("p",)), ((("q", "p"), None), ("p",)), (("p", "q"), ("p", "q"))])
 def test_further_axes(dims):
-    """Rows over more axes than groups, in either order, and k over another one."""
+    """Rows are sharded over more axes than groups, in either order, and k over another axis."""
     specs = P(*dims[0]), P(*dims[1])
     (x, w), ct, sizes = (integers((M, 4)), integers((GROUPS, 4, N), 1)), integers((M, N), 2), SIZES["uneven"]
     theirs = functools.partial(reference, sizes=sizes)
@@ -136,7 +136,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_know_the_mesh(dtype):
-    """Those of sums over rows too, in the order of the global array."""
+    """This includes sums over rows: they follow the order of the global array."""
     rng, sizes = np.random.default_rng(0), (90, 0, 301, 9)
     x, w, ct = (jnp.asarray(rng.normal(size=s), dtype) for s in ((400, 300), (4, 300, 24), (400, 24)))
     found = []
@@ -180,7 +180,7 @@ def test_nothing_moves_beside_the_calls():
 
         rows = jaxmp.explain(grads, quiet=True)(*shards).rows
         text = jax.jit(grads).lower(*shards).compile().as_text()
-    # Of 8 rows of each rank, 6 are expected to be those of experts of other ranks.
+    # The program expects 6 of each rank's 8 rows to belong to experts of other ranks.
     assert [(row.operation, row.pattern) for row in rows] == [("ragged_dot", "experts")] * 3
     assert [row.bytes_moved for row in rows] == [6 * (K + N) * 4] * 3
     assert text.count('custom_call_target="jaxmp_grouped"') == 3
@@ -188,7 +188,7 @@ def test_nothing_moves_beside_the_calls():
 
 
 def test_xla_gathers_matrices(monkeypatch):
-    """In the program of a platform that was not expected."""
+    """Exports the program for a platform without jaxmp's calls (TPU)."""
     mesh, ours = of(AxisType.Explicit, 2, SIZES["uneven"])
     with jax.set_mesh(mesh):
         shards = sharded(mesh, *operands())

@@ -1,9 +1,9 @@
-"""The levels of determinism over a library that promises no order of sums, on hostmp in cuBLASMp's place.
+"""The levels of determinism over a library that promises no order of sums; hostmp stands for cuBLASMp.
 
-Where only cuBLASMp's documented forms are taken, a product under a level is gathered and made by calls of one shape, on
-hostmp as it would be on GPUs. What this shows: every element is in its place, whatever is cut, padded and put together
-again; all calls of a product are one plan, for any batch and any mesh, and so every bit is that of a place in a tile.
-What it cannot show is whether cuBLASLt's kernels sum alike at every place: see docs/determinism.md.
+If only cuBLASMp's documented forms are taken, a product under a level gathers its operands and makes calls of one
+shape, on hostmp as on GPUs. These tests show that each element is in its place after cutting, padding and joining, and
+that all calls of a product share one plan for any batch and mesh, so bits depend only on a place in a tile. They cannot
+show that cuBLASLt's kernels sum in the same order at every place (docs/determinism.md).
 """
 
 import functools
@@ -37,10 +37,10 @@ ROWS, COLUMNS = 32, 128
 
 @pytest.fixture
 def in_tiles(monkeypatch):
-    """Return `in_tiles(f, *args, **options)`: f of these where hostmp takes what cuBLASMp takes, in tiles of 32 x 128.
+    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128.
 
-    Whether a BLAS sums all elements of a call alike depends on its kernels, and so on the processor: hostmp's calls are
-    those of fixed order, which do.
+    A BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's
+    calls use a fixed order of sums.
     """
     monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
@@ -65,14 +65,14 @@ def in_tiles(monkeypatch):
 
 
 def extents_of(text):
-    """{(m, n, k) of a call}, in cuBLASMp's terms, and how many calls there are."""
+    """Returns {(m, n, k) of a call, in cuBLASMp's terms}, and the number of calls."""
     lines = [line for line in text.splitlines() if "@jaxmp_matmul" in line]
     return {tuple(number(line, name) for name in "mnk") for line in lines}, len(lines)
 
 
 # Placement -------------------------------------------------------------------------------------------------------
 
-# Per device: below one tile, whole ones, ragged ones, with one and with several tiles each way.
+# Extents per device: smaller than a tile, whole tiles and ragged ones, with one and several tiles in each direction.
 SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "rs-transposed")
 
@@ -87,7 +87,7 @@ PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "
     ids=str,
 )
 def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng):
-    """Sums of small integers are exact; C, bias, alpha and beta with them."""
+    """Sums of small integers are exact, also with C, bias, alpha and beta."""
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
     m, n, _ = case.extents
@@ -111,13 +111,13 @@ def test_conjugates_are_in_their_place(transposition, conjugation, in_tiles, rng
     np.testing.assert_array_equal(in_tiles(jax.jit(product), a, b), np.matmul(*case.op(a, b)))
 
 
-# One for each set of inputs and results; what becomes of z is the library's.
+# One epilog for each set of inputs and results; how z is transformed is up to the library.
 EPILOGS = (Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, *testing.DERIVATIVES)
 
 
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
 def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
-    """Against the ordered sums of one call: on integers equal to the bit, masks and their padding included."""
+    """Compares with the ordered sums of one call: integers bitwise, masks with their padding."""
     monkeypatch.setattr(fixed_shape, "COLUMNS", 256)  # then the mask of the last tile is wider than d's
     m, n, k = 70, 300, 9
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
@@ -135,7 +135,7 @@ def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
     want, got = jax.jit(product)(*args), in_tiles(jax.jit(product), *args)
     assert set(got) == set(want)
     for name in want:
-        if name == "dgelu_bgrad":  # slopes are no integers, and 70 of them are summed
+        if name == "dgelu_bgrad":  # slopes are not integers, and 70 of them are summed
             scale = np.abs(np.asarray(want["d"], np.float64)).sum(0)
             assert np.all(np.abs(got[name] - np.asarray(want[name], np.float64)) <= 70 * 2**-24 * scale)
         else:
@@ -149,7 +149,7 @@ def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_tiles):
-    """Outputs and gradients of gathered operands, on every device; on "xla" without the tiles too."""
+    """Checks outputs and gradients of gathered operands on every device; "xla" runs without tiles."""
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME[name].replace(per_shard=(6, 40, 5), transposition=transposition, epilog=epilog)
     trial = suite.Trial(case, implementation=implementation, determinism="batch")
@@ -159,7 +159,7 @@ def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_tiles
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (40, 3, 0), (0, 0, 0)], ids=str)
 def test_nothing_to_multiply(shape, in_tiles):
-    """cuBLASMp does not take k = 0, so there k is padded, and the epilog is the library's all the same."""
+    """cuBLASMp does not take k = 0, so k is padded, and the library still applies the epilog."""
     m, n, k = shape
     a, b, c, bias = (np.ones(s, np.float32) for s in ((m, k), (k, n), (m, n), (n,)))
     options = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": bias}, "beta": 3.0, "determinism": "batch"}
@@ -172,7 +172,7 @@ def test_nothing_to_multiply(shape, in_tiles):
 
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
-    """Powers of two, so that products stay exact; 384 x 256 in tiles of 128 x 128."""
+    """Scales are powers of two, so products stay exact; 384 x 256 in tiles of 128 x 128."""
     a, b = (rng.integers(-2, 3, (rows, 256)).astype(mode.dtype) for rows in (384, 256))
     out = mode.dtype if mode.a in ("mx", "nv") else jnp.float32
 
@@ -188,7 +188,7 @@ def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
 
 
 def test_a_largest_value_is_not_that_of_padding(in_tiles):
-    """A padded row of zeros would have the bias, which is larger here than anything in d."""
+    """The bias, which a padded row of zeros would get, is larger here than any value in d."""
     a, b = np.full((16, 16), -1, E4M3), np.ones((16, 16), E4M3)
     bias = np.full(16, 12, np.float16)
     options = {"transpose_b": True, "preferred_element_type": E4M3, "determinism": "batch"}
@@ -223,9 +223,9 @@ def test_a_column_does_not_know_its_neighbours(in_tiles):
     ids=str,
 )
 def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch):
-    """Nor do gradients, of which some are computed as their transpose on one mesh and not on another.
+    """Gradients do not know it either, although some are computed transposed on one mesh only.
 
-    hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
+    hostmp's sums equal the transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1.
     """
     custom_call = forms.custom_call
 
@@ -239,7 +239,7 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch
 
 
 def test_a_mapped_batch_has_the_bits_of_its_members(in_tiles):
-    """A batch of rows turns an a that is stored transposed, and a call of another form may sum in another order."""
+    """A batch of rows transposes an a that is stored transposed; a call of another form may sum in another order."""
     a, b = testing.draw(0, (3, 65, 11), "float32"), testing.draw(1, (65, 130), "float32")
     product = functools.partial(jaxmp.matmul, transpose_a=True, determinism="batch")
     mapped = in_tiles(jax.jit(jax.vmap(product, (0, None))), a, b)
@@ -248,7 +248,7 @@ def test_a_mapped_batch_has_the_bits_of_its_members(in_tiles):
 
 
 def test_a_mask_made_of_the_result_has_its_smallest_numbers(in_tiles):
-    """cuBLASMp's mask of 0 is another; 1e-200 is 0 in float32."""
+    """cuBLASMp's mask treats 0 differently; 1e-200 is 0 in float32."""
     a, b = np.array([[1e-200], [-1e-200], [0.0], [3.0]]), np.ones((1, 8))
     d, aux = in_tiles(jax.jit(functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX)), a, b)
     bits = np.unpackbits(aux["relu_aux"], axis=-1, bitorder="little")[:, :8]
@@ -265,7 +265,7 @@ def test_the_slope_of_a_gelu_is_the_librarys(in_tiles):
 
 
 def test_all_batches_and_meshes_share_a_plan(in_tiles):
-    """Row counts, column counts, patterns and stored forms differ; calls do not."""
+    """Row counts, column counts, patterns and stored forms differ, but the calls are equal."""
 
     def plans():
         native.plan_cache_clear()
@@ -293,7 +293,7 @@ ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_for_cuda_call_one_shape(mesh_of, level):
-    """One call in a loop, of the same attributes for every batch and mesh, and only the gathers that the rank needs."""
+    """One call in a loop, with the same attributes for all batches and meshes, and only the needed gathers."""
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):
@@ -334,7 +334,7 @@ def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_o
     ("multiprocessors", "columns"), [((132,), 4096), ((108,), 3072), ((132, 108), 3072), ((192,), 6144), ((8,), 1024)]
 )
 def test_a_call_has_about_a_tile_for_each_multiprocessor(multiprocessors, columns, cards, monkeypatch):
-    """Of the least card of the job, so that all processes call alike; and the parts are put together again."""
+    """The smallest card of the job decides, so that all processes make the same calls; the parts are joined again."""
     cards(*("9.0",) * len(multiprocessors))
     for device, count in zip(native.cuda_devices()[0].client.devices(), multiprocessors, strict=True):
         device.core_count = count

@@ -1,8 +1,8 @@
-"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's own layers against theirs.
+"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's layers against theirs.
 
-What would be silently wrong without it: a layer that passes something we ignore, a parameter that starts or is stored
-otherwise, so that a checkpoint loads into another function, a gradient that is one rank's part, a layer that no longer
-is one call.
+Without these tests, a layer could pass an option that we ignore; a parameter could be initialised or stored
+differently, so that a checkpoint gives another function; a gradient could be one rank's part; a layer could stop being
+one call.
 """
 
 import importlib
@@ -34,9 +34,9 @@ AXIS_TYPES = pytest.mark.parametrize(
 
 
 def judge(got, want, dtype="float32", roundings=256):
-    """Both are as far from each other as two roundings of every operation may be.
+    """Asserts that `got` and `want` differ by no more than `roundings` roundings of the largest value.
 
-    Sums of some hundred terms no larger than the largest result: so well conditioned is a small model.
+    A small model is so well conditioned: its sums have some hundred terms no larger than the largest result.
     """
     for i, (g, w) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
@@ -45,7 +45,7 @@ def judge(got, want, dtype="float32", roundings=256):
 
 
 class Mlp(nnx.Module):
-    """Column-parallel, then row-parallel; `out_sharding` only where the axes are explicit."""
+    """A column-parallel and a row-parallel layer; `out_sharding` is given on explicit axes only."""
 
     def __init__(self, dot_general, is_explicit):
         rngs, self.is_explicit = nnx.Rngs(0), is_explicit
@@ -65,7 +65,7 @@ def loss_and_gradients(model, x):
 
 
 def run(dot_general, axis_type, x):
-    """[loss, gradients...] on the mesh, or on one device where `axis_type` is None."""
+    """Returns [loss, gradients...] on the mesh, or on one device if `axis_type` is None."""
     if axis_type is None:
         return jax.tree.leaves(loss_and_gradients(Mlp(dot_general, False), x))
     mesh = MESH.jax_mesh(axis_type)
@@ -85,7 +85,7 @@ def test_nnx(axis_type, rng):
 
 
 def test_nnx_model_that_the_program_makes_itself():
-    """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
+    """One program makes parameters and input and calls the model on automatic axes, so no argument has a sharding."""
 
     @nnx.jit(static_argnums=0)
     def create(dot_general):
@@ -104,7 +104,7 @@ def test_nnx_model_that_the_program_makes_itself():
     ],
 )
 def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
-    """Forward: an all-gather and a reduce-scatter inside our calls, and nothing beside them."""
+    """The forward pass has an all-gather and a reduce-scatter inside our calls, and no other collective."""
     mesh = MESH.jax_mesh()
     with jax.set_mesh(mesh):
         graph, state = nnx.split(make())
@@ -189,7 +189,7 @@ def test_nnx_takes_no_other_product():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.small("values")
 def test_equinox(activation, dtype, rng):
-    """A vector, under vmap, and rows at once; a plain layer's leaves are loaded from a file first."""
+    """A vector, rows under vmap, and rows at once; first loads a plain layer's leaves from a file."""
     plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
     ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
     file = io.BytesIO()

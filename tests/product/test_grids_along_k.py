@@ -1,6 +1,6 @@
 """Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k.
 
-Integers, so that results are equal to the bit: on hostmp, in the forms that cuBLASMp takes, and by XLA's collectives.
+Integer results are bitwise equal: on hostmp, in the forms that cuBLASMp takes, and with XLA's collectives.
 """
 
 import functools
@@ -47,7 +47,7 @@ def mesh():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_and_gradients(layout, implementation, mesh, rng):
     spec_a, spec_b, out, grid = LAYOUTS[layout]
-    n = 64 if layout.startswith("features") else 8  # what is gathered is the smaller operand
+    n = 64 if layout.startswith("features") else 8  # the smaller operand is gathered
     values = [cases.integers(rng, *shape) for shape in ((4, 8, 16), (16, n), (4, 8, n), (n,))]
     specs = spec_a, spec_b, out, P(out[2] if len(out) > 2 else None)
     a, b, c, bias = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True))
@@ -112,13 +112,13 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(a, b)
 
     ours = functools.partial(jaxmp.matmul, out_sharding=out, implementation=implementation)
-    wanted = gradients(jnp.matmul, *map(np.asarray, (a, b)))  # jnp, given an out_sharding, fails under vmap
+    wanted = gradients(jnp.matmul, *map(np.asarray, (a, b)))  # with an out_sharding, jnp fails under vmap
     for x, y in zip(gradients(ours, a, b), wanted, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
-    """Of few rows it is cheaper to move those than to gather the weights."""
+    """With few rows, moving them is cheaper than gathering the weights."""
 
     def patterns(rows):
         a, b = (cases.typed(mesh, shape, "x") for shape in ((rows, 1024), (1024, 1024)))
@@ -141,7 +141,7 @@ def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh
     ("specs", "out"),
     [
         ((P("x"), P("x", "y")), P("x", "y")),  # a grid gathers b
-        ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered ahead of the call
+        ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered before the call
         ((P("y"), P(("x", "y"))), P("y")),
     ],
 )

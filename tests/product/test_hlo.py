@@ -1,6 +1,6 @@
-"""What the compiled program holds: our calls, and no collective that nobody asked for.
+"""The compiled program: our calls, and no collective that was not asked for.
 
-Numbers cannot show this: a product whose operands XLA gathered first is right, and as slow as if jaxmp did not exist.
+Values cannot show this: if XLA gathers operands first, the product is right, and as slow as without jaxmp.
 """
 
 import functools
@@ -19,13 +19,13 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.platform.runtime import native
 
-# Case: what forward, gradient in a and gradient in b compile to, as (patterns of our calls, XLA's collectives).
-# The gradient of a gathered product in its rows is a reduce-scatter and the other way round. The other gradient
-# contracts over gathered rows: one all-gather that explain names. Where data-parallel groups share an operand, the sum
-# over them is part of the call ("all_reduce"). A grid is closed under transposition.
+# Case: what forward, gradient in a and gradient in b compile to, as (patterns of our calls, XLA's collectives). A
+# gathered product's gradient in its rows is a reduce-scatter, and the reverse. The other gradient contracts over
+# gathered rows: one all-gather that explain names. If data-parallel groups share an operand, the sum over them is part
+# of the call ("all_reduce"). The transpose of a grid is a grid.
 COMPILED = {
     "local": ((["local"], []), (["all_reduce"], []), (["all_reduce"], [])),
-    # Replicated operands are sliced for nothing; their gradients have to become replicated again.
+    # Slicing a replicated operand needs no communication; its gradient must become replicated again.
     "local-sliced": ((["local"], []), (["all_reduce"], ["all-gather"]), (["all_reduce"], ["all-gather"])),
     "ag": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
     "ag-data": ((["all_gather"], []), (["reduce_scatter"], []), (["all_reduce"], ["all-gather"])),
@@ -40,7 +40,7 @@ COMPILED = {
     "ar-two-axes": ((["all_reduce"], []), (["local"], []), (["local"], [])),
     "grid": ((["grid"], []), (["grid"], []), (["grid"], [])),
     "grid-2x4": ((["grid"], []), (["grid"], []), (["grid"], [])),
-    # Each device multiplies what it has, and the result is gathered: the other way, each would compute all of it.
+    # Each device multiplies its part and the result is gathered; otherwise each would compute the whole result.
     "gather-a": ((["local"], ["all-gather"]), (["local"], []), (["all_reduce"], [])),
     "gather-b": ((["local"], ["all-gather"]), (["all_reduce"], []), (["local"], [])),
 }
@@ -49,7 +49,7 @@ SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]
 
 
 def programs(mode, case, **options):
-    """(program, arguments) by name; the gradients are those of a weighted sum."""
+    """Returns (program, arguments) by name; the gradients are gradients of a weighted sum."""
     rng = np.random.default_rng(0)
     m, n, _ = case.extents
     a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
@@ -84,7 +84,7 @@ def test_explicit_axes(case, name):
     check_compiled(modes.BY_ID["explicit"], case, name)
 
 
-# With auto axes XLA chooses where the gradient of a replicated operand lies, so nothing has to gather it.
+# On auto axes XLA chooses the sharding of a replicated operand's gradient, so no gather is needed.
 @pytest.mark.small("values", of=lambda case, name: (case, (case.pattern, case.computes_transposed, name)))
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"]))
@@ -124,14 +124,14 @@ def test_xla_is_made_of_collectives_and_no_call(case, name):
     assert name != "forward" or bool(collectives_of(text)) == (not case.name.startswith("local"))
 
 
-# A grid has the sum in its call where b is stored (k, n).
+# A grid's call contains the sum if b is stored (k, n).
 BIASED = [(name, "NN") for name in ("local", "ag-data", "rs-data", "ar-data", "ag", "ar", "grid")]
 BIASED += [(name, "NT") for name, _ in BIASED[:-1]]
 
 
 @pytest.mark.parametrize(("name", "transposition"), BIASED)
 def test_the_gradient_of_a_bias_is_a_part_of_the_weight_gradient(name, transposition):
-    """It adds neither a call nor a collective to what the gradient in b compiles to."""
+    """It adds neither a call nor a collective to the compiled gradient in b."""
     case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4), transposition=transposition), modes.BY_ID["explicit"]
     calls, collectives = COMPILED[case.name][2]
     with mode.scope(case):
@@ -155,7 +155,7 @@ def test_a_profile_names_what_a_call_computes():
 
 
 def test_a_call_whose_result_is_not_used_is_removed():
-    """Pure primitives: dead calls go, and equal calls are one."""
+    """Calls are pure primitives: unused calls are removed, and equal calls are merged."""
     a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
 
     def program(a, b):
@@ -178,7 +178,7 @@ def test_batched_weights_and_biases_are_one_call():
     ("id_", "name"), [("explicit", "local"), ("explicit", "rs-data"), ("shard_map", "rs-data"), ("no-mesh", "local")]
 )
 def test_a_policy_that_saves_products_saves_ours(id_, name):
-    """JAX's own too, in a fused function as well."""
+    """It also saves JAX's own products, in fused functions too."""
     case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4)), modes.BY_ID[id_]
     with mode.scope(case):
         _, (a, b) = programs(mode, case)["forward"]
@@ -200,7 +200,7 @@ def test_a_policy_that_saves_products_saves_ours(id_, name):
 
 
 def test_the_packed_mask_is_the_residual_of_relu():
-    """One bit per element is kept for the backward pass, not the value ahead of the activation."""
+    """The backward pass keeps one bit per element, not the value before the activation."""
     a, b = jnp.ones((64, 48)), jnp.ones((48, 256))
     _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
     kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))

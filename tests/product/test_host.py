@@ -23,7 +23,7 @@ def mesh(request, mesh_of):
 
 
 def test_a_program_of_one_call_has_nothing_to_compile(mesh, rng):
-    """For any operation of its own XLA starts LLVM, which took a third of the compile time of such a program."""
+    """XLA starts LLVM for any operation of its own, which took a third of the compile time of such a program."""
     a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 6), (6, 4)))
     operands = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, ROWS), (b, COLUMNS)))
 
@@ -34,7 +34,7 @@ def test_a_program_of_one_call_has_nothing_to_compile(mesh, rng):
 
 
 def test_long_rows_are_multiplied_by_xla(mesh_of):
-    """hostmp counts in 32 bits, also the extents that the ranks of a group have together."""
+    """hostmp counts in 32 bits; this limits the extents that the ranks of a group have together, too."""
     mesh, long = mesh_of({"x": 4}), 2**31
 
     def layer(x, w, bias):

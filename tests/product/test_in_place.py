@@ -1,6 +1,6 @@
-"""C that is donated becomes D: no second matrix, no copy, and the same bits as without donation.
+"""A donated C becomes D: no second matrix, no copy, and the same bits as without donation.
 
-What would be silently wrong without it: a rank that overwrites C before a peer has read it, C added after D is written.
+Without these tests, a rank could overwrite C before a peer has read it, or C could be added after D is written.
 """
 
 import re
@@ -21,7 +21,7 @@ PATTERNS = [cases.BY_NAME[name] for name in ("local", "ag-data", "rs-data", "ar-
 
 
 def copies_of(text):
-    """Copies that the program makes as operations of their own, not on the way through another one."""
+    """Returns the copies that are operations of their own in the entry computation."""
     entry = text[text.index("\nENTRY ") :]
     return re.findall(r" (?:copy|copy-start)\(", entry[: entry.index("\n}")])
 
@@ -72,7 +72,7 @@ def test_a_c_that_the_program_made_is_updated_in_place(rng):
 
 
 def test_a_sum_of_products_in_a_loop_has_one_matrix(rng):
-    """Gradient accumulation: the loop's carry is C and D."""
+    """Gradient accumulation: the loop's carry is both C and D."""
     a = rng.integers(-3, 4, (5, 16, 16)).astype(np.float32)
 
     def accumulated(a, total):

@@ -1,6 +1,6 @@
-"""Products of int8 times scales of rows and columns: without these a scale could reach another row than its own where
-an operand is stored the other way, where ranks share the sums, or where a batch folds; sums could be rounded ahead of
-the ranks' last one; and a bias or an activation could come ahead of the scales.
+"""Products of int8 times scales of rows and columns. Without these tests, a scale could reach another row if an operand
+is stored transposed, if ranks share the sums or if a batch folds; sums could be rounded before the last rank's sum; a
+bias or an activation could be applied before the scales.
 """
 
 import functools
@@ -33,7 +33,7 @@ def factor(scale, along):
 
 
 def drawn(case, kinds, rng):
-    """Stored operands, their scales, and the product: of powers of two every step is exact."""
+    """Returns stored operands, their scales, and the product; scales are powers of two, so every step is exact."""
     (m, n, k), values = case.extents, functools.partial(rng.integers, -128, 128, dtype=np.int8)
     a, b = values((m, k)), values((k, n))
     scales = [scale_of(kind, rows, rng) for kind, rows in zip(kinds, (m, n), strict=True)]
@@ -43,7 +43,7 @@ def drawn(case, kinds, rng):
 
 
 def specs_of_scales(case, scales):
-    """Sharded as the rows of a and the columns of b."""
+    """Returns the shardings of the scales: as the rows of a and the columns of b; P() for scalars."""
     (a, b), (of_a, of_b) = case.stored, case.transposition
     outer = P(a[of_a == "T"]), P(b[of_b == "N"])
     return [P() if np.ndim(scale) == 0 else spec for scale, spec in zip(scales, outer, strict=True)]
@@ -51,7 +51,7 @@ def specs_of_scales(case, scales):
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b", "grid-2x4")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_row(case, rng):
-    """However operands are stored, with odd extents; on "xla" and at a level too."""
+    """Operands are stored in each transposition, with odd extents; also on "xla" and under a level."""
     options = ({}, {"implementation": "xla"}, {"determinism": "topology"})
     options += ({"determinism": "batch", "implementation": "xla"},)
     todo = [
@@ -60,7 +60,7 @@ def test_every_scale_reaches_its_row(case, rng):
         for j, each in enumerate(options)
         for kinds in {KINDS[0], KINDS[(i + j) % len(KINDS)]}
     ]
-    if case.name == "grid-2x4":  # which hostmp alone multiplies
+    if case.name == "grid-2x4":  # only hostmp multiplies this
         todo = [(each, kinds, given) for each, kinds, given in todo if "implementation" not in given]
     mesh, given = case.jax_mesh(AxisType.Explicit), [drawn(each, kinds, rng) for each, kinds, _ in todo]
 
@@ -87,7 +87,7 @@ def test_every_scale_reaches_its_row(case, rng):
 @pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), WAYS)
 def test_every_way_to_call(mode, case, rng):
-    """With a bias, c and relu; inside shard_map scales are of the shards."""
+    """Calls have a bias, c and relu; inside shard_map each device passes the scales of its shard."""
     case = case.replace(transposition="NT", per_shard=(3, 5, 4))
     in_shard_map = mode.id.startswith("shard_map")
     a, b, s, t, want = drawn(case, KINDS[3 if in_shard_map else 0], rng)
@@ -104,7 +104,7 @@ def test_every_way_to_call(mode, case, rng):
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_numerics(implementation, out, rng):
-    """Sums that float32 does not hold, and scales of which no product is exact: rounded here and nowhere else."""
+    """Sums exceed float32's integers and no scaled product is exact; only scaling and storing may round."""
     a, b = (rng.integers(-128, 128, shape, np.int8) for shape in ((37, 3000), (3000, 21)))
     s, t = (rng.uniform(1e-4, 1e-3, rows).astype(np.float32) for rows in (37, 21))
     c, bias = (rng.standard_normal(shape).astype(out) for shape in ((37, 21), 21))
@@ -149,11 +149,11 @@ def test_nothing_to_multiply(shape, implementation):
 
 
 def test_gradients_are_those_of_decoded_operands(rng):
-    """Of c, the bias and the scales; int8 has none."""
+    """Checks the gradients in c, the bias and the scales; int8 has no gradient."""
     case = cases.BY_NAME["rs"].replace(transposition="TN", per_shard=(2, 3, 5))
     m, n, _ = case.extents
     a, b, s, t, _ = drawn(case, KINDS[0], rng)
-    a, b = a % 4, b % 4  # of which gradients, too, are exact
+    a, b = a % 4, b % 4  # small, so that gradients are exact, too
     c, bias, w = small(rng, (m, n), np.float32), small(rng, n, np.float32), small(rng, (m, n), np.float32)
     mesh, options = case.jax_mesh(), {"beta": 2.0, "epilog": Epilog.RELU_BIAS}
 
@@ -215,7 +215,7 @@ def test_a_quantised_layer_is_one_call(rng, capsys):
 
 @pytest.mark.parametrize("name", ["ag", "rs", "ar-data", "grid", "ag-transposed", "rs-transposed"])
 def test_bits_do_not_know_the_mesh(name, rng):
-    """Of scales, c and a bias that round; the integers are exact anywhere."""
+    """Scales, c and the bias need rounding; the integer sums are exact on any mesh."""
     case = cases.BY_NAME[name].replace(transposition="TN", per_shard=(5, 3, 40))
     a, b, _, _, want = drawn(case, KINDS[0], rng)
     s, t, c, bias = (rng.standard_normal(n).astype(np.float32) for n in (*want.shape, want.shape, want.shape[1]))

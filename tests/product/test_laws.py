@@ -1,7 +1,7 @@
 """The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change.
 
-A kernel that reads C where beta is 0, writes into an operand's padding or depends on which thread came first passes
-every test of values; each of these would show up months later as a training run that cannot be repeated.
+A kernel that reads C although beta is 0, writes into an operand's padding, or depends on the order of threads passes
+every test of values; each would show months later as a training run that cannot be repeated.
 """
 
 import cases
@@ -74,7 +74,7 @@ def test_results_do_not_depend_on_what_memory_held(case, rng):
 
 
 def test_equal_calls_share_a_plan_and_a_second_step_misses_nothing(rng):
-    """As example 01 promises: all plans are made in the first step."""
+    """Example 01 promises this: all plans are made in the first step."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
     jax.clear_caches()
     jaxmp.plan_cache_clear()

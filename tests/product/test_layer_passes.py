@@ -1,7 +1,7 @@
-"""What the passes of layers are made of, what they keep, and what layers refuse.
+"""The calls and collectives in the passes of layers, what the passes keep, and what layers refuse.
 
-What would be silently wrong without it: an x that travels twice, a derivative that is not fused, a hidden layer that is
-kept twice, a product that is rounded ahead of its activation.
+Without these tests, x could travel twice, a derivative could stay unfused, a hidden layer could be kept twice, and a
+product could be rounded before its activation.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxmp import Scaling
 
 
 def passes(layer, layout, dtype, rng, **options):
-    """(explain's rows of a gradient, the collectives of its compiled program)."""
+    """Returns (explain's rows of a gradient, the collectives of its compiled program)."""
     mesh, (specs, out) = MESH.jax_mesh(), specs_of(layer, layout)
     with jax.set_mesh(mesh):
         x = operands_of(place(mesh, data(layer, layout, rng, dtype), specs))
@@ -31,7 +31,7 @@ def passes(layer, layout, dtype, rng, **options):
         return rows, collectives_of(compiled.as_text())
 
 
-# Layout: the patterns of the forward pass, that of the fused derivative, and the collectives beside the calls.
+# Layout: the patterns of the forward pass, the pattern of the fused derivative, and the collectives outside the calls.
 OF_MLP = {
     "tensor parallel": ({"local", "all_reduce"}, "local", ["all_reduce"]),
     "sequence parallel": ({"all_gather", "reduce_scatter"}, "all_gather", ["all_gather", "all_gather", "all_reduce"]),
@@ -41,7 +41,7 @@ OF_MLP = {
 @pytest.mark.parametrize("layout", OF_MLP)
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
-    """The derivative and the gradients of both biases are parts of products; XLA applies silu."""
+    """Products include the derivative and the gradients of both biases; XLA applies silu."""
     rows, collectives = passes("mlp", layout, "float32", rng, activation=activation)
     forward, pattern, beside = OF_MLP[layout]
     calls = [row for row in rows if row.operation.startswith("matmul")]
@@ -55,7 +55,7 @@ def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
         assert others == beside == [name.replace("-", "_") for name in collectives]
 
 
-# Layout: the collectives beside the calls: those of x, of the cotangent of y for w_down, and of the gradient of x.
+# Layout: the collectives outside the calls, for x, the cotangent of y for w_down, and the gradient of x.
 OF_GATED = {
     "tensor parallel": ["all-reduce"],
     "sequence parallel": ["all-gather", "all-gather", "reduce-scatter"],
@@ -65,7 +65,7 @@ OF_GATED = {
 @pytest.mark.parametrize("layout", OF_GATED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_x_travels_once(dtype, layout, rng):
-    """Of a gradient: every collective beside the calls, in the trace and in the compiled program."""
+    """All collectives of a gradient outside the calls are expected, in the trace and in the compiled program."""
     rows, collectives = passes("gated_mlp", layout, dtype, rng)
     calls = [row for row in rows if row.operation.startswith("matmul")]
     others = sorted(row.operation.replace("_", "-") for row in rows if not row.operation.startswith("matmul"))
@@ -84,7 +84,7 @@ def test_explain_says_what_every_layer_moves(layer, layout, dtype, implementatio
     passes(layer, layout, dtype, rng, implementation=implementation, **options)
 
 
-# How many hidden layers reverse mode keeps.
+# The number of hidden layers that reverse mode keeps.
 KEPT = {"linear": 1, "gated_mlp": 3}
 
 
@@ -111,7 +111,7 @@ def test_the_forward_pass_stores_no_aux(rng):
 
 
 def test_a_vector_eager_calls_and_jax_functions(rng):
-    """By name, and by the function of JAX of that name; relu and gelu in either case as an epilog."""
+    """An activation may be a name or JAX's function; relu and gelu are epilogs in both cases."""
     x, w = (cases.normal(rng, shape, "float32") for shape in ((5,), (5, 4)))
     for name, function in (("relu", jax.nn.relu), ("gelu", jax.nn.gelu), ("silu", jax.nn.silu), ("swish", jax.nn.silu)):
         got = [jaxmp.linear(x, w, activation=activation) for activation in (name, function)]
@@ -122,7 +122,7 @@ def test_a_vector_eager_calls_and_jax_functions(rng):
 
 
 def test_the_product_is_rounded_once():
-    """With 1 + 2^-9, which bfloat16 rounds to 1: the activation sees it as it was summed."""
+    """The activation sees 1 + 2^-9, the unrounded sum; bfloat16 rounds it to 1."""
     x = jnp.asarray([[1.0, 2.0**-9]], jnp.bfloat16)
     y = jaxmp.linear(x, jnp.ones((2, 1), jnp.bfloat16), activation=lambda z: (z - 1) * 512)
     assert float(y[0, 0]) == 1.0
@@ -132,7 +132,7 @@ def test_the_product_is_rounded_once():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_function_may_learn(dtype, rng):
-    """A parameter that an activation closes over has a gradient, eager and compiled, and is never remembered."""
+    """A parameter that an activation closes over has a gradient, eager and compiled, and is never cached."""
     x, w = (jnp.asarray(rng.integers(-3, 4, shape), dtype) for shape in ((4, 3), (3, 5)))
 
     def loss(layer, slope):

@@ -1,8 +1,8 @@
-"""Layers (`linear`, `mlp`, `gated_mlp`): values and derivatives on every kind of mesh, and what their passes hold.
+"""Layers (`linear`, `mlp`, `gated_mlp`): values and derivatives on every kind of mesh, and the calls of their passes.
 
-What would be silently wrong without it: a product that is rounded ahead of its activation, the gate's cotangent in the
-place of the other's, a hidden bias whose gradient misses the rows of other ranks, a second derivative that forgets that
-the first depends on z, an x that travels twice.
+Without these tests, a product could be rounded before its activation, the gate's cotangent could be swapped with the
+other one, a hidden bias's gradient could miss rows of other ranks, a second derivative could ignore that the first
+depends on z, and x could travel twice.
 """
 
 import functools
@@ -21,7 +21,7 @@ from layer_cases import ALL, LAYOUTS, MESH, SHAPES, data, operands_of, place, sp
 import jaxmp
 from jaxmp._src.core.spec import activations
 
-# Transforms: of a layer f and values x.
+# Transforms of a layer f at values x.
 
 
 def gradient_of(f, x):
@@ -30,13 +30,13 @@ def gradient_of(f, x):
 
 
 def first_order(f, x):
-    """The value, the tangent and every gradient of a weighted sum of the squares."""
+    """Returns the value, the tangent, and every gradient of a weighted sum of squares."""
     y, t = jax.jvp(f, operands_of(x), operands_of(x, "t_"))
     return y, t, gradient_of(f, x)(*operands_of(x))
 
 
 def second_order(f, x):
-    """Forward over reverse, and the Hessian of the bias of the first product."""
+    """Returns forward over reverse, and the Hessian in the bias of the first product."""
     tangents = operands_of(x, "t_")
     where = 2 if len(tangents) <= 5 else 4
     before, after = operands_of(x)[:where], operands_of(x)[where + 1 :]
@@ -45,7 +45,7 @@ def second_order(f, x):
 
 
 def rematerialized(f, x):
-    """Gradients, and those of each example of a batch, rematerialized."""
+    """Returns gradients, and gradients for each example of a batch, with the layer rematerialized."""
     f = jax.checkpoint(f)
     first, *rest = operands_of(x)
     each = jax.vmap(jax.grad(lambda b, x: jnp.sum(f(x, *rest[:-1], b) ** 2)), (None, 0))
@@ -100,7 +100,7 @@ MODES = {
 
 
 def expected(layer, transform, x, **options):
-    """What the transform gives in float64, and its majorant."""
+    """Returns the transform's result in float64, and its majorant."""
     wide = {name: cases.wide(v) for name, v in x.items()}
     absolute = {name: np.abs(v) for name, v in wide.items()}
     f = functools.partial(getattr(reference, layer), **options)
@@ -126,7 +126,7 @@ def run(layer, layout, mode, transform, activation, rng, dtype="float32"):
 
 
 def columns(layer, layout, mode, transform, activation, dtype):
-    """What the small suite covers: pairs with the layer, and every activation, type and layout with each transform."""
+    """Returns the combinations that the small suite covers: pairs with the layer and with each transform."""
     return (layer, layout), (layer, mode), (layer, transform), (layer, activation, dtype), (layout, transform), dtype
 
 
@@ -136,15 +136,15 @@ COMBINATIONS = [
     for layer in SHAPES
     for layout in LAYOUTS
     for mode in MODES
-    # In shard_map two layers gather and scatter rows over the axis that they name, and one layer is local.
+    # Inside shard_map, mlp and gated_mlp gather and scatter rows over the named axis, and linear is local.
     if mode == "explicit" or (mode == "in_shardings") or layout in ("tensor parallel", "sequence parallel")
     if not mode.startswith("shard_map") or (layer == "linear") == (layout == "tensor parallel")
     for transform in TRANSFORMS
     for activation in ACTIVATIONS
     for dtype in ("float32", "bfloat16")
-    # JAX 0.12's erf has no derivative in shard_map with check_vma, in plain JAX either.
+    # Inside shard_map with check_vma, JAX 0.12's erf has no derivative, also in plain JAX.
     if not (activation == "gelu_exact" and mode == "shard_map")
-    # Of second derivatives with bfloat16's roundings the bound says nothing.
+    # The bound says nothing about second derivatives with bfloat16's roundings.
     if dtype == "float32" or transform is first_order
 ]
 
@@ -160,7 +160,7 @@ def integers(rng, shape, dtype):
 
 
 def without(f, missing):
-    """f with None in place of some of its operands."""
+    """Wraps f so that it receives None for the operands with these indices."""
     return lambda *operands, **options: f(*(None if i in missing else x for i, x in enumerate(operands)), **options)
 
 
@@ -169,7 +169,7 @@ def without(f, missing):
     [*(("mlp", biases) for biases in ((2, 4), (4,), (2,))), *(("gated_mlp", x) for x in ((4, 5, 6), (5,), (4, 6)))],
 )
 def test_any_bias_may_be_missing(layer, missing, rng):
-    """Of integers with a relu, so equal to the bit."""
+    """Operands are integers and the activation is relu, so results are bitwise equal."""
     mesh, x = MESH.jax_mesh(), data(layer, "sequence parallel", rng, "float32", integers)
     specs, _ = specs_of(layer, "sequence parallel")
 
@@ -181,8 +181,8 @@ def test_any_bias_may_be_missing(layer, missing, rng):
     jax.tree.map(np.testing.assert_array_equal, got, of(getattr(reference, layer))(x))
 
 
-# With a hidden_sharding: x, the first weights and the last ones, the hidden layer, y. The products of the first three
-# cannot share an x.
+# Layouts with a hidden_sharding: x, the first weights, the last weights, the hidden layer, y. In the first three the
+# products cannot share an x.
 HIDDEN = {
     "contraction": (P(None, "model"), P("model", None), P(None, None), P(None, None), P(None, None)),
     "grid": (P("data", "model"), P("data", "model"), P("model", None), P("data", "model"), P("data", None)),
@@ -221,13 +221,13 @@ def test_types_without_a_mesh(dtype, implementation, rng):
 
 
 def test_gated_layers_without_a_mesh(rng, standard_promotion):
-    """Eager; operands of two types as jnp promotes them; an empty batch; no activation, and one that learns."""
+    """Eager: two operand types, promoted like jnp; an empty batch; no activation; an activation with a parameter."""
     x, *rest = operands_of(data("gated_mlp", "tensor parallel", rng, "float32", integers))
     for rows in (x, x.astype(jnp.bfloat16), x[:0]):
         got = jaxmp.gated_mlp(rows, *rest, activation=None)
         np.testing.assert_array_equal(got, reference.gated_mlp(rows.astype(jnp.float32), *rest, activation=None))
         assert got.dtype == jnp.float32
-    for activation in ("relu", None):  # of a vector
+    for activation in ("relu", None):  # for a vector
         got = jaxmp.gated_mlp(x[0], *rest, activation=activation)
         np.testing.assert_array_equal(got, reference.gated_mlp(x, *rest, activation=activation)[0])
     narrow = [y.astype(jnp.int8) for y in rest[:3]]
@@ -243,7 +243,7 @@ def test_gated_layers_without_a_mesh(rng, standard_promotion):
 
 
 def test_layers_of_a_vector(rng):
-    """On a mesh, with the gradient."""
+    """The value and the gradient on a mesh."""
     mesh, x = MESH.jax_mesh(), data("mlp", "sequence parallel", rng, "float32", integers)
     rows, w_in, b_in, w_out, b_out = operands_of(x)
     with jax.set_mesh(mesh):
@@ -262,7 +262,7 @@ def _strong(z):
 @pytest.mark.parametrize("activation", [*activations.FUNCTIONS, jax.nn.gelu, jax.nn.softplus, _strong])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_activations_of_weakly_typed_products_are_as_weak_as_those_of_jax(activation, has_bias, standard_promotion):
-    """jax.nn.gelu of a weak array is not weak, so what is multiplied by it afterwards has another type."""
+    """jax.nn.gelu of a weakly typed array has a strong type, which decides the type of the next product."""
     x, w = jnp.full((2, 4), 2), jnp.full((4, 4), 0.5)
     bias = w[0] if has_bias else None
     f = {"gelu": jax.nn.gelu}.get(activation) or activations.FUNCTIONS.get(activation, activation)

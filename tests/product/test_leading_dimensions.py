@@ -1,8 +1,8 @@
 """Leading dimensions of a and vmap, bitwise on small integers.
 
 Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
-so the fold has to put the rank outermost; getting that wrong permutes rows between examples, and with one example, or
-one rank, nothing shows. The table (test_table.py) has vmap over each operand in every mode.
+so the fold must put the rank outermost. A wrong order permutes rows between examples, and does not show with one
+example or one rank. The table (test_table.py) has vmap over each operand in every mode.
 """
 
 import functools
@@ -57,7 +57,7 @@ def swapped_spec(spec):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
 def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
-    """With C, a bias and an aux output, which has d's rows in d's order."""
+    """Includes C, a bias, and an aux output with d's order of rows."""
     epilog = Epilog.RELU_AUX_BIAS if transpose_a else Epilog.GELU_AUX_BIAS
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = cases.integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), cases.integers(rng, 6, 4)

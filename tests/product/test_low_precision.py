@@ -1,5 +1,5 @@
-"""Products of fp8, fp4 and int8: without these a scale could be applied to another row or block than it belongs to, on
-one layout only; a code could be decoded wrongly; and a sum of integers could be rounded.
+"""Products of fp8, fp4 and int8. Without these tests, a scale could be applied to a wrong row or block in one layout
+only, a code could be decoded wrongly, and a sum of integers could be rounded.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from jaxmp import Scaling, quantize
 
 
 def drawn(case, mode, rng, rows=None):
-    """The case for this mode, stored operands, scales, and the product of what they stand for."""
+    """Returns the case for this mode, (stored operands, scales), and the product of the decoded operands."""
     case = case.replace(transposition="NT", per_shard=(rows or mode.unit, mode.unit, mode.unit))
     m, n, k = case.extents
     a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
@@ -47,7 +47,7 @@ def drawn(case, mode, rng, rows=None):
 
 
 def check_all(todo, axis_type, **options):
-    """Products of one layout with scales of many modes, by one program."""
+    """Checks products of one layout with scales of many modes, in one program."""
     mesh = todo[0][0].jax_mesh(axis_type)
     placed = [place_scaled(mesh, case, *operands) for case, operands, _ in todo]
 
@@ -62,9 +62,9 @@ def check_all(todo, axis_type, **options):
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_block(case, rng):
-    """Of every mode of scales, with types that tell the shardings."""
+    """Covers every mode of scales; the operands' types give the shardings."""
     todo = [drawn(case, mode, rng) for mode in SCALE_MODES]
-    # The oracle computes from the same logical scales; one pattern of each kind is enough for it.
+    # The oracle scales the same logical values; one pattern of each kind is enough for it.
     for implementation in IMPLEMENTATIONS if case.name in ("ag", "rs-transposed", "grid") else ("host",):
         check_all(todo, AxisType.Explicit, implementation=implementation, **F32)
 
@@ -72,7 +72,7 @@ def test_every_scale_reaches_its_block(case, rng):
 @pytest.mark.parametrize("case", by_name("ag", "rs"), ids=lambda case: case.name)
 @pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
 def test_few_rows_of_several_devices(determinism, case, rng):
-    """Fewer than a block of k has: they are multiplied together, each times the scales of the device that holds it."""
+    """Devices hold fewer rows than a block; the rows are multiplied together, each with its own device's scales."""
     todo = [drawn(case, mode, rng, 16) for mode in SCALE_MODES if mode.a == "vec128"]
     check_all(todo, AxisType.Explicit, determinism=determinism, **F32)
 
@@ -132,7 +132,7 @@ def test_every_way_to_call(mode, case, rng):
 
 
 def test_partitioner_with_scales(rng):
-    """A bare jit over auto axes: XLA hands over the shardings of the operands, and the scales follow."""
+    """Under a bare jit on auto axes XLA passes the operands' shardings, and the scales follow them."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     a, b = small(rng, (128, 512), E4M3), small(rng, (128, 512), E4M3)
     scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
@@ -167,7 +167,7 @@ def test_leading_dimensions(rng):
 @pytest.mark.parametrize("kind", ["scalar", "rows", "vec128", "mx", "nv"])
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 def test_numerics(kind, out, rng):
-    """Random operands: what decoding, scaling and storing may round, and no more."""
+    """Errors of random operands stay within what decoding, scaling and storing may round."""
     quantizers = {
         "scalar": quantize.tensor,
         "rows": quantize.rows,
@@ -187,7 +187,7 @@ def test_numerics(kind, out, rng):
 
 
 def test_decoding_and_saturation_over_every_code():
-    """Each code times 1, through the call: subnormal numbers, both zeros, NaN and infinities keep their meaning."""
+    """Multiplies each code by 1: subnormal numbers, both zeros, NaN and infinities keep their meaning."""
     for dtype in (E4M3, E5M2):
         codes = np.arange(256, dtype=np.uint8).view(dtype).reshape(16, 16)
         one = np.eye(16).astype(E4M3)
@@ -239,7 +239,7 @@ def test_linear_and_explain(rng, capsys):
 
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
 def test_int8_is_exact(case, rng):
-    """Of every transposition, and of both result types."""
+    """Covers every transposition and both result types."""
     mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []
     todo = [
         (case.replace(transposition=transposition, per_shard=(3, 5, 7)), {"preferred_element_type": dtype, **options})
@@ -267,7 +267,7 @@ def test_int8_is_exact(case, rng):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_int8_long_sums_and_overflow(implementation, rng):
-    """Beyond 2^24 sums stay exact; beyond 2^31 they go on modulo 2^32, as XLA's do."""
+    """Sums beyond 2^24 stay exact; sums beyond 2^31 wrap modulo 2^32, as in XLA."""
     a, b = rng.integers(-128, 128, (3, 5000), np.int8), np.full((5000, 2), -128, np.int8)
     c = rng.integers(-(2**31), 2**31, (3, 2), np.int32)
     want = 1000 * (a.astype(np.int64) @ b.astype(np.int64)) - 3 * c.astype(np.int64)

@@ -1,5 +1,5 @@
-"""What fp8 and fp4 products give beside a plain d: without these a result could overflow instead of saturating, an amax
-could be one rank's, and a gelu_aux could have another type or scale than its own.
+"""Further results of fp8 and fp4 products. Without these tests, a result could overflow instead of saturating, an amax
+could be one rank's, and a gelu_aux could have a wrong type or scale.
 """
 
 import bounds
@@ -31,14 +31,14 @@ from low_precision_cases import (
 import jaxmp
 from jaxmp import Epilog, Scaling
 
-# "host" on every pattern, and its oracle on some.
+# All patterns on "host", and some on its oracle, "xla".
 BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
 
 
 @pytest.mark.small("values")
 @pytest.mark.parametrize(("case", "implementation"), BOTH)
 def test_float8_result_and_the_global_amax(case, implementation, rng):
-    """d saturates; amax is the largest value of all ranks, ahead of d's scale."""
+    """d saturates; amax is the largest value of all ranks before d's scale is applied."""
     case = case.replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
@@ -65,7 +65,7 @@ def test_float8_result_and_the_global_amax(case, implementation, rng):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=lambda dtype: np.dtype(dtype).name)
 def test_gelu_of_a_layer(dtype, rng):
-    """The epilog with its aux, which the caller does not get; beside it all that another layer gives."""
+    """The epilog's aux is not returned; other layers return the same further results."""
     a, b = small(rng, (128, 128), dtype), small(rng, (128, 128), FP4 if dtype == FP4 else E4M3)
     scale = np.full((128, 8), 1 / 4, E4M3) if dtype == FP4 else np.float32(1 / 4)
     bias = jnp.asarray(small(rng, 128, np.float32), jnp.bfloat16)
@@ -108,7 +108,7 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "ag-transposed"])
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 def test_block_scaled_results(kind, name, rng):
-    """d and the scales of its blocks, bit for bit alike on "host" and "xla", and within a block's rounding of d."""
+    """d and its block scales agree bitwise on "host" and "xla", within a block's rounding of the exact product."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
     m, n, k = case.extents
     dtype = E4M3 if kind == "mx" else FP4
@@ -128,7 +128,7 @@ def test_block_scaled_results(kind, name, rng):
     size = 32 if kind == "mx" else 16
     assert scales.shape == (m, n // size)
     amax = np.abs(want * 0.125).reshape(m, -1, size).max(-1)
-    # Half a unit of the largest binade of the type, and what the scale's own rounding adds.
+    # Half a unit of the type's largest binade, plus the rounding of the scale.
     most = float(ml_dtypes.finfo(dtype).max)
     allowed = np.repeat(amax * (2 * 16 / most if kind == "mx" else (1 / most + 0.0625)), size, axis=1) + 1e-6
     bounds.judge(f"{kind} blocks", scaled(stored, scales), want * 0.125, allowed)
@@ -156,7 +156,7 @@ def test_epilogs_and_c(out, epilog, implementation, rng):
     z = z + (np.asarray(bias).astype(np.float64) if row else 0)
     if epilog == Epilog.GELU_AUX_BIAS:
         judge_gelu(d, z, out)
-        # Sums of small integers are exact; of a float8 result the aux has the type of c.
+        # Sums of small integers are exact; if the result is float8, the aux has the type of c.
         want = z.astype(np.float32).astype(side if out == "float8_e4m3fn" else jnp.dtype(out))
         assert aux["gelu_aux"].dtype == want.dtype
         np.testing.assert_array_equal(np.asarray(aux["gelu_aux"]), want)
@@ -166,7 +166,7 @@ def test_epilogs_and_c(out, epilog, implementation, rng):
 
 
 def judge_gelu(d, z, out):
-    """d against gelu of the exact z, rounded to a type whose smallest numbers are not normal, and saturated."""
+    """Judges d against gelu of the exact z, rounded to a type with subnormal numbers, and saturated."""
     want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
     want = np.clip(want, -float(jnp.finfo(out).max), float(jnp.finfo(out).max))
     finest = float(jnp.finfo(out).smallest_subnormal) / 2
@@ -175,11 +175,11 @@ def judge_gelu(d, z, out):
 
 @pytest.mark.parametrize(("case", "implementation"), BOTH)
 def test_float8_aux_and_its_global_amax(case, implementation, rng):
-    """gelu_aux is z times its own scale, saturated; the amax is the largest |z| of all ranks, ahead of that scale."""
+    """gelu_aux is z times its scale, saturated; the amax is the largest |z| of all ranks before scaling."""
     case = case.replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    a[-1], b[-1] = 3, -3  # the largest value is on the last rank, and scaled it is beyond 448
+    a[-1], b[-1] = 3, -3  # the largest value is on the last rank; its scaled value exceeds 448
     z = scaled(a, None) @ scaled(b, None).T / 8
     spec_a, spec_b = case.stored
     mesh = case.jax_mesh(AxisType.Explicit)
@@ -204,7 +204,7 @@ def test_float8_aux_and_its_global_amax(case, implementation, rng):
     assert more["gelu_aux_amax"].shape == ()
     assert float(more["gelu_aux_amax"]) == np.abs(z).max() == -z.min()
     assert d.dtype == E4M3
-    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # that of gelu, which lets no -z through
+    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # gelu suppresses the negative value
     for x in more["gelu_aux"].addressable_shards:
         np.testing.assert_array_equal(np.asarray(x.data), np.asarray(more["gelu_aux"])[x.index])
 

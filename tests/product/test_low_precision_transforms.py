@@ -1,4 +1,4 @@
-"""Derivatives and vmap of fp8 and fp4 products, against those of the same products of decoded operands."""
+"""Derivatives and vmap of fp8 and fp4 products, compared with products of decoded operands."""
 
 import bounds
 import cases
@@ -19,7 +19,7 @@ from jaxmp import CommOptions, Epilog, Scaling
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["local", "ag", "rs", "ar", "ag-transposed", "rs-transposed", "gather-a", "gather-b"])
 def test_gradients(name, out, rng):
-    """Against the same product of decoded operands: of a and b in their own type, of c, the bias and the scales."""
+    """Checks the gradients in a and b (in their own types), c, the bias and the scales."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
@@ -47,7 +47,7 @@ def test_gradients(name, out, rng):
 
 
 def test_derivatives_take_no_communication_option_that_is_not_theirs(rng):
-    """Partial sums of a bfloat16 result may travel in bfloat16, those of its float32 derivatives may not."""
+    """Partial sums of a bfloat16 result may travel in bfloat16, but partial sums of its float32 derivatives may not."""
     case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
@@ -105,7 +105,7 @@ def test_gradients_of_a_c_with_a_scale(rng):
 
 @pytest.mark.parametrize("aux_dtype", [None, E4M3])
 def test_gradients_through_gelu_aux(aux_dtype, rng):
-    """Its rounding counts as nothing: d and gelu_aux have the derivatives of gelu(z) and of z times its scale."""
+    """The rounding of gelu_aux is ignored: d and gelu_aux have the derivatives of gelu(z) and of z times its scale."""
     a, b = small(rng, (16, 32), E4M3), small(rng, (32, 32), E4M3)
     weights = [powers(rng, (16, 32)) for _ in range(2)]
     scale_of_aux = jnp.float32(0.5) if aux_dtype else jnp.float32(1)
@@ -125,7 +125,7 @@ def test_gradients_through_gelu_aux(aux_dtype, rng):
     size = float(sum(np.abs(w).sum() for w in weights)) * 32 * 9 * 2.0**-5
     for name, g, w in zip(("scale of a", "scale of the aux"), got, want, strict=True):
         if aux_dtype or name == "scale of a":
-            # Sums over all elements, of cotangents that were cast to float8: their powers of two stay.
+            # Sums of all elements of cotangents that were cast to float8, scaled by powers of two.
             bounds.judge(name, g, w, 8 * bounds.unit_roundoff("float32") * size)
 
 

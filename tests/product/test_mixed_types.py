@@ -1,6 +1,6 @@
-"""Without these a product of bfloat16 with int8, int4 or float8 weights could read them wrongly, convert all of them
-first, or lose the gradient of the wide operand. Small integers keep every sum exact, so results are compared bit by
-bit."""
+"""Products of mixed types. Without these tests, a product of bfloat16 with int8, int4 or float8 weights could read them
+wrongly, convert all of them first, or lose the wide operand's gradient. Small integers keep sums exact, so results are
+compared bitwise."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 M, K, N = 5, 7, 9  # rows of 4-bit numbers that begin within a byte
-BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # that kernels decode by vectors
+BY_VECTORS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")  # kernels decode these by vectors
 MIXED = [(wide, narrow) for wide in low_precision.WIDE for narrow in low_precision.NARROW]
 
 
 def numbers(seed, shape, dtype):
-    """Small integers; of what has no sign their size, of exponents powers of two."""
+    """Small integers; absolute values for unsigned types, powers of two for exponent types."""
     values = np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
     name = jnp.dtype(dtype).name
     if name.startswith("uint"):
@@ -37,7 +37,7 @@ def numbers(seed, shape, dtype):
 
 
 def product(a, b, **changes):
-    """The primitive on one device."""
+    """Binds the primitive on one device."""
     wide = low_precision.operand_type(a.dtype, b.dtype)
     return bind(MatmulSpec(**({"out_dtype": wide} | changes)), jnp.asarray(a), jnp.asarray(b))["d"]
 
@@ -53,7 +53,7 @@ def check_same(x, y):
 
 
 def test_every_pair_on_either_side_is_exact():
-    """In both result types, the transpositions by turns."""
+    """Covers both result types, and the transpositions in turn."""
     operands = []
     for i, pair in enumerate(itertools.chain(MIXED, (pair[::-1] for pair in MIXED))):
         transpose_a, transpose_b = bool(i % 2), bool(i // 2 % 2)
@@ -83,7 +83,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("pattern", GROUPS)
 def test_shards_are_read_in_place(pattern):
-    """On four devices, where parts of 4-bit matrices begin within a byte; in any order and in a fixed one."""
+    """On four devices, parts of 4-bit matrices begin within a byte; with any order of sums and with a fixed one."""
     names = ("x", "y") if pattern == Pattern.GRID else ("x",)
     mesh = jax.make_mesh((2, 2) if pattern == Pattern.GRID else (4,), names)
     group = Group(pattern, tuple(mesh.shape.items()), ("x",), names[1:])
@@ -108,7 +108,7 @@ def test_shards_are_read_in_place(pattern):
 
 
 def test_bits_are_those_of_the_wide_type():
-    """In one order, of numbers with rounding errors; a product of a few rows has those of one of many."""
+    """Random numbers, one order of sums; a product of few rows has the bits of the same rows among many."""
     values = np.random.default_rng(2).normal(size=(600, 43)).astype(np.float32)
     weights = [(3 * values).astype(jnp.dtype(narrow)) for narrow in BY_VECTORS]
     for wide in low_precision.WIDE:
@@ -123,7 +123,7 @@ def test_bits_are_those_of_the_wide_type():
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
 def test_public_functions_make_no_copy_of_weights(narrow):
-    """Neither what is lowered nor what is compiled, on one device and on a mesh, holds a conversion of the weights."""
+    """Neither the lowered nor the compiled program converts the weights, on one device and on a mesh."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     a, b = numbers(1, (8, 16), "bfloat16"), numbers(2, (16, 24), narrow)
     on_mesh = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, P(None, "x")), (b, P("x", None)))]
@@ -148,14 +148,14 @@ def test_public_functions_make_no_copy_of_weights(narrow):
 
 
 def test_a_rounding_precision_converts_ahead():
-    """The host library rounds operands of one type only."""
+    """The host library rounds operands only if both have the same type."""
     a, b = numbers(1, (M, K), "float32"), numbers(2, (K, N), "int4")
     check_same(jax.jit(functools.partial(product, precision="TF32_TF32_F32"))(a, b), exact(a, b, "float32"))
 
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e4m3fn"])
 def test_gradient_of_the_wide_operand(narrow):
-    """dA = dD @ B^T, a mixed product again; a float8 operand has a gradient of its type."""
+    """dA = dD @ B^T, again a mixed product; a float8 operand has a gradient of its own type."""
     a, b, ct = numbers(1, (M, K), "bfloat16"), numbers(2, (K, N), narrow), numbers(3, (M, N), "bfloat16")
     d, pull = jax.vjp(lambda a: product(a, b), a)
     check_same(d, exact(a, b, "bfloat16"))
@@ -170,7 +170,7 @@ def test_gradient_of_the_wide_operand(narrow):
 
 
 def test_batches():
-    """A batch of the wide operand folds; one of both is a call each, or XLA's product."""
+    """A batch of the wide operand folds; a batch of both operands is one call each, or XLA's product."""
     a, b = numbers(1, (3, M, K), "bfloat16"), numbers(2, (3, K, N), "int4")
     wanted = np.stack([exact(x, y, "bfloat16") for x, y in zip(a, b, strict=True)])
     check_same(jax.jit(jax.vmap(product))(a, b), wanted)
@@ -180,7 +180,7 @@ def test_batches():
 
 @pytest.mark.parametrize("epilog", ["BIAS", "RELU_AUX_BIAS", "GELU_BIAS", "BGRADB"])
 def test_epilogs_are_those_of_the_wide_type(epilog):
-    """The same results, alpha and c as of the converted operand."""
+    """Results, also with alpha and c, equal the product with the converted operand."""
     epilog = Epilog[epilog]
     a, b = numbers(1, (8, 16), "bfloat16"), numbers(2, (16, 24), "int8")
     spec = MatmulSpec(np.dtype(jnp.bfloat16), alpha=2.0, beta=0.5, has_c=True, epilog=epilog)

@@ -1,7 +1,7 @@
 """The mixtures of experts of `jaxmp.flax` and `jaxmp.equinox` against a loop over tokens and experts.
 
-What would be silently wrong without it: a token that an expert of another sees, gates that go with another expert,
-and a gradient that is one rank's part.
+Without these tests, a token could reach a wrong expert, gates could belong to another expert, and a gradient could be
+one rank's part.
 """
 
 import functools
@@ -29,7 +29,7 @@ def params_of(seed=0):
 
 
 def dense(params, x, top_k, scores, normalize):
-    """Every expert on every token; the gates of those that are not chosen are zero."""
+    """Applies every expert to every token; the gates of experts that are not chosen are zero."""
     tokens = x.reshape(-1, WIDTH)
     logits = tokens @ params["router"]
     each = jax.nn.softmax(logits) if scores == "softmax" else jax.nn.sigmoid(logits)
@@ -59,7 +59,7 @@ def of_equinox(params, x, **options):
 
 
 def passes(f, params, x):
-    """(y, the loss, the gradients in params and x of a function of both)."""
+    """Returns value and gradients: (total, (y, loss)), and the gradients in params and x."""
 
     def total(params, x):
         y, loss = f(params, x)
@@ -103,7 +103,7 @@ SPECS = {
     "experts, tokens over both": (P(("data", "expert")), P("expert")),
     "hidden features": (P("data"), P(None, None, "expert")),
     "weights gathered": (P("data"), P("data")),
-    "sequences": (P("data", "expert"), P("expert")),  # tokens of a device are no neighbours
+    "sequences": (P("data", "expert"), P("expert")),  # a device's tokens are not contiguous
     "sequences over the experts' axis": (P(None, "expert"), P("expert")),
     "sequences and features": (P("data", None, "expert"), P("expert")),
 }
@@ -140,7 +140,7 @@ def test_parameters_of_flax_lie_as_asked():
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_scores_that_underflow_have_finite_gates(layer, scores):
-    """Those that the formula tends to: of large negative logits sigmoids are exponentials, and gates a softmax."""
+    """The gates equal the formula's limit: for large negative logits sigmoids are exponentials, and gates a softmax."""
     params, x = params_of(), jnp.asarray(np.random.default_rng(3).uniform(1, 2, (TOKENS, WIDTH)), jnp.float32)
     params["router"] = -jnp.abs(params["router"]) * 200 - 100
     want, _ = dense(params, x, 2, "softmax", True)

@@ -1,7 +1,7 @@
 """`moe_mlp` against a loop of `jnp` products, exactly, on small integers.
 
-What would be silently wrong without it: hidden rows that meet another expert's weights, and terms of ranks that are
-summed twice or not at all.
+Without these tests, hidden rows could meet another expert's weights, and terms of ranks could be summed twice or not at
+all.
 """
 
 import functools
@@ -144,7 +144,7 @@ def test_drawn_shardings_of_a_square(seed):
 @pytest.mark.parametrize(
     ("specs", "collectives"),
     [
-        ((P("p"), P("p"), P("p"), P("p")), []),  # experts, by calls that read the rows where they lie
+        ((P("p"), P("p"), P("p"), P("p")), []),  # experts: calls read other ranks' rows in place
         ((P(), P("p"), P("p"), P()), ["all-reduce"]),
         ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
         ((P("p"), P(), P(), P("p")), []),  # rows

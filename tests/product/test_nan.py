@@ -1,6 +1,6 @@
-"""A NaN stays one in what is computed of largest values: without it a step that has diverged would look sound.
+"""NaN is kept by everything that computes a largest value; otherwise a diverged step would look sound.
 
-XLA's maximum on CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has none.
+XLA's maximum on CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has no NaN.
 """
 
 import cases
@@ -23,7 +23,7 @@ QUANTIZERS = (quantize.tensor, quantize.rows, quantize.vec128, quantize.blk128, 
 @pytest.mark.parametrize("shape", [(2, 128), (128, 256)], ids=str)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.__name__)
 def test_a_quantizer_keeps_a_nan(quantizer, shape, rng):
-    """Also of an array so large that XLA's maximum loses it, and in e2m1, which has no NaN: its scale has."""
+    """Also in an array so large that XLA's maximum loses it, and in e2m1, which has no NaN: the scale is NaN."""
     x = rng.standard_normal(shape).astype(np.float32)
     x[1, 5] = np.nan
     assert np.isnan(quantize.dequantize(*quantizer(x))[1, 5])
@@ -33,7 +33,7 @@ def test_a_quantizer_keeps_a_nan(quantizer, shape, rng):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", [cases.BY_NAME["local"], cases.BY_NAME["rs"]], ids=lambda case: case.name)
 def test_the_amax_of_a_result_with_a_nan_is_one(case, implementation, rng):
-    """Whichever device has it."""
+    """The NaN may be on any device."""
     mesh = case.jax_mesh()
     a, b, c = (np.ones((64, 64), dtype) for dtype in (E4M3, E4M3, np.float16))
     c[40, 3] = np.nan
@@ -71,7 +71,7 @@ def test_an_alpha_that_is_no_number_is_the_same_on_every_rank(name, rng):
 
 @pytest.mark.parametrize("mode", modes.MODES, ids=lambda mode: mode.id)
 def test_a_nan_that_a_product_makes_is_found(mode):
-    """By checkify's float checks and by jax_debug_nans: inf - inf in the result, 0 * inf in the gradient alone."""
+    """checkify's float checks and jax_debug_nans find it: inf - inf in the result, 0 * inf in the gradient only."""
     case = cases.BY_NAME["local" if mode.axis_type is None else "rs"].replace(per_shard=(2, 4, 4))
     product = mode.product(case)
     is_by_user = mode.id.startswith("shard_map")  # JAX's checkify takes one shard_map, and a gradient has more

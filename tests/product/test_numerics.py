@@ -1,7 +1,7 @@
 """Numerics beyond the table (test_table.py): long contractions, results wider than operands, types of operands and
-scalars, and where a product lies.
+scalars, and the devices of a product.
 
-A wrong accumulator, a narrowed partial sum or a scalar that widens the result would show here.
+These tests would show a wrong accumulator, a narrowed partial sum, or a scalar that widens the result.
 """
 
 import bounds
@@ -27,7 +27,7 @@ def placed(case, *arrays):
     "case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-transposed")])
 )
 def test_a_long_contraction(case, rng):
-    """k in the thousands: the bound does not drift with it."""
+    """k is in the thousands; the bound does not grow with it."""
     case = case.replace(per_shard=(5, 7, 4099))
     a, b = case.values(rng)
     with EXPLICIT.scope(case):
@@ -40,7 +40,7 @@ def test_a_long_contraction(case, rng):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_a_wider_result_keeps_the_accumulator_and_its_gradients_are_rounded_once(case, dtype, implementation, rng):
-    """Of integers, which the float32 result holds; gradients have the operands' type."""
+    """Integer operands give sums that a float32 result holds; gradients have the operands' type."""
     case = case.replace(per_shard=(3, 5, 64), dtype=dtype)
     a, b = (9 * x for x in case.integers(rng))
     w = rng.integers(-3, 4, case.extents[:2]).astype(np.float32)
@@ -83,7 +83,7 @@ def test_c_and_bias_of_narrower_types_are_widened(standard_promotion):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
-    """To the bit as numbers do, whatever the type of the array."""
+    """The result has the bits that Python numbers give, for every type of the scalar array."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 2), dtype=dtype)
     a, b = case.integers(rng)
     c = rng.integers(-3, 4, case.extents[:2]).astype(a.dtype)
@@ -98,7 +98,7 @@ def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
 
 
 def test_a_scalar_is_rounded_with_the_accumulator_and_the_result_once(rng):
-    """bfloat16 operands: alpha stays float32, and so does the product that it scales."""
+    """With bfloat16 operands, alpha stays float32, and so does the product that it scales."""
     a, b = (rng.standard_normal((32, 32)).astype(jnp.bfloat16) for _ in range(2))
     alpha = np.float32(1 + 2**-12)
     d = jax.jit(lambda a, b, alpha: jaxmp.matmul(a, b, alpha=alpha))(a, b, alpha)
@@ -147,7 +147,7 @@ def test_one_program_serves_every_value():
     assert f._cache_size() == 1
 
 
-# Where a product lies --------------------------------------------------------------------------------------------
+# The devices of a product ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.small("pairs")
@@ -155,7 +155,7 @@ def test_one_program_serves_every_value():
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ["rs", "ar", "grid"])
 def test_a_product_is_where_its_operands_are(name, axis_type, is_jitted, rng):
-    """On meshes that no `jax.set_mesh` names, of one shape and of other devices, one after the other and back."""
+    """No `jax.set_mesh` sets the meshes; they have one shape but other devices, and are used in turn and again."""
     case = cases.BY_NAME[name].replace(per_shard=(2, 3, 4))
     axes, out = dict(case.mesh), case.out if axis_type == AxisType.Explicit else None
 

@@ -1,4 +1,4 @@
-"""`sparse.sparsify` and `roofline` know products of jaxmp as they know those of JAX."""
+"""`sparse.sparsify` and `roofline` handle jaxmp's products like JAX's."""
 
 import functools
 
@@ -59,7 +59,7 @@ def test_rooflines(plain, call, a, b, out, mesh_of):
 
 
 def test_the_roofline_of_a_gradient_has_its_gather_in_any_type(mesh_of):
-    """The one of bfloat16 is a primitive of jaxmp's."""
+    """The gather of bfloat16 is a primitive of jaxmp."""
     mesh, specs = mesh_of({"x": 2}, AxisType.Auto), (P("x", None), P(None, "x"))
 
     def gradient(a, b):

@@ -1,7 +1,7 @@
-"""The decisions ahead of a call, apart from any device: shardings to patterns, legal forms.
+"""Decisions before a call, tested without devices: from shardings to patterns, and the forms that are legal.
 
-Each is checked against an oracle of its own: the sharding rule against what it must mean (a brute force over devices),
-legal forms against the capabilities that they may use.
+Each has its own oracle: sharding rules are compared with a brute force over devices, legal forms with the capabilities
+that they may use.
 """
 
 import functools
@@ -37,7 +37,7 @@ DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
 
 
 def holdings(dims, device):
-    """The block of a matrix that a device holds: per dimension (position, number of positions)."""
+    """Returns the block of a matrix that a device holds: (position, number of positions) per dimension."""
     return tuple(
         (
             int(np.ravel_multi_index([device[axis] for axis in dim], [MESH[axis] for axis in dim])) if dim else 0,
@@ -48,12 +48,12 @@ def holdings(dims, device):
 
 
 def covers(have, want):
-    """Whether the part `have` = (position, parts) of a dimension contains the part `want`."""
+    """True if the part `have` = (position, parts) of a dimension contains the part `want`."""
     return have[0] * want[1] <= want[0] * have[1] and (want[0] + 1) * have[1] <= (have[0] + 1) * want[1]
 
 
 def check_plan(plan, devices, out):
-    """Every device finds the rows of a and columns of b of its part of d among the ranks of its group."""
+    """Asserts that each device finds the rows of a and columns of b for its part of d among the ranks of its group."""
     assert plan.layout.d == out
     group = plan.row_axes + plan.col_axes
     for device in devices:
@@ -65,7 +65,7 @@ def check_plan(plan, devices, out):
             pieces = [p for p in set(found) if covers(row_part, p) or covers(p, row_part)]
             covered = sum(1 / p[1] for p in pieces if covers(row_part, p)) or max((1 / p[1] for p in pieces), default=0)
             assert covered >= 1 / row_part[1], (plan, device)
-        # The contraction is whole within the group.
+        # The group holds the whole contraction.
         assert sum(1 / parts for _, parts in {p[1] for p in row_parts}) == 1, (plan, device)
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
 
@@ -75,7 +75,7 @@ def check_plan(plan, devices, out):
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_every_proposal_is_planned_consistently(transposition):
-    """No axis twice in one matrix, and each device can compute its part of the result from those of its group."""
+    """No matrix has an axis twice, and each device can compute its part of the result from its group's parts."""
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
     devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
     extents = (("m", 8), ("k", 8), ("n", 8))
@@ -96,7 +96,7 @@ def test_every_proposal_is_planned_consistently(transposition):
 
 @pytest.mark.parametrize(("sizes", "parts"), [((8,), (2, 2, 2)), ((2, 4), (2, 2, 2)), ((6,), (3, 2)), ((3, 2), (3, 2))])
 def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
-    """Those of two dimensions, in every order, on a mesh that has the parts as axes."""
+    """Recovers the sharding of two dimensions over parts of the mesh's axes, in every order of the parts."""
     mesh = mesh_of(dict(zip("xyz", sizes, strict=False)), AxisType.Auto)
     split = mesh_of(dict(zip("abc", parts, strict=False)), AxisType.Auto)
     shape = (24, 24)
@@ -117,7 +117,7 @@ def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
 
 
 def test_operands_that_the_program_makes_itself():
-    """The partitioner then knows no mesh, also where one is set: parameters that are initialized, a carry of zeros."""
+    """The partitioner then knows no mesh, even if one is set: initialized parameters, or a carry of zeros."""
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
 
     def made(epilog):
@@ -205,7 +205,7 @@ def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
 )
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch):
-    """No operand is copied for it, and XLA applies no epilog."""
+    """It copies no operand, and XLA applies no epilog."""
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
     a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
@@ -237,7 +237,7 @@ F64, BF16 = {"out_dtype": np.dtype("float64")}, {"out_dtype": np.dtype(jnp.bfloa
     ],
 )
 def test_what_cublasmp_gets_wrong_is_computed_otherwise(name, changes, form, monkeypatch):
-    """The faults of tests/conformance/cases.cc, and their neighbours that are right; hostmp has none of them."""
+    """The faults of tests/conformance/cases.cc and similar calls that are right; hostmp has none of the faults."""
     spec = spec_of(cases.BY_NAME[name]).replace(**changes)
     product = forms.Product(spec, *(jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2)
     for library, capabilities, want in (("cublasmp", CUBLASMP, form), ("host", HOSTMP, "direct")):
@@ -264,7 +264,7 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("name", ["ar-data", "ar-two-axes", "grid"])
 def test_every_form_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
-    """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
+    """Runs the forms that real cuBLASMp takes on hostmp; integers, so bitwise equal."""
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     m, n, k = shape
     case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)

@@ -1,4 +1,4 @@
-"""What `precision` means: how a GPU may round operands; a CPU multiplies what it is given, whichever is asked for."""
+"""The meaning of `precision`: a GPU may round operands; a CPU multiplies operands as they are in any case."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ PRECISIONS = {
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", ["ag-data", "rs-data", "grid"])
 def test_every_precision_is_as_exact_as_the_accumulator(name, dtype, implementation, rng):
-    """Of presets that name a type of 16 bits for the sums, a CPU sums in float32."""
+    """A CPU sums in float32 even if the preset names a 16-bit type for sums."""
     case = cases.BY_NAME[name].replace(dtype=dtype, per_shard=(9, 7, 531), transposition="TN")
     a, b = case.values(rng)
     left, right = case.op(cases.wide(a), cases.wide(b))
@@ -63,7 +63,7 @@ def test_every_precision_is_as_exact_as_the_accumulator(name, dtype, implementat
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_presets_round_no_sixteen_bit_operand(dtype, rng):
-    """They are exact in TF32 and float32, so every preset that takes them gives the bits of None."""
+    """These operands are exact in TF32 and float32, so all presets that take them give the same bits as None."""
     case = cases.BY_NAME["ag-data"].replace(dtype=dtype, per_shard=(9, 7, 301))
     a, b = case.values(rng)
     want = np.asarray(multiply(case, a, b)).tobytes()
@@ -94,7 +94,7 @@ def test_every_preset_of_jax_has_a_row():
 
 
 def test_no_precision_is_narrower_than_its_name():
-    """Whoever asks for float32 sums gets them; only presets that name a narrower type round or sum in it."""
+    """A request for float32 sums is kept; only presets that name a narrower type round to it or sum in it."""
     seen = set()
     for asked, row in precisions._PRESETS.items():
         for operand, name in row.items():
@@ -125,7 +125,7 @@ def test_explain_names_compute_type_and_accumulator(monkeypatch):
 
 
 def test_a_library_is_given_the_compute_type():
-    """Except for sums in 16 bits, which none has."""
+    """16-bit sums are the exception, because no library has them."""
     wanted = {
         "TF32_TF32_F32": "32F_FAST_TF32",
         "BF16_BF16_F32": "32F_FAST_16BF",
@@ -142,7 +142,7 @@ def test_a_library_is_given_the_compute_type():
 
 
 def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
-    """Operands to the type of the preset, which rounds what it has no number for, and sums to the result's."""
+    """Operands are converted to the preset's type, which may round them, and sums to the result's type."""
     presets = ("F16_F16_F16", "BF16_BF16_F32", "F32_F32_F32", "BF16_BF16_F32_X3", "F64_F64_F64")
     dtypes = ("float16", "bfloat16", "float32", "int32", "int8", "float8_e4m3fn")
     a, b = jnp.full((3, 4), 3.0), jnp.ones((4, 3))
@@ -159,7 +159,7 @@ def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
     for got, want in zip(*results, strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-    x, ones = jnp.full((3, 4), 1 + 2**-9, jnp.float16), b.astype(jnp.float16)  # bfloat16 does not have the number
+    x, ones = jnp.full((3, 4), 1 + 2**-9, jnp.float16), b.astype(jnp.float16)  # bfloat16 does not hold this number
     for precision, want in ((None, 4 + 2**-7), ("BF16_BF16_F32", 4)):
         d = jaxmp.matmul(x, ones, precision=precision, preferred_element_type="float32")
         np.testing.assert_array_equal(d, np.full((3, 3), want, np.float32))
@@ -200,7 +200,7 @@ COMM = {
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
 def test_communication_options_change_no_bit(name, comm, implementation, rng):
-    """And the gradients, whose patterns are others, go without those that do not apply."""
+    """The gradients have other patterns and drop the options that do not apply to them."""
     columns = 4 if comm.algorithm == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
     case = cases.BY_NAME[name].replace(per_shard=(3, columns, 7), dtype="bfloat16")
     a, b = case.values(rng)
@@ -276,7 +276,7 @@ def test_communication_options_of_the_functions_that_name_an_axis():
 
 
 def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
-    """What Python lets through, the library takes."""
+    """hostmp runs everything that Python accepts."""
     served = set()
     for name, algorithm in itertools.product(
         ("local", "ag", "rs", "ar", "grid"), jaxmp._src.core.validation.comm_options.ALGORITHMS

@@ -1,5 +1,5 @@
-"""`quantize`: without these a scale could be rounded otherwise than the formats say, or stand in
-another place than the library reads it from.
+"""`quantize`. Without these tests, a scale could be rounded differently from the formats' specification, or be stored
+where the library does not read it.
 """
 
 import functools
@@ -20,10 +20,10 @@ from jaxmp import quantize
 
 
 def test_mxfp8_is_what_the_specification_says(rng):
-    """The scale is the power of two at or above amax / 448, and each element is divided by it and rounded once."""
+    """The scale is the power of two at or above amax / 448; each element is divided by it and rounded once."""
     x = (rng.standard_normal((64, 256)) * np.exp2(rng.integers(-20, 20, (64, 1)))).astype(np.float32)
     x[0, :32] = 0
-    x[1, :32] = 448 * 4  # a power of two exactly
+    x[1, :32] = 448 * 4  # exactly a power of two
     q, scale = quantize.mxfp8(jnp.asarray(x))
     amax = np.abs(x).reshape(64, 8, 32).max(-1)
     with np.errstate(divide="ignore"):
@@ -47,7 +47,7 @@ def test_nvfp4(rng):
     assert float(np.asarray(scale).astype(np.float32).max()) == 448
 
 
-# Quantizers, and the error that they may make of a number near the largest of its block.
+# Quantizers, and their error for a number near the largest of its block.
 QUANTIZERS = {
     "tensor": (quantize.tensor, 2.0**-4),
     "tensor-e5m2": (functools.partial(quantize.tensor, dtype=jnp.float8_e5m2), 2.0**-3),
@@ -80,8 +80,8 @@ def test_int8_rounds_to_the_nearest_of_255_numbers(quantizer, rng):
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_numbers_of_every_size(name, rng):
-    """Zeros stay 0 and numbers keep their digits over all normal float32 numbers, and the product with their scales is
-    right where a scale, its reciprocal or a product of scales is no normal number."""
+    """Zeros stay 0 and numbers keep their digits over all normal float32 numbers. The product with their scales is
+    right even if a scale, its reciprocal or a product of scales is not normal."""
     quantizer, error = QUANTIZERS[name]
     shape = rng.uniform(1, 2, (128, 128)).astype(np.float32)
     shape[0] = 0
@@ -103,14 +103,14 @@ def test_numbers_of_every_size(name, rng):
         if name != "nvfp4":
             back = quantize.dequantize(q, scale)
             bounds.judge(f"{name} {size} back", back, wide, 2.0**-23 * np.abs(wide))
-            if np.asarray(scale).astype(np.float64).min() >= 2.0**-126:  # smaller ones are 0 for XLA's products
+            if np.asarray(scale).astype(np.float64).min() >= 2.0**-126:  # XLA's products take smaller ones as 0
                 np.testing.assert_array_equal(quantize.expand(scale, q) * q.astype(jnp.float32), back)
-        if not 2.0**-126 <= one * w_one < 2.0**128:  # no alpha of float32
+        if not 2.0**-126 <= one * w_one < 2.0**128:  # float32 alpha cannot hold it
             continue
         other = w_one * scaled(w, w_scale).T
         with np.errstate(over="ignore"):
             want = (wide @ other).astype(np.float32)
-        # Numbers below 2^-126 are 0: one for each product where operands are scaled ahead of it.
+        # Numbers below 2^-126 become 0: one per product if operands are scaled before it.
         for implementation, flushed in (("host", 128 if name == "mxfp8" else 1), ("xla", 128)):
             d = jaxmp.matmul(
                 q, w, transpose_b=True, alpha=one * w_one, scaling=jaxmp.Scaling(a=scale, b=w_scale),
@@ -122,7 +122,7 @@ def test_numbers_of_every_size(name, rng):
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_gradients_and_sixty_four_bits(name, rng):
-    """A gradient has no NaN where a scale squared, or a scale of NVFP4, is 0; finite numbers stay finite."""
+    """A gradient has no NaN even if the square of a scale, or a scale of NVFP4, is 0; finite numbers stay finite."""
     quantizer, _ = QUANTIZERS[name]
     shape = rng.uniform(-2, 2, (128, 128))
     shape[:2, :40] = 0
@@ -161,7 +161,7 @@ def test_explicit_axes(name, spec, rng):
 
 
 def test_a_scale_of_any_amax():
-    """1 where it would divide by 0 or infinity, and never below the smallest normal number or above the largest."""
+    """The scale is 1 if it would divide by 0 or infinity; otherwise it is a normal number."""
     most = float(np.finfo(np.float32).max)
     amax = jnp.asarray([0, np.inf, np.nan, 2.0**-126, 1e-36, 448, most], jnp.float32)
     want = [1, 1, 1, 2.0**-126, 2.0**-126, 1, most / 448]

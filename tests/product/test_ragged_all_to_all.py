@@ -1,7 +1,6 @@
 """`ragged_all_to_all` on CPU devices against slices that NumPy copies, exactly.
 
-What would be silently wrong without it: rows that go to another rank or another place, and cotangents that do not
-come back.
+Without these tests, rows could go to a wrong rank or place, and cotangents could not come back.
 """
 
 import functools
@@ -21,7 +20,7 @@ RANKS, ROWS, SPACE = 2, 6, 8
 
 
 def drawn(seed, per_rank=2):
-    """(input_offsets, send_sizes, output_offsets, recv_sizes), each of all ranks."""
+    """Returns (input_offsets, send_sizes, output_offsets, recv_sizes), each for all ranks."""
     rng = np.random.default_rng(seed)
     send = rng.integers(0, 3, (RANKS, RANKS, per_rank))
     begin = rng.integers(0, ROWS - 2, send.shape)
@@ -92,7 +91,7 @@ def test_no_rows_are_sent(rows, space):
 
 
 def test_fuse_takes_that_of_lax():
-    """XLA has none on CPU devices. Rows that are sent twice have a wrong cotangent in lax, so each is sent once."""
+    """XLA has none on CPU devices. lax has wrong cotangents for rows that are sent twice, so each is sent once."""
     sizes = [jnp.array(x) for x in ([0, 1, 0, 3], [1, 2, 2, 1], [0, 0, 1, 2], [1, 2, 2, 1])]
     ct = integers(INTO.shape, 2)
 

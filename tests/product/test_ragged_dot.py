@@ -1,7 +1,6 @@
 """`ragged_dot` against a loop of `jnp` products, exactly, on small integers.
 
-What would be silently wrong without it: rows that go to the matrix of another group, and weights of a group without
-rows that reach the result.
+Without these tests, rows could meet another group's matrix, and weights of a group without rows could reach the result.
 """
 
 import functools
@@ -118,7 +117,7 @@ def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
         assert_same(product(x[row : row + 1], w, sizes), many[row : row + 1])
     assert_same(product(x, w, jnp.array([9, 0, 31]))[:40], many[:40])
     assert_same(jaxmp.matmul(x[9:69], w[2], determinism="batch"), many[9:69])
-    # Likewise at another place, among other rows, and of the gradient in x.
+    # The same rows at another place among other rows; also the gradient in x.
     moved = jnp.concatenate([2 * x[20:33], x[9:40], x[:9]])
     assert_same(product(moved, w, jnp.array([0, 13, 31]))[13:44], many[9:40])
     ct = jnp.asarray(rng.normal(size=many.shape), dtype)
@@ -130,7 +129,7 @@ def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rounding(dtype, preferred):
-    """Sums in float32, rounded once."""
+    """Sums are float32 and rounded once."""
     rng = np.random.default_rng(1)
     x, w = jnp.asarray(rng.normal(size=(300, 513)), dtype), jnp.asarray(rng.normal(size=(4, 513, 260)), dtype)
     sizes = [100, 0, 150, 50]
@@ -166,7 +165,7 @@ def test_it_is_kept_by_a_policy_exported_and_printed():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_and_activation(dtype):
-    """With the bias of its own group for each row, summed before the one rounding."""
+    """Each row gets its own group's bias, added before the single rounding."""
     x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
     bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
     ours = functools.partial(activated, sizes=jnp.array(sizes))
@@ -207,7 +206,7 @@ def test_checkify_finds_sizes_that_do_not_fit(sizes):
 
 
 def test_a_function_multiplies_rows_and_derivatives():
-    """As on GPUs a kernel of tokamax's: it gets what `lax.ragged_dot_general` would, sums in float32."""
+    """Like a kernel of tokamax on GPUs, it gets the arguments of `lax.ragged_dot_general`, with sums in float32."""
     calls = []
 
     def kernel(lhs, rhs, sizes, numbers, *, preferred_element_type):

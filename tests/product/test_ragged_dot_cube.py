@@ -1,10 +1,10 @@
 """`ragged_dot` in every sharding of x, w and the result on a mesh of 2 x 2 x 2: 46,656 of them.
 
-What a program computes follows from its plan: how operands enter, what is gathered, which index the ranks of each axis
-split, what is summed and how the result leaves. So each plan is held to the laws of a product, without compiling it: an
-operand arrives split as the indices are, each rank's terms are summed once, and what leaves lies as it is said to. What
-an axis does in a plan is one of twenty roles. Programs in which every pair of roles meets are compiled, with both
-cotangents, and compared exactly. Without these an axis could be summed twice where another one gathers.
+A plan says how operands enter, what is gathered, which index the ranks of each axis split, what is summed and how the
+result leaves. Each plan is checked against the laws of a product without compiling it: an operand arrives split like
+its indices, each rank's terms are summed once, and the result has the stated sharding. An axis has one of twenty roles
+in a plan. Programs that contain every pair of roles are compiled, with both cotangents, and compared exactly. Without
+these tests an axis could be summed twice if another axis gathers.
 
 `JAXMP_FUZZ=n` compiles n shardings drawn from all instead, from `JAXMP_FUZZ_SEED` on.
 """
@@ -46,7 +46,7 @@ def layout_of(specs):
 
 
 def extents_of(lie, is_least):
-    """8, or the least that the axes of each array divide: those of two may not."""
+    """Returns extents: 8, or the least that the axes of each array divide; axes of two arrays together may not."""
     found = dict.fromkeys("mkgn", 1 if is_least else 8)
     for indices, dims in zip(("mk", "gkn", "mn"), lie, strict=True):
         for index, dim in zip(indices, dims, strict=True):
@@ -55,8 +55,8 @@ def extents_of(lie, is_least):
 
 
 def splits_of(call, arrays, contracted, result):
-    """The axes that split each index. `arrays`: of each operand its indices and how it lies in the product; `result`:
-    its indices, and how it leaves."""
+    """Checks a plan, and returns the axes that split each index. `arrays`: (indices, sharding in the
+    product) of each operand; `result`: its indices, and its sharding when it leaves."""
     splits = dict(call.spec.splits) | {"u": (), "b": ()}
     owners = collections.Counter(sum(splits.values(), ()))
     assert all(n == 1 + (axis in call.spec.experts) for axis, n in owners.items())
@@ -72,12 +72,12 @@ def splits_of(call, arrays, contracted, result):
 
 
 def terms_of(call, index):
-    """The axes whose ranks have terms of a sum over this index."""
+    """Returns the axes that split a sum over this index into terms."""
     return tuple(axis for axis in dict(call.spec.splits)[index] if axis not in call.spec.experts)
 
 
 def roles_of(call, lie):
-    """What each axis does, when the laws hold; in any order."""
+    """Checks the laws and returns the role of each axis, in any order."""
     frame, arrays, moved = call.frame, [], collections.defaultdict(list)
     for name, entry in frame.entries:
         indices = {"a": "mk", "b": "gkn", "bias": "gn"}[name]
@@ -103,7 +103,7 @@ def roles_of(call, lie):
 
 @functools.cache
 def plans(count, is_least):
-    """By roles, the first of `count` shardings that have them."""
+    """Returns a dict from roles to the first of `count` shardings that have these roles."""
     where, found = (mesh_of(AxisType.Explicit), True), {}
     for specs in random.Random(0).sample(EVERY, count):
         lie = layout_of(specs)
@@ -126,7 +126,7 @@ def test_laws_of_plans(request, is_least):
 
 @pytest.mark.parametrize("is_contraction", [False, True])
 def test_laws_of_plans_under_xlas_partitioner(request, is_contraction):
-    """Which proposes shardings of the result."""
+    """XLA's partitioner proposes the sharding of the result."""
     spec, mesh = SPEC.contraction(SPEC.out_dtype) if is_contraction else SPEC, mesh_of(AxisType.Auto)
     for specs in random.Random(1).sample(EVERY, count_of(request)):
         lie = [((), *dims) for dims in layout_of(specs)]
@@ -140,7 +140,7 @@ def test_laws_of_plans_under_xlas_partitioner(request, is_contraction):
 
 
 def chosen(count):
-    """Shardings in which every pair of roles meets, or as many as are asked for, of all."""
+    """Returns shardings that contain every pair of roles, or JAXMP_FUZZ random ones."""
     if COUNT:
         return random.Random(SEED).choices(EVERY, k=COUNT)
     seen, found = set(), []
@@ -159,7 +159,7 @@ def test_values_and_cotangents(request, kind):
     want = theirs(*operands[:2]), *jax.vjp(theirs, *operands[:2])[1](operands[2])
     mesh, cases = mesh_of(kind), chosen(count_of(request))
     if kind == AxisType.Auto and not COUNT:
-        cases = cases[::5]  # which have the same plans
+        cases = cases[::5]  # the plans are the same
 
     def run(placed, cases):
         found = []

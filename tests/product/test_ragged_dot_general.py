@@ -1,7 +1,7 @@
 """`ragged_dot_general` against `lax.ragged_dot_general`, exactly, on small integers.
 
-What would be silently wrong without it: dimensions that are folded or put back in another order than lax has them in,
-and sizes that are taken for those of another index of the batch.
+Without these tests, dimensions could be folded or restored in another order than lax's, and sizes could be taken for
+another index of the batch.
 """
 
 import jax
@@ -22,7 +22,7 @@ def numbers(contract, batch, ragged, group=()):
 
 NO_BATCH = ((), ())
 MATRICES = numbers(((1,), (1,)), NO_BATCH, 0, [0])
-# (shapes of lhs and rhs, dimension numbers, the extents for each index of which there may be sizes)
+# (shapes of lhs and rhs, dimension numbers, the extents of the indices that may have sizes of their own)
 CASES = {
     "rows": ((6, 3), (4, 3, 5), MATRICES, ()),
     "rows, transposed": ((6, 3), (4, 5, 3), numbers(((1,), (2,)), NO_BATCH, 0, [0]), ()),
@@ -49,7 +49,7 @@ def test_modes(case, per_index, implementation):
     assert_same(got, lax.ragged_dot_general(x, w, sizes, given))
     if implementation is None and (ct := integers(got.shape, 3)).size:
         pull = jax.vjp(lambda x, w: jaxmp.ragged_dot_general(x, w, sizes, given), x, w)[1]
-        # lax has no cotangents of two modes; each is the transpose of the tangents, which are lax's products.
+        # lax has no cotangents for two modes; each is tested as the transpose of the tangents, which lax can compute.
         moved = integers(of_lhs, 4), integers(of_rhs, 5)
         for mine, move, operands in zip(pull(ct), moved, ((moved[0], w), (x, moved[1])), strict=True):
             assert (mine * move).sum() == (ct * lax.ragged_dot_general(*operands, sizes, given)).sum()

@@ -1,8 +1,8 @@
-"""Products of groups under `jax.vmap` over a sharded dimension, on meshes of two kinds of axes, and in a `shard_map`
+"""Products of groups under `jax.vmap` over a sharded dimension, on meshes with two kinds of axes, and in a `shard_map`
 over some of the axes, against a loop of `jnp` products, exactly, on small integers.
 
-What would be silently wrong without it: a result or a gradient with another sharding than JAX's, groups that are
-counted over a whole batch, and a level that is dropped where XLA partitions.
+Without these tests, a result or a gradient could have another sharding than JAX's, groups could be counted over a whole
+batch, and a level could be dropped if XLA partitions.
 """
 
 import functools
@@ -42,7 +42,7 @@ FUNCTIONS = [(ragged, functools.partial(loop, is_layer=False)), (layers, loop)]
 
 
 def stacked(f):
-    """f of each sequence, by a loop."""
+    """Maps f over the sequences of x with a loop."""
     return lambda x, *rest: jnp.stack([f(each, *rest) for each in x])
 
 
@@ -176,5 +176,5 @@ def test_a_shard_map_that_is_manual_over_some_axes(kinds):
             assert_same(jax.device_get(d), want)
             dx, *rest = jax.device_get(grads)
             assert_same([dx.reshape(2, 8, 6), *rest], derivatives)
-            if kinds[0] == kinds[1]:  # else JAX 0.10 loses shardings of cotangents
+            if kinds[0] == kinds[1]:  # otherwise JAX 0.10 loses shardings of cotangents
                 assert [jax.typeof(y).sharding for y in grads] == [jax.typeof(y).sharding for y in args]

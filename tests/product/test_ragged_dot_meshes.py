@@ -1,7 +1,7 @@
 """`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers.
 
-What would be silently wrong without it: a group that the ranks of an axis count from the wrong row, and a partial sum
-or a bias that is taken twice.
+Without these tests, ranks of an axis could count a group from the wrong row, and a partial sum or a bias could be added
+twice.
 """
 
 import functools
@@ -85,7 +85,7 @@ def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
     "specs", [(P(None, "p"), P(None, "p"), P("p")), (P("p"), P("p"), P("p")), (P(), P(None, "p"), P())]
 )
 def test_a_level_on_a_mesh(specs):
-    """No device adds what others have summed."""
+    """No device adds sums of other devices, so the bits do not change."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 600), (4, 600, 8)))
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array([3, 0, 4, 0]), determinism="batch")
@@ -94,7 +94,7 @@ def test_a_level_on_a_mesh(specs):
 
 
 def test_integers_take_every_level_on_every_sharding():
-    """Their sums are exact, in whichever order XLA adds them."""
+    """Integer sums are exact in any order, including XLA's."""
     x, w, sizes = integers((8, 4), 0, np.int32), integers((4, 4, 8), 1, np.int32), (3, 0, 4, 0)
     ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes), determinism="topology")
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
@@ -104,7 +104,7 @@ def test_integers_take_every_level_on_every_sharding():
 
 
 def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
-    """XLA's own all-gather on CPUs would be of float32."""
+    """XLA's own all-gather on CPUs would convert to float32."""
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         kinds = ((8, 4), P("q")), ((4, 4, 8), P("p")), ((8, 8), P("q", "p"))

@@ -1,7 +1,6 @@
 """`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers.
 
-What would be silently wrong without it: a result of another type than a program has with lax, and a narrow operand that
-is read wrongly.
+Without these tests, a result could have another type than with lax, and a narrow operand could be read wrongly.
 """
 
 import functools
@@ -26,14 +25,14 @@ SIZES = jnp.array([1, 2])
 
 
 def numbers(seed, shape, dtype):
-    """-1, 0 and 1; of what has no sign their size, of exponents powers of two."""
+    """Returns -1, 0 and 1; absolute values for unsigned types, powers of two for exponent types."""
     values = np.random.default_rng(seed).integers(-1, 2, shape).astype(np.float32)
     values = np.exp2(values) if "e8m0" in dtype else abs(values) if dtype.startswith("uint") else values
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def described(f, *operands):
-    """(type, whether it is weak) of each result; None where there is none."""
+    """Returns (type, whether it is weak) of each result, or None if f refuses the operands."""
     try:
         results = jax.eval_shape(f, *operands)
     except (TypeError, NotImplementedError):
@@ -50,10 +49,10 @@ def derivatives(f, x, w, ct):
 
 @pytest.mark.small("values")
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@pytest.mark.parametrize("of_w", TYPES[7:] + TYPES[:7])  # so that few pairs are of two types
+@pytest.mark.parametrize("of_w", TYPES[7:] + TYPES[:7])  # rotated, so that few pairs have two equal types
 @pytest.mark.parametrize("of_x", TYPES)
 def test_pairs(of_x, of_w, standard_promotion, x64):
-    """Under every type that may be asked for; values of the default, and of another type by turns."""
+    """Checks the type for every preferred type; values for the default and for one other type in turn."""
     x, w = numbers(1, (4, 3), of_x), numbers(2, (2, 3, 3), of_w)
     another = TYPES[(TYPES.index(of_x) + TYPES.index(of_w)) % len(TYPES)]
     for preferred in (None, *TYPES):
@@ -83,7 +82,7 @@ def test_pairs(of_x, of_w, standard_promotion, x64):
 
 @pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "int32")], ids=str)
 def test_weak_types(kinds, standard_promotion):
-    """Those of the result and of cotangents."""
+    """Checks the weak types of the result and of cotangents."""
     for are_weak in itertools.product((False, True), repeat=3):
         x, w, sizes = (
             jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
@@ -100,7 +99,7 @@ def test_weak_types(kinds, standard_promotion):
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
 def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
-    """No program has a copy of it, and in one order the bits are those of the wide type, of few rows and of many."""
+    """No program has a decoded copy, and with a fixed order of sums the bits are the wide type's for any row count."""
     rng, sizes = np.random.default_rng(0), jnp.array([30, 0, 3])
     x = jnp.asarray(rng.normal(size=(40, 301)), jnp.bfloat16)
     w = jnp.asarray(3 * rng.normal(size=(3, 301, 33)), jnp.float32).astype(narrow)
@@ -114,7 +113,7 @@ def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
 
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "int8")], ids=str)
 def test_scales(pair):
-    """Of rows and of the columns of each matrix, powers of two; rows behind the last group are zero."""
+    """Scales of rows and of each matrix's columns are powers of two; rows after the last group are zero."""
     x, w, sizes = numbers(1, (4, 3), pair[0]), numbers(2, (2, 3, 5), pair[1]), jnp.array([1, 2])
     rows, columns = (jnp.exp2(jnp.abs(numbers(seed, shape, "float32"))) for seed, shape in ((3, (4,)), (4, (2, 5))))
     wide = [y.astype(jnp.float32) for y in (x, w)]
@@ -166,7 +165,7 @@ def test_rows_behind_the_groups_are_zero_for_any_scale(value):
 
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float32", "int4"), ("bfloat16", "uint8")], ids=str)
 def test_scales_of_blocks(pair):
-    """For 4 blocks of k, and each column: on one device, with rows and groups on one axis, and differentiated."""
+    """A scale for each of 4 blocks of k and each column: one device, an axis over rows and groups, and gradients."""
     x, w, sizes = numbers(1, (4, 12), pair[0]), numbers(2, (2, 12, 5), pair[1]), jnp.array([1, 2])
     scale, bias = jnp.exp2(numbers(3, (2, 4, 5), "float32")), numbers(4, (2, 5), "float32")
 

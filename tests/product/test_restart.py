@@ -1,8 +1,8 @@
 """Programs that leave the process: through the persistent compilation cache, and through jax.export.
 
-What would be wrong without it: a name in the program that only one process understands (the address of a Python object,
-as jax.experimental.custom_partitioning writes it). A job that starts again then compiles everything again, and nobody
-notices; and an exported program ends in an error, or on other devices.
+Without these tests, a program could contain a name that only one process understands, such as the address of a Python
+object that jax.experimental.custom_partitioning writes. A restarted job would then silently compile everything again,
+and an exported program would fail or run on other devices.
 """
 
 import json

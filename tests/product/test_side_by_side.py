@@ -1,7 +1,7 @@
-"""Whole programs whose every product is computed by JAX and by jaxmp, and compared (tests/side_by_side.py).
+"""Whole programs: JAX and jaxmp compute every product, and the results are compared (tests/side_by_side.py).
 
-What would be silently wrong without it: a result of another type, weak or not, on other devices or committed to them,
-in which a program goes on otherwise than with JAX's.
+Without these tests, a result could have another type or weak type, be on other devices or be committed to them, so that
+the rest of the program differs from JAX's.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def draw(rng, *shape, dtype="float32"):
 
 
 def train(loss, params, *data):
-    """Two steps of an optimizer, jitted."""
+    """Takes two steps of an optimizer, jitted."""
     optimizer = optax.adamw(1e-2)
 
     @jax.jit
@@ -77,7 +77,7 @@ def weak_types(rng):
 
 
 def committed(rng):
-    """Operands on a device of their own, beside others that may go anywhere."""
+    """Multiplies operands that are committed to a device with uncommitted ones."""
     require_devices(2)
     a = draw(rng, 4, 4)
     there = jax.device_put(a, jax.devices()[1])
@@ -94,7 +94,7 @@ def attention(rng):
 
 
 def scanned(rng):
-    """A recurrent network, rematerialized and batched by vmap."""
+    """Runs a recurrent network, rematerialized and batched by vmap."""
     w, xs = draw(rng, 6, 6), draw(rng, 3, 2, 6)
 
     def loss(w, x):

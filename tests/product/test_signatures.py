@@ -1,4 +1,4 @@
-"""What the types of the public functions promise beyond tests/typing."""
+"""Promises of the public functions' types beyond tests/typing."""
 
 import importlib
 import inspect
@@ -29,14 +29,14 @@ def test_literals_are_what_the_checks_take():
 
 @pytest.mark.parametrize("name", [name for name in jaxmp.__all__ if inspect.isfunction(getattr(jaxmp, name))])
 def test_every_annotation_can_be_resolved(name):
-    """By tools that read types at run time."""
+    """Tools that read types at run time need this."""
     function = getattr(jaxmp, name)
     assert typing.get_type_hints(function).keys() >= {"return"}
     assert importlib.import_module(function.__module__)
 
 
 def test_groups_of_options_are_values():
-    """A group is a key of caches, or a pytree whose flags are static."""
+    """CommOptions is hashable and a cache key; Scaling is a pytree with static flags."""
     comm = jaxmp.CommOptions(dtype="float32", algorithm="fused", sm_count=4)
     assert {comm: 1}[jaxmp.CommOptions(dtype="float32", algorithm="fused", sm_count=4)] == 1
     scaling = Scaling(a=jnp.float32(2), result_amax=True, aux_dtype=jnp.float8_e4m3fn, aux_amax=True)

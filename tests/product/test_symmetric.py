@@ -1,7 +1,7 @@
-"""A matrix times its own transpose, of which half is computed.
+"""A matrix times its own transpose: only half is computed.
 
-Silently wrong without these: a half that was never written, a block at another rank's place, a result whose two halves
-differ, and bits of a level that depend on whether both operands lie in one memory.
+Without these tests, a half could stay unwritten, a block could be at another rank's place, the two halves could differ,
+and bits under a level could depend on whether both operands are in one memory.
 """
 
 import re
@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp.testing import assert_bitwise_equal
 
 ROWS, COLS = P("x", None), P(None, "x")
-# (sharding of x, whether the columns are multiplied, shardings of the result)
+# (sharding of x, whether columns are multiplied, shardings of the result)
 SPLITS = {
     "all_gather": (ROWS, False, (ROWS, COLS)),
     "along_k": (COLS, False, (P(), ROWS, COLS)),
@@ -31,12 +31,12 @@ SPLITS = {
 
 
 def product(is_of_columns, **options):
-    """x.T @ y or x @ y.T."""
+    """Returns the function x.T @ y or x @ y.T."""
     return lambda x, y: jaxmp.matmul(x, y, transpose_a=is_of_columns, transpose_b=not is_of_columns, **options)
 
 
 def check(f, x, again, is_ordered=False):
-    """One array gives what two give, bits of a level too, and its bits are symmetric and those under `jit`."""
+    """Asserts that one array gives the result of two, bitwise under a level, and symmetric bits, also under `jit`."""
     one, two = f(x, x), f(x, again)
     if is_ordered:
         assert_bitwise_equal(one, two)
@@ -81,7 +81,7 @@ def test_every_split(split, count, dtype, axis_type, rng):
 
 
 def test_a_complex_product_with_the_conjugate(rng):
-    """It is Hermitian, which no half gives as it is."""
+    """The result is Hermitian, so one half is the conjugate of the other."""
     x = jnp.asarray(rng.normal(size=(300, 40)) + 1j * rng.normal(size=(300, 40)), jnp.complex64)
     for conjugates in (False, True):
         got = jaxmp.matmul(x, x, transpose_b=True, conjugate_b=conjugates)
@@ -105,7 +105,7 @@ CALLS = {
 @pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_has_one_array_twice(name, axis_type, rng):
-    """The library sees one memory: no transpose or copy makes a second one."""
+    """The library sees a single array: no transpose or copy makes a second one."""
     x, given = jnp.asarray(rng.normal(size=(320, 320)), jnp.float32), {}
     if axis_type is not None:
         require_devices(2)

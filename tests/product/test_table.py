@@ -1,8 +1,8 @@
 """The table of products (drawn.py): every pair of layout, way to call, transposition, type, epilog, traced scalars,
-implementation, level of determinism and batch, each judged by the oracle of suite.py with its gradients.
+implementation, level of determinism and batch. The oracle of suite.py judges each with its gradients.
 
-`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which it prints.
-Every program has a number of its own, and a failure says how to draw it alone.
+`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which is printed. Every program has a number,
+and a failure says how to draw it alone.
 """
 
 import collections
@@ -23,7 +23,7 @@ from jaxmp import Epilog
 
 FUZZ = int(os.environ.get("JAXMP_FUZZ", "0"))
 SEED = os.environ.get("JAXMP_FUZZ_SEED", "")
-FAILURES = 20  # after which a run ends
+FAILURES = 20  # a run ends after this many
 PROGRAMS_KEPT = 100
 
 
@@ -33,7 +33,7 @@ def rng_of(trial):
 
 @pytest.mark.parametrize("trial", drawn.table(), ids=lambda trial: trial.id)
 def test_products(trial):
-    """On small integers, on random numbers, and on special ones of a kind that is another in the next trial."""
+    """Runs on small integers, on random numbers, and on one kind of special values; the kinds alternate."""
     kinds = drawn.kinds_of(trial)
     special = kinds[2:]
     index = drawn.table().index(trial)
@@ -41,7 +41,7 @@ def test_products(trial):
 
 
 def test_the_table_has_everything():
-    """Whatever the docstring of drawn.py names is among the products of the table."""
+    """The table has every value that drawn.py's docstring names."""
     trials = drawn.table()
     assert {trial.epilog for trial in trials} == set(suite.EPILOGS) == set(cases.EPILOGS)
     assert {trial.case.name for trial in trials} == set(cases.BY_NAME)
@@ -73,14 +73,14 @@ def test_drawn_products(capsys):
         number += 1
         if number % PROGRAMS_KEPT == 0:
             jax.clear_caches()
-            capsys.readouterr()  # a line for each matrix that was judged
+            capsys.readouterr()  # one line for each judged matrix
     with capsys.disabled():
         print(f"\n{number - seed} programs from SEED={seed}: {dict(sorted(counts.items()))}", flush=True)
     assert not failures, f"{len(failures)} products of SEED={seed}:\n" + "\n".join(failures)
 
 
-# tests/nvmath_tests/distributed/test_matmul.py of nvmath 0.9: its extents, transpositions, scalars and epilogs, on its
-# layouts (AG, RS; AR without epilog in TN) and number of processes. Extents there are global.
+# From tests/nvmath_tests/distributed/test_matmul.py of nvmath 0.9: its extents (global), transpositions, scalars and
+# epilogs, on its layouts (AG, RS; AR without epilog in TN) and number of processes.
 NVMATH_EXTENTS = ((64, 64, 64), (128, 96, 64), (64, 128, 64), (64, 32, 48), (84, 32, 48))
 NVMATH_EPILOGS = tuple(e for e in suite.EPILOGS if e not in (Epilog.DRELU, Epilog.DRELU_BGRAD))
 
@@ -99,7 +99,7 @@ NVMATH = [
     for i, extents in enumerate(NVMATH_EXTENTS)
     for j, transposition in enumerate(cases.TRANSPOSITIONS)
     for e, epilog in enumerate(NVMATH_EPILOGS)
-    # Each pair of (extents, transposition), (extents, epilog) and (transposition, epilog) on each layout once or more.
+    # Every pair of (extents, transposition), (extents, epilog) and (transposition, epilog) occurs on each layout.
     for name in (("ag", "rs")[(i + j + e) % 2],)
 ] + [
     Trial(with_extents(cases.BY_NAME["ar"].replace(transposition="TN"), extents), beta=beta)
@@ -116,7 +116,7 @@ def test_what_nvmath_tests(trial):
 
 @pytest.mark.parametrize("epilog", suite.OPERAND_SUMS, ids=lambda epilog: epilog.name)
 def test_sums_beside_an_empty_result(epilog):
-    """With a level of determinism operands are gathered for them, also where the other operand is empty."""
+    """Under a level, operands are gathered for these sums even if the other operand is empty."""
     shape = (5, 0, 3) if epilog == Epilog.BGRADA else (0, 5, 3)
     for name in ("ag-data", "rs-data", "ar-data", "grid"):
         case = cases.BY_NAME[name].replace(per_shard=shape, epilog=epilog, transposition="TN")
@@ -163,7 +163,7 @@ def test_values_are_what_their_kind_says():
 
 @pytest.mark.parametrize("kind", ["integers", "nan", "infinite", "zeros", "overflowing"])
 def test_the_judge_says_no(kind):
-    """To one element that is finite where it should not be, or the other way round."""
+    """The judge refuses one element that should be finite and is not, or the reverse."""
     trial = Trial(cases.BY_NAME["rs-data"].replace(per_shard=(5, 7, 9)))
     x = drawn.values(trial, kind, np.random.default_rng(3))
     if kind in ("nan", "infinite"):

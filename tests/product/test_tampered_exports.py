@@ -1,5 +1,5 @@
-"""An exported program is input: whatever the description of a product says that XLA's partitioner hands over, running
-it is an error or a result, and never a crash. (tests/cpp/attribute_fuzz.cc has the attributes of the calls.)
+"""An exported program is untrusted input: if the description that XLA's partitioner passes to a product is changed,
+running it gives an error or a result and never crashes. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-SHARES = 8  # of the changes every so many-th is tried
-# Fields of a spec that its description leaves out.
+SHARES = 8  # every eighth change is tried
+# Fields of a spec that this description leaves out.
 ADDED = ("transpose_a", "has_c", "traced", "scales", "group", "implementation", "determinism", "distributions", "other")
-# What may stand in a description, whether it fits or not.
+# Values to insert into a description, fitting or not.
 VALUES = ("0", "-1", "1", "3", f"{2**62}", "1.5", "null", "true", "[]", "{}", '"x"', '"cpu"', '["x", 3]')
 VALUES += ('[["x", 3]]', '[["x", 4], ["y", 2]]', '{"dtype": "float64"}', '{"dtype": "nothing"}', '{"complex": [1, 2]}')
 
@@ -30,7 +30,7 @@ def partitioned(a, b, bias):
 
 
 def descriptions(text):
-    """(what it is, the changed text) with another value for each field of a described product, and for others."""
+    """Yields (name of the change, changed text): another value for each field of a product, and added fields."""
     described = re.search(r'@jaxmp_partitioned_matmul.*?backend_config = "(.*?)"[,}]', text)[1]
     plain = described.replace("\\22", '"')
     fields = re.findall(r'"(\w+)": (?=("[^"]*"|[-\d.]+|true|false|\[.*?\](?=, "|})|\{.*?\}+))', plain)
@@ -43,7 +43,7 @@ def descriptions(text):
 
 
 def main():
-    """Each line of the output names what is about to be tried, so the last one names what ended the process."""
+    """Prints the name of each change before trying it, so that the last line names the one that ended the process."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     operands = [np.ones(shape, np.float32) for shape in ((8, 12), (12, 8), (8,))]
     operands = [jax.device_put(x, NamedSharding(mesh, P("x", *(None,) * (x.ndim - 1)))) for x in operands]
@@ -60,12 +60,12 @@ def main():
             if "jaxmp" not in str(error) and "hostmp" not in str(error):
                 raise
             refused += 1
-    np.testing.assert_array_equal(np.asarray(exported.call(*operands)), want)  # nothing is left behind
+    np.testing.assert_array_equal(np.asarray(exported.call(*operands)), want)  # no state is left
     assert refused >= 10
 
 
 def test_a_changed_program_is_refused_or_runs():
-    """In a process of its own, which may crash."""
+    """Runs in a separate process because it may crash."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
     last = ended.stdout.strip().splitlines()[-1:]

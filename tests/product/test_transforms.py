@@ -1,7 +1,7 @@
 """The transform matrix: every mode x transform x pattern, against tests/reference.py in float64 under the bound.
 
-What would be silently wrong without it: a gradient summed over the wrong ranks, a tangent that lost one of its two
-terms, a vmap that orders rows by batch where the pattern orders them by rank.
+Without these tests, a gradient could be summed over the wrong ranks, a tangent could lose one of its two terms, and
+vmap could order rows by batch instead of by rank.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ BATCH = 3
 
 
 def loss_of(f):
-    """A loss that is quadratic in the product, so that second derivatives have something to find."""
+    """Returns a loss that is quadratic in the product, so that second derivatives are not zero."""
     return lambda a, b, w: jnp.sum(w * f(a, b) ** 2)
 
 
@@ -52,7 +52,7 @@ def grad_of_vmap(f, x):
 
 
 def scan(f, x):
-    """Gradients through a loop whose carry takes each step's product."""
+    """Differentiates a loop that adds each step's product to its carry."""
 
     def loss(a3, b):
         total, _ = jax.lax.scan(lambda total, a: (total + x["w"] * f(a, b), None), x["w"], a3)
@@ -67,7 +67,7 @@ TRANSFORMS = (jvp, forward_over_reverse, hessian, vmap_of_grad, grad_of_vmap, sc
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a transform gives in float64, and what rounding may change."""
+    """A transform's result in float64, and the error that rounding may cause."""
 
     want: list[np.ndarray]
     allowed: list[np.ndarray]
@@ -114,7 +114,7 @@ def judge_all(name, got, expectation):
         bounds.judge(f"{name}[{i}]", x, want, allowed)
 
 
-# Per shard, such that every case of the matrix has the same global extents and shares the expectations.
+# Extents per shard, chosen so that all cases of the matrix have the same global extents and share the expectations.
 EXTENTS = (12, 4, 8)
 
 
@@ -129,7 +129,7 @@ MATRIX = modes.pairs(modes.MODES, [sized(case) for case in cases.MATRIX])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_every_transform(mode, case, implementation):
-    """As one program."""
+    """All transforms are in one program."""
     with mode.scope(case):
         f = mode.product(case, implementation=implementation)
         got = mode.run(lambda x: [transform(f, x) for transform in TRANSFORMS], placed(mode, case))
@@ -138,10 +138,10 @@ def test_every_transform(mode, case, implementation):
 
 
 def test_taylor_mode(rng):
-    """Coefficients of both operands, of a batch, and of one operand alone."""
+    """Derivatives in both operands, of a batch, and in one operand only."""
     a, b, da, db = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32) for _ in range(4))
     series = ((da, a, b), (db, a, da))
-    # jet's factorials are not exact, so that products round: XLA's on both sides have the same bits.
+    # jet's factorials are not exact, so products round; XLA's products on both sides have equal bits.
     ours = types.SimpleNamespace(matmul=functools.partial(jaxmp.matmul, implementation="xla"))
     for f in (
         lambda module, a, b: module.matmul(a * a, b),

@@ -1,4 +1,4 @@
-"""Shardings with unreduced and reduced axes: what `jnp` gives, in types, values and gradients, and what it refuses."""
+"""Shardings with unreduced and reduced axes: types, values, gradients and refusals are jnp's."""
 
 import functools
 
@@ -19,7 +19,7 @@ NN = (((1,), (0,)), ((), ()))
 
 @pytest.fixture
 def operands(rng):
-    """a and b whose contraction is sharded, and both whole."""
+    """Yields a and b with a sharded contraction, on a mesh of 2 x 2."""
     require_devices(4)
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -56,7 +56,7 @@ def gradients(module, a, b):
 
 @pytest.mark.parametrize("program", [partial_sums, gradients])
 def test_types_and_values_are_those_of_jnp(program, operands):
-    """Of each device, since the terms of a sum differ between devices."""
+    """Compares the shards of each device, because the terms of a sum differ between devices."""
     want, got = (jax.jit(functools.partial(program, module))(*operands) for module in (jnp, jaxmp))
     for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         assert jax.typeof(w) == jax.typeof(g)
@@ -69,7 +69,7 @@ def scaled(x, w, alpha, beta):
 
 
 def of_shards(x, w, ws, bias):
-    """(JAX's product, jaxmp's, operands): x varies over both axes, and the others are reduced over both."""
+    """Returns (JAX's product, jaxmp's, operands) by name: x varies over both axes, the others are reduced over both."""
     square, cube, relu = lax.square, lambda x: x * lax.square(x), jax.nn.relu
     of_relu, of_cube = (functools.partial(jaxmp.linear, activation=f) for f in ("relu", cube))
     one = lax.pcast(jnp.arange(16.0).reshape(4, 4), "x", to="reduced")
@@ -126,7 +126,7 @@ def test_reduced_operands_of_a_shard_map(rng):
         return [of_one(x) for x in results]
 
     def of_one(x):
-        """What each device has, of a sum that is not taken the sum."""
+        """Returns each device's value, after summing x over its unreduced axes."""
         x = lax.psum(x, tuple(jax.typeof(x).manual_axis_type.unreduced))
         return lax.pcast(x, tuple({*axes} - jax.typeof(x).manual_axis_type.varying), to="varying")[None]
 

@@ -1,7 +1,7 @@
-"""The width of what collectives carry: that of the type, where data only moves.
+"""The width of collectives: data that only moves keeps its type.
 
-XLA:CPU widens bfloat16 to float32 and float8 to float16 in collectives, so between machines a gather of such operands
-would take several times as long, with right results. `implementation="xla"` has the collectives of a job whose
+XLA:CPU widens bfloat16 to float32 and float8 to float16 in collectives, so a gather of such operands between machines
+would take several times as long, with right results. `implementation="xla"` uses the collectives of a job whose
 processes share no memory.
 """
 
@@ -37,7 +37,7 @@ CALLS = [
 
 
 def moved(program, *args):
-    """(bits of an element, elements of the result) of each collective in a compiled program that only moves data."""
+    """Returns (bits of an element, elements of the result) of the collectives that only move data, once compiled."""
     text = jax.jit(program).lower(*args).compile().as_text()
     found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? {COLLECTIVE}", text)
     return [
@@ -63,7 +63,7 @@ def test_a_product_and_its_gradients(mode, case, dtype):
         def loss(a, b):
             return jnp.sum(product(a, b).astype(jnp.float32) ** 2)
 
-        # What a gradient needs, XLA's partitioner moves by itself.
+        # XLA's partitioner itself moves what a gradient needs.
         found = moved(product if mode.id == "partitioner" else jax.value_and_grad(loss, (0, 1)), a, b)
     assert {bits for bits, _ in found} <= {16}
     assert found or case.pattern in ("local", "all_reduce") or mode.id == "partitioner"
@@ -72,7 +72,7 @@ def test_a_product_and_its_gradients(mode, case, dtype):
 @pytest.mark.parametrize("scales", [pytest.param(mode, id=mode.id) for mode in SCALE_MODES])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME["ag"], cases.BY_NAME["ag-transposed"]]))
 def test_a_product_with_scales(case, scales):
-    """The operand that is gathered moves in its own type, its scales beside it."""
+    """The gathered operand moves in its own type, together with its scales."""
     case = case.replace(per_shard=(scales.unit,) * 3, transposition="NT")
     m, n, k = case.extents
     rng, mesh = np.random.default_rng(0), case.jax_mesh()
@@ -92,7 +92,7 @@ def test_a_product_with_scales(case, scales):
 
 
 def forward_and_back(move, x):
-    """What a linear function makes of x, and its transpose of that; integers have none."""
+    """Returns a linear function's result and its transpose of that result; for integers, x instead of the transpose."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return move(x), x
     y, pullback = jax.vjp(move, x)
@@ -127,7 +127,7 @@ def test_a_reshard_and_its_transpose(dtype, is_explicit):
 
 @pytest.mark.parametrize("dtype", WIDENED)
 def test_a_gather_and_an_exchange_inside_shard_map_and_their_transposes(dtype):
-    """The sum of a gather's transpose is that of float32, rounded once."""
+    """The transpose of a gather sums in float32 and rounds once."""
     case = cases.BY_NAME["ag"]
     mesh, value = case.jax_mesh(), np.random.default_rng(0).integers(1, 4, (8, 16)).astype(np.float32).astype(dtype)
 

@@ -1,14 +1,14 @@
 """Our declarations of cuBLASMp, of the CUDA driver and of NCCL against their own headers.
 
-Without these a number or a parameter that changed in a release would be found on a GPU, as memory that is overwritten.
-A translation unit that includes ours and theirs asserts every enumerator, attribute size and signature; wrong copies of
-ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers out of three wheels (the last
+Without these tests, a changed number or parameter in a release would overwrite memory on a GPU.
+A translation unit that includes ours and theirs checks every enumerator, attribute size and signature; wrong copies of
+ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers from three wheels (the last
 one weighs 200 MB; without it NCCL's half is skipped):
 
     pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 
-Of cuBLAS's own header, whose wheel weighs 400 MB, cublasmp.h takes two enumerations. They are recorded here, so that
-their numbers are compared everywhere; where nvidia-cublas is installed too, the record is compared with it.
+cublasmp.h takes two enumerations of cuBLAS's own header (its wheel weighs 400 MB). They are recorded here, so that
+their numbers are compared everywhere; if nvidia-cublas is installed, the record is compared with it, too.
 """
 
 import importlib.metadata
@@ -29,9 +29,9 @@ LOGGER = (
     "cublasMpLoggerSetCallback",
     "cublasMpLoggerSetFile",
     "cublasMpLoggerSetLevel",
-)  # which no table of the core holds
+)  # no table of the core has these
 
-# What cublasmp/abi.h declares of cublas_api.h and library_types.h, with the numbers of CUDA 13 (nvidia-cublas
+# The part of cublas_api.h and library_types.h that cublasmp/abi.h declares, with the numbers of CUDA 13 (nvidia-cublas
 # 13.10.0.20, nvidia-cuda-runtime 13.5.37).
 RECORDED = {
     "cublasOperation_t": {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2},
@@ -47,7 +47,7 @@ RECORDED = {
         "CUDA_R_4F_E2M1": 33,
     },
 }  # fmt: skip
-# The wheel and the header in it that each of these comes from.
+# The wheel and the header that each of these comes from.
 SOURCES = {
     "cublasOperation_t": ("nvidia-cublas", "cublas_api.h"),
     "cublasComputeType_t": ("nvidia-cublas", "cublas_api.h"),
@@ -60,8 +60,8 @@ def _recorded_enum(enum: str) -> str:
     return f"typedef enum {{ {numbers} }} {enum};"
 
 
-# What the real headers include of wheels that weigh 400 and 300 MB: types of cuBLAS, a pointer of NCCL;
-# and what nccl.h includes for types that we do not declare.
+# Declarations that the real headers include from wheels of 400 and 300 MB (types of cuBLAS, a pointer of NCCL), and
+# types that nccl.h includes and we do not declare.
 STUBS = {
     "CUBLASMP": {
         "cublas_v2.h": f"""
@@ -89,17 +89,17 @@ typedef struct CUevent_st* cudaEvent_t;
         "cuda_fp16.h": "#pragma once\n",
     },
 }
-# Wheels, and the header in each; the first is the one that ours is compared with.
+# Wheels, and the header in each; our header is compared with the first one.
 WHEELS = {
     "CUBLASMP": [("nvidia-cublasmp-cu13", "cublasmp.h"), ("nvidia-cuda-runtime", "library_types.h")],
     "DRIVER": [("nvidia-cuda-runtime", "cuda.h")],
     "NCCL": [("nvidia-nccl-cu13", "nccl.h")],
 }
-# Our text; what the names of its enumerations and types begin with; types that another of our headers declares.
+# Our text; the prefix of its enumerations and types; types that another of our headers declares.
 DECLARED = {"CUBLASMP": (OURS, "", ()), "DRIVER": (CUDA, "CU", ("CUstream_st",))}
 DECLARED["NCCL"] = (CUDA, "nccl", ("CUstream_st", "ncclComm"))
 
-# Rewrites our types, wherever they stand in a signature, into those of the real header; all else must match as it is.
+# Replaces our types in signatures by the real header's types; everything else must match exactly.
 CHECKER = """
 #include <type_traits>
 #include "csrc/cublasmp/abi.h"
@@ -133,8 +133,8 @@ def _header(distribution: str, header: str) -> pathlib.Path:
 
 
 def _body(text: str, enum: str) -> str:
-    """What is in a C enumeration: ours is `enum name : int { ... }`, theirs `typedef enum { ... } name;`, with a name
-    behind `enum` or without."""
+    """Returns the body of a C enumeration. Ours is `enum name : int { ... }`, theirs `typedef enum { ... } name;`, with
+    or without a name after `enum`."""
     bare = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
     ours = re.search(rf"enum {enum} : int {{(.*?)}};", bare, flags=re.S)
     theirs = re.search(rf"typedef enum\s*{{([^{{}}]*)}} {enum};|typedef enum {enum}\s*{{([^{{}}]*)}}", bare, flags=re.S)
@@ -164,7 +164,7 @@ def _functions(library: str) -> list[str]:
 
 
 def _attribute_types(header: str) -> dict[str, str]:
-    """The type of each attribute: the header tells it in the comment before the attribute, as `Type: int64_t.`"""
+    """Returns the type of each attribute, from the comment before it in the header, such as `Type: int64_t.`"""
     enumerators = r"CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA.*?cublasMpMatmulDescriptorAttribute_t;"
     body = re.search(enumerators, header, re.S)
     start = header.rindex("typedef enum", 0, body.start())
@@ -176,7 +176,7 @@ def _attribute_types(header: str) -> dict[str, str]:
 
 
 def _assertions(library: str, header: str):
-    """Each enumerator, size and signature of ours against the header's."""
+    """Yields static assertions that compare our enumerators, sizes and signatures with the header's."""
     text, prefix, more = DECLARED[library]
     types = [*_enums(library), *re.findall(rf"^struct ({prefix}\w+)[;\s]", text, flags=re.M), *more]
     for name in dict.fromkeys(types):
@@ -197,7 +197,7 @@ def _assertions(library: str, header: str):
 
 @pytest.fixture
 def compile_beside(tmp_path):
-    """What the compiler says of our headers beside a real one."""
+    """Returns a function that compiles our headers together with a real one, and returns the compiler's result."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("no C++ compiler")
@@ -263,13 +263,13 @@ def test_everything_is_compared():
     assert sorted(_attribute_types(header)) == sorted(attributes)
     assert len(attributes) == 29
     for enum in _enums("CUBLASMP"):
-        if enum.startswith("cublasMp"):  # of CUDA's and cuBLAS's we declare what we use
+        if enum.startswith("cublasMp"):  # of CUDA's and cuBLAS's enumerations we declare a part
             assert _enumerators(OURS, enum) == _enumerators(header, enum), enum
 
 
 @pytest.mark.parametrize("enum", RECORDED)
 def test_numbers_of_cuda_and_cublas(enum):
-    """As recorded, and as an installed header says."""
+    """The numbers equal the record, and the record equals an installed header."""
     assert _numbers(OURS, enum) == RECORDED[enum]
     distribution, header = SOURCES[enum]
     found = _find(distribution, header)

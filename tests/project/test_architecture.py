@@ -1,8 +1,7 @@
-"""The layers of docs/architecture.md, held to: which folder of C++ may include which, and who alone may touch what.
+"""The layers of docs/architecture.md: which C++ folder may include which, and which modules may use what.
 
-Without these tests the layering would be a drawing: one convenient include upward and the validation, the platforms or
-the environment are known everywhere. Python's imports are import-linter's to check (`make lint`). The checker is itself
-fed wrong edges below.
+Without these tests, one convenient upward include would let every layer see the validation, the platforms or the
+environment. import-linter checks Python's imports (`make lint`). Wrong edges below test the checker itself.
 """
 
 import ast
@@ -14,10 +13,10 @@ import pytest
 from jaxmp._src.platform.runtime import config
 
 ROOT = Path(__file__).resolve().parents[2]
-# The folders of hostmp, from the bottom to the top: each may include those before it, `base` and `cublasmp`.
+# The folders of hostmp, from bottom to top: each may include the folders before it, `base` and `cublasmp`.
 HOSTMP = ["cpu", "numeric", "kernels", "gemm", "handles", "tiling", "validate", "exec", "api"]
 _AROUND = ("plan", "cuda", "barrier", "shared_memory")
-# The folders of csrc, and what each may include beside itself and the standard library.
+# The folders of csrc, and what each may include in addition to itself and the standard library.
 INCLUDES = {
     "base": set(),
     "cublasmp": {"base"},
@@ -35,13 +34,13 @@ INCLUDES = {
 
 
 def folder_of(path):
-    """The folder of csrc that a file is in: `csrc/hostmp/gemm/cblas.cc` is in "hostmp/gemm"."""
+    """Returns the folder of csrc that contains a file: "hostmp/gemm" for `csrc/hostmp/gemm/cblas.cc`."""
     parts = Path(path).parts
     return "/".join(parts[parts.index("csrc") + 1 : -1])
 
 
 def included(source):
-    """Folders of csrc, and outside libraries, that a file includes."""
+    """Returns the folders of csrc and the outside libraries that a file includes."""
     paths = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', source, flags=re.M)
     return {
         folder_of(path) if path.startswith("csrc/") else path.split("/")[0]
@@ -51,12 +50,12 @@ def included(source):
 
 
 def forbidden(folder, source):
-    """What a file of `folder` includes and may not."""
+    """Returns what a file of `folder` includes although it may not."""
     return sorted(included(source) - INCLUDES[folder] - {folder})
 
 
 def raw_collectives(source):
-    """The collectives of `jax.lax` that a module calls by itself."""
+    """Returns the collectives of `jax.lax` and the reshards that a module calls directly."""
     names = "psum|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast"
     return re.findall(rf"\blax\.({names})\(|\bsharding\.(reshard)\(", source)
 
@@ -77,7 +76,7 @@ def test_folders_include_what_is_below_them(folder):
 
 
 def attributes_of(module, source):
-    """Dotted accesses such as `os.environ`, and names imported from `module`."""
+    """Returns the attributes in dotted accesses such as `os.environ`, and the names imported from `module`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module:
@@ -98,12 +97,12 @@ def test_only_config_reads_the_environment_and_only_one_folder_uses_private_jax(
 
 
 def environment_variables():
-    """Every JAXMP_* that something reads or sets: a string of Python, a getenv of C++, a setting of make or CMake."""
+    """Returns every JAXMP_* that is read or set: a string of Python, a getenv of C++, a setting of make or CMake."""
     found = set()
     others = [p for folder in ("tests", "benchmarks", "examples") for p in ROOT.glob(f"{folder}/**/*.py")]
     for path in [*python_files(), *others]:
         tree = ast.parse(path.read_text())
-        if path.name == "config.py":  # names those of the tests too, which it does not read
+        if path.name == "config.py":  # it names the tests' variables, too, without reading them
             (tree,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parse")
         strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         found |= {s for s in strings if isinstance(s, str) and re.fullmatch(r"JAXMP_[A-Z_]+", s)}
@@ -117,7 +116,7 @@ def environment_variables():
 
 
 def mentioned_variables():
-    """Every JAXMP_* that documents, and the messages of C++, tell a user about."""
+    """Returns every JAXMP_* that documents and messages of C++ mention."""
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
     found = {name for path in documents for name in re.findall(r"\bJAXMP_[A-Z_]+\b", path.read_text())}
     for path in cpp_files():
@@ -128,17 +127,17 @@ def mentioned_variables():
 
 
 def test_every_environment_variable_is_known_and_documented_and_nothing_else_is():
-    """In docs/tools.md those of users, in CONTRIBUTING.md those of the tests."""
+    """docs/tools.md documents the users' variables, CONTRIBUTING.md the tests'."""
     tables = (ROOT / "docs" / "tools.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     first_cells = re.findall(r"^\| (`JAXMP_[^|]*)\|", tables, flags=re.M)
     documented = set(re.findall(r"JAXMP_\w+", " ".join(first_cells)))
     assert documented == environment_variables()
-    # What is not known is warned of as misspelt.
+    # Unknown variables cause a warning about a misspelt name.
     assert documented == {*config.VARIABLES, *config.TEST_VARIABLES}
     assert mentioned_variables() <= documented
 
 
-# Tests call what users call. These reach into jaxmp._src, for what no public function shows or what has to be replaced.
+# Tests call what users call. These import jaxmp._src, for values that no public function shows or parts to replace.
 PRIVATE = {
     "errors": {
         "test_errors": "what is refused never reaches a lowering",
@@ -199,7 +198,7 @@ def test_every_example_ends_with_its_launch_line(path):
     assert path.read_text().rstrip().splitlines()[-1] == f"# Launch: {launcher}python examples/{path.name}"
 
 
-# The checker itself: each of these is wrong, and has to be found.
+# Tests of the checker: each of these is wrong and must be found.
 
 
 def test_a_forbidden_include_is_found():
@@ -212,8 +211,8 @@ def test_a_forbidden_include_is_found():
 
 
 def test_collectives_stand_behind_a_barrier():
-    """One that does not can hang a job, or end its processes. `xla_matmul` and `process_collectives` have
-    that of the call; `bench` and `calibrate` time XLA's own, in one process."""
+    """Otherwise a collective can hang a job or end its processes. The call's barrier covers `xla_matmul` and
+    `process_collectives`; `bench` and `calibrate` time XLA's collectives in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
     assert users == {"collectives", "xla_matmul", "process_collectives", "bench", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")

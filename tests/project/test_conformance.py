@@ -1,7 +1,7 @@
-"""How two libraries are compared, and how a library that crashes is asked on.
+"""How two libraries are compared, and how the comparison continues after a crash.
 
-The suite itself runs in the C++ tests, on hostmp and over fakes of the real library. Silently wrong without these: a
-difference that is counted as none, a crash that ends the list of differences, an excuse that outlives its reason.
+The suite itself runs in the C++ tests, on hostmp and over fakes of the real library. Without these tests, a difference
+could be missed, a crash could end the list of differences, and an excuse could outlive its reason.
 """
 
 import json
@@ -19,7 +19,7 @@ import run
 
 
 def line(case="x", rank=0, ranks=1, status=0, stage=None, error="", capability="", intact=True, **results):
-    """A line of `conformance`; results are (is exact, share of the bound)."""
+    """Returns a line of `conformance`; results are (is exact, share of the bound)."""
     stage = stage or ("done" if status == 0 else "Matmul")
     found = {name: {"exact": exact, "worst": worst} for name, (exact, worst) in (results or {"d": (True, 0)}).items()}
     about = {"case": case, "rank": rank, "ranks": ranks, "status": status, "stage": stage, "error": error}
@@ -95,7 +95,7 @@ def test_a_fault_is_excused_by_name_and_no_longer_than_needed(tmp_path):
     assert not compare.report([compare.Difference("accepts", "x", 1, "")], [])[1]
 
 
-# A program that stands for `conformance`, with cases that end it.
+# A fake `conformance` program, with cases that end it.
 PROGRAM = """\
 import json, os, signal, sys, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))

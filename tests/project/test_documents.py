@@ -1,4 +1,4 @@
-"""The code in the README and the docstrings is what users run first; where it fails, nothing else gets a chance."""
+"""Users first run the code in the README and the docstrings; if it fails, they try nothing else."""
 
 import doctest
 import importlib
@@ -19,7 +19,7 @@ MODULES = ["distributed", "quantize", "testing"]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-# What the fragments of a page assume.
+# Code that the fragments of a page assume.
 BEFORE = {
     "determinism": "import numpy as np\nactual = expected = np.ones(2)",
     "fuse": """
@@ -28,7 +28,7 @@ params, batch = jax.numpy.ones((8, 8), "bfloat16"), jax.numpy.ones((4, 8), "bflo
 def train_step(params, batch): return batch @ params
 """,
 }
-# Pages of Python sessions run as doctests; architecture and others have no Python.
+# Pages of Python sessions run as doctests; architecture and other pages have no Python.
 SESSIONS = ["epilogs", "experts", "low-precision", "matmul"]
 PAGES = [
     page for page in DOCUMENTS if documents.blocks(page) and page.stem not in SESSIONS and page.name != "CHANGELOG.md"
@@ -63,7 +63,7 @@ def test_the_sessions_of_a_page_run(name, promotion_of_users):
 def test_links_between_documents_lead_somewhere(document):
     prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose):
-        if not target.startswith(("api/", "pictures/")):  # `make docs` writes these, and fails where one is missing
+        if not target.startswith(("api/", "pictures/")):  # `make docs` writes these, and fails if one is missing
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
@@ -73,7 +73,7 @@ def test_the_tables_of_the_benchmarks_are_those_of_their_json():
 
 
 def test_a_source_distribution_has_what_its_tests_read():
-    """The tests go along with the sources, and these tests read documents."""
+    """The sdist contains the tests, and these tests read documents."""
     exclude = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["exclude"]
     read = {path.relative_to(ROOT).parts[0] for path in [*DOCUMENTS, ROOT / "tests", ROOT / "Makefile"]}
     assert not read & set(exclude)
@@ -89,7 +89,7 @@ def test_the_commands_that_documents_name_are_those_of_the_makefile():
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_the_files_that_a_document_names_exist(name):
-    """`folder/module` of a room of jaxmp/_src, or a path of the repository."""
+    """A name is `folder/module` in a folder of jaxmp/_src, or a path of the repository."""
     named = set(re.findall(r"`((?:[\w.]+/)+\w+(?:\.\w+)?)`", (ROOT / name).read_text()))
     assert named
     folders = (ROOT, ROOT / "jaxmp/_src", *(ROOT / "jaxmp/_src").iterdir())
@@ -98,7 +98,7 @@ def test_the_files_that_a_document_names_exist(name):
 
 
 def test_every_public_name_has_a_page_of_the_api():
-    """`make docs` makes a page of each name that docs/api.md lists."""
+    """`make docs` makes a page for each name that docs/api.md lists."""
     listed, module = set(), ""
     for line in (ROOT / "docs" / "api.md").read_text().splitlines():
         if line.startswith(".. currentmodule:: "):
@@ -108,7 +108,7 @@ def test_every_public_name_has_a_page_of_the_api():
     names = {f"{m.__name__}.{name}" for m in PUBLIC for name in m.__all__ if not inspect.ismodule(getattr(m, name))}
     names |= {f"jaxmp.flax.{name}" for name in ("DotGeneral", "Linear", "MoE")}
     names |= {f"jaxmp.equinox.{name}" for name in ("Linear", "MoE")}
-    assert listed == names - {"jaxmp.distributed.DistributedError"}  # which is jaxmp.DistributedError
+    assert listed == names - {"jaxmp.distributed.DistributedError"}  # alias: jaxmp.DistributedError
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
@@ -117,13 +117,13 @@ def test_dir_shows_the_public_names_alone(module):
     assert list(module.__all__) == sorted(module.__all__)
 
 
-# Pages with a table of promises, and the table's first words; each row names the tests that prove it.
+# Pages with a table of promises, and the start of the table; each row names tests that prove it.
 PROVEN = {"determinism": "## Which test proves it", "parity": "#", "faults": "## What each rank sees"}
 
 
 @pytest.mark.parametrize("name", PROVEN)
 def test_every_promise_names_tests_that_exist(name):
-    """`tests/folder/file.py::test_name`; in faults `test_name` of tests/process, perhaps with a case of it."""
+    """A test is `tests/folder/file.py::test_name`; in faults `test_name` of tests/process, optionally with a case."""
     text = (ROOT / "docs" / f"{name}.md").read_text()
     table = text[text.index(PROVEN[name]) :].split("\n## ")[0] if name == "faults" else text[text.index(PROVEN[name]) :]
     rows = [line for line in table.splitlines() if line.startswith("| ") and not re.search(r"\| test \|$", line, re.I)]

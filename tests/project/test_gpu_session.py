@@ -1,6 +1,6 @@
-"""tests/gpu/gpu_session.py without a GPU: time that ends, work that goes on, cases that end their process.
+"""tests/gpu/gpu_session.py without a GPU: the time ends, work continues, cases end their process.
 
-Without these a session on a lent machine could lose what it has found, run over its time, or run a case twice.
+Without these tests, a session on a lent machine could lose its results, exceed its time, or run a case twice.
 """
 
 import json
@@ -33,7 +33,7 @@ def test_last():
 
 
 def session(folder, minutes):
-    """(status, {case: status}) of a call on the tests above."""
+    """Runs a session on the tests above; returns (exit status, {case: status})."""
     (folder / "test_slow.py").write_text(SLOW)
     command = [sys.executable, str(ROOT / "tests" / "gpu" / "gpu_session.py"), "--out", "found", f"--minutes={minutes}"]
     command += ["--only=tests", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", "test_slow.py"]

@@ -65,7 +65,7 @@ def test_shapes_empty_results_and_bounds_of_nought():
 
 
 def test_two_roundings_fail_where_one_is_allowed(rng):
-    """bfloat16 partial sums, one per rank, rounded ahead of their sum: what a fused product must not do."""
+    """bfloat16 partial sums of each rank are rounded before their sum, which a fused product must not do."""
     a, b = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((64, 256), (256, 64)))
     a64, b64 = a.astype(np.float64), b.astype(np.float64)
     once = (a64 @ b64).astype(jnp.bfloat16)
@@ -77,7 +77,7 @@ def test_two_roundings_fail_where_one_is_allowed(rng):
 
 @pytest.mark.parametrize("activation", [Epilog.RELU, Epilog.GELU])
 def test_a_jvp_wrong_by_a_third_fails(rng, x64, activation):
-    """The size at which `jax.test_util.check_grads` lets this pass."""
+    """`jax.test_util.check_grads` passes an error of this size."""
     a, b, ta = (rng.standard_normal((96, 96)) / 10 for _ in range(3))
 
     def tangent(f, *args):

@@ -1,4 +1,4 @@
-"""The functions that seeded faults stand for exist, and the tests that they name (tests/mutations)."""
+"""The functions with seeded faults exist, and the tests that the faults name exist (tests/mutations)."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ def test_the_function_of_a_fault_exists(fault):
 
 
 def test_the_tests_of_faults_exist():
-    cmake = (TESTS.parent / "CMakeLists.txt").read_text()  # with the tests of C++ that are no file
+    cmake = (TESTS.parent / "CMakeLists.txt").read_text()  # includes the C++ tests without a file
     tests = {test for fault in FAULTS.values() for test in fault.tests}
     named = {test.partition("::")[::2] for test in tests if f"add_cpp_test({test[4:]} " not in cmake}
     paths = {name: TESTS / (f"cpp/{name[4:]}.cc" if name.startswith("cpp:") else name) for name, _ in named}

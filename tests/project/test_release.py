@@ -1,7 +1,7 @@
-"""What a release publishes: one version in every file, its notes, and wheels that hold jaxmp and nothing else.
+"""The contents of a release: one version in every file, its notes, and wheels that contain jaxmp only.
 
-Silently wrong without these: a tag that publishes another version, a release for one processor only, and a wheel that
-brings a second OpenBLAS or NCCL into the process. `.ci/wheels` builds real wheels and tries them; these are made up.
+Without these tests, a tag could publish another version, a release could lack a processor, and a wheel could bring a
+second OpenBLAS or NCCL into the process. `.ci/wheels` builds and tries real wheels; these are made up.
 """
 
 import datetime
@@ -51,7 +51,7 @@ WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return `tree((file, old, new), ...)`: a folder with a project's files, and these changes to them."""
+    """Returns `tree((file, old, new), ...)`, which writes a project's files with these changes into a folder."""
 
     def write(*changes):
         for name, text in FILES.items():
@@ -66,7 +66,7 @@ def tree(tmp_path):
 
 
 def refusal(*arguments, root):
-    """The one line with which a command ends."""
+    """Returns the single line that ends a command."""
     with pytest.raises(SystemExit) as ended:
         release.main([str(argument) for argument in arguments], root)
     message = str(ended.value)
@@ -173,7 +173,7 @@ ARM = "manylinux_2_27_aarch64.manylinux_2_28_aarch64"
 
 
 def wheel(folder, tags="cp312-abi3-manylinux_2_28_x86_64", extension=None, more=(), size=100, version="0.2.0"):
-    """A file with a wheel's name and files."""
+    """Writes a file with a wheel's name and contents; returns its path."""
     own = "abi3" if "abi3" in tags else f"cpython-311-{tags.rpartition('_')[2]}-linux-gnu"
     files = ["jaxmp/__init__.py", "jaxmp/py.typed", f"jaxmp-{version}.dist-info/METADATA", *more]
     path = folder / f"jaxmp-{version}-{tags}.whl"
@@ -225,11 +225,11 @@ def test_a_release_lacks_no_wheel(tree, missing):
     assert lacking.name.endswith(f"{processor}.whl")
 
 
-# The workflow, and what it shares with `.ci/wheels`.
+# The workflow, and the parts that it shares with `.ci/wheels`.
 
 
 def test_only_a_tag_publishes():
-    """A pull request's job may not write anything, and every job that may has the tag's condition, or needs one."""
+    """A pull request's jobs may not write anything. Each that may has the tag's condition, or needs a job with it."""
     jobs = WORKFLOW["jobs"]
     assert WORKFLOW["permissions"] == {"contents": "read"}
     writers = {name for name, job in jobs.items() if "write" in job.get("permissions", {}).values()}

@@ -1,4 +1,4 @@
-"""What the small suite leaves out is covered: every pair, or every value, is in a case that it runs."""
+"""The small suite covers what it leaves out: every pair, or every value, occurs in a case that it runs."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_columns_may_be_named_and_need_no_hash():
 @pytest.mark.parametrize("right", range(3))
 @pytest.mark.parametrize("left", range(2))
 def test_cases_of_a_product(left, right):
-    """Runs so that the next test finds fewer of them than there are."""
+    """A test with several cases; the next test finds fewer of them."""
 
 
 def test_the_small_suite_leaves_cases_out_and_the_exhaustive_one_none(request):

@@ -1,7 +1,7 @@
-"""The way to the libraries of the real cuBLASMp on machines without a GPU: finding, opening and joining them.
+"""The libraries of the real cuBLASMp on machines without a GPU: finding, opening and joining them.
 
-Silently wrong without these: a second NCCL in the process, whose communicators are garbage to the first; a library of
-another CUDA.
+Without these tests, the process could contain a second NCCL, which cannot read the first one's communicators, or
+libraries of another CUDA.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from jaxmp._src.platform.runtime import cuda_libraries, native
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """Return `wheels("cu13", "nccl")`, which lays out the files of those wheels and nothing else."""
+    """Returns `wheels("cu13", "nccl")`, which creates the files of these wheels only."""
 
     def lay_out(*names):
         folders = {"cu13": "cublasmp/cu13/lib", "cu12": "cublasmp/cu12/lib", "nccl": "nccl/lib"}
@@ -40,7 +40,7 @@ def wheels(tmp_path, monkeypatch):
 
 
 def load(tmp_path, *paths):
-    """Pretend that the process has these files in its memory, each in two mappings."""
+    """Pretends that the process has mapped these files, each twice."""
     lines = [f"7f00-7f01 r-xp 00000000 08:01 42 {path}\n" * 2 for path in paths]
     (tmp_path / "maps").write_text("".join(lines))
 
@@ -49,7 +49,7 @@ def test_the_wheels_are_found_where_they_put_their_files_or_the_loader_looks(whe
     wheels()
     found = cuda_libraries.find()
     assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
-    load(tmp_path, "/opt/libnccl.so.2")  # is loaded, and serves where no wheel has one
+    load(tmp_path, "/opt/libnccl.so.2")  # already loaded, and used if no wheel has one
     assert cuda_libraries.find().nccl == "/opt/libnccl.so.2"
     load(tmp_path)
     root = wheels("cu13", "nccl")
@@ -57,7 +57,7 @@ def test_the_wheels_are_found_where_they_put_their_files_or_the_loader_looks(whe
     assert found.cublasmp == str(root / "cublasmp/cu13/lib/libcublasmp.so.0")
     assert found.nccl == str(root / "nccl/lib/libnccl.so.2")
     assert found.driver == "libcuda.so.1"
-    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "absent"))  # of a system without maps
+    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "absent"))  # a system without maps
     assert cuda_libraries.mapped_files("libnccl") == []
     monkeypatch.setattr(cuda_libraries, "_MAPS", "/proc/self/maps")
     assert any(".so" in path for path in cuda_libraries.mapped_files("lib"))
@@ -92,7 +92,7 @@ def test_a_library_for_another_cuda_names_both_and_the_remedy(wheels):
 
 
 def test_the_nccl_in_the_process_may_be_the_wheels(wheels, tmp_path):
-    """XLA has opened the same file by then, perhaps by another name."""
+    """XLA has already opened the same file, perhaps by another name."""
     root = wheels("cu13", "nccl")
     (tmp_path / "libnccl.so.2.30.7").symlink_to(root / "nccl/lib/libnccl.so.2")
     load(tmp_path, tmp_path / "libnccl.so.2.30.7")
@@ -144,7 +144,7 @@ def test_what_the_processes_of_a_job_compare(monkeypatch):
 
 
 class FakeExtension:
-    """The extension's functions for cuBLASMp, which note their calls."""
+    """A fake of the extension's functions for cuBLASMp, which records their calls."""
 
     def __init__(self, refusal=""):
         self.calls, self.refusal = [], refusal
@@ -163,7 +163,7 @@ class FakeExtension:
 
 @pytest.fixture
 def opening(wheels, monkeypatch):
-    """Return `opening(refusal)`, a fake extension in a process that has not asked for cuBLASMp yet."""
+    """Returns `opening(refusal)`: a fake extension in a process that has not loaded cuBLASMp yet."""
 
     def make(refusal=""):
         module = FakeExtension(refusal)
@@ -195,8 +195,8 @@ def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch,
 
 
 def test_deadlines(opening, monkeypatch):
-    """XLA:GPU ends a process whose devices have waited 30 s for each other, without a word about the call: ours is
-    shorter, unless somebody asks for more. That of `initialize` goes before that of the environment."""
+    """If devices wait 30 s for each other, XLA:GPU ends the process without naming the call, so our deadline is
+    shorter unless the user asks for more. `initialize` takes precedence over the environment."""
     module = opening()
     monkeypatch.setattr(native, "config", lambda: config_lib.parse({}))
     native.why_no_cublasmp()
@@ -235,7 +235,7 @@ def test_why_it_cannot_be_opened_stays(opening, monkeypatch):
 
 
 def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
-    """The extension's own answer."""
+    """The extension itself gives this answer."""
     cases.require("host")
     wheels()
     monkeypatch.setattr(native, "_why_no_cublasmp", None)
@@ -251,7 +251,7 @@ def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
     [("cpu", ["cpu", "CUDA"]), ("cpu cuda", ["cpu", "open", "CUDA"]), ("cuda", ["open", "CUDA"]), ("", [])],
 )
 def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want, monkeypatch):
-    """Types ahead of the targets that use them; the library ahead of both, and only where there are CUDA devices."""
+    """Types are registered before targets; cuBLASMp is opened before CUDA's types, if there are CUDA devices."""
     done = []
     capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
     capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
@@ -275,7 +275,7 @@ def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want
 
 
 class FakeStore:
-    """JAX's store, whose waiting ends at once."""
+    """A fake of JAX's store; waiting ends at once."""
 
     def __init__(self):
         self.values, self.waits = {}, []

@@ -1,7 +1,6 @@
-"""Calls trace and lower under flags of JAX that users set and that become defaults one day.
+"""Calls trace and lower under JAX's flags that users set and that will become defaults.
 
-Silently wrong without these: under jax_remat3 a checkpoint's policy would not be asked about products, which would all
-run twice.
+Without these tests, under jax_remat3 a checkpoint's policy could miss products, so that all of them run twice.
 """
 
 import re
@@ -19,7 +18,7 @@ import jaxmp
 
 
 def losses(x, w, v, bias):
-    """Products of all patterns, with epilogs that a call has and that XLA computes, on axes x and y."""
+    """Yields products of all patterns, with epilogs of calls and epilogs that XLA computes, on axes x and y."""
     whole, rows = P(None, None), P("x", None)
     at_x, at_xy = jax.sharding.reshard(x, P(None, "x")), jax.sharding.reshard(x, P("x", "y"))
     w_rows = jax.sharding.reshard(w, rows)
@@ -36,7 +35,7 @@ def losses(x, w, v, bias):
 
 
 def in_shard_map(x, part, bias):
-    """A weight that is the same on every rank, and an alpha that is not."""
+    """Multiplies by a weight that all ranks share, with an alpha that differs between ranks."""
     return jaxmp.matmul(x, jnp.outer(bias, bias), x, alpha=part.sum(), beta=2.0)
 
 
@@ -84,7 +83,7 @@ def test_a_policy_keeps_products_under_the_coming_checkpoint(mesh_of):
 
 @pytest.mark.skipif("jax_custom_jvp3" not in coming_flags.FLAGS, reason="JAX 0.10 has no jax_custom_jvp3")
 def test_xlas_partitioner_asks_for_a_gradient_under_custom_jvp3(mesh_of):
-    """One device's part holds jax.nn.relu's derivative, in an equation of JAX that has no lowering of its own."""
+    """The partitioned body contains jax.nn.relu's derivative, in an equation of JAX that has no lowering."""
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, w = (cases.put(np.ones(s, np.float32), mesh, P("x", None)) for s in ((8, 16), (16, 12)))
 

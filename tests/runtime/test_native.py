@@ -1,7 +1,7 @@
 """The extension as Python sees it: loading, versions, registration, plans and their counters.
 
-Silently wrong without these: a stale extension read with new attributes, a plan shared by calls that differ, an import
-that starts JAX's backend before `jax.distributed.initialize`.
+Without these tests, a stale extension could read new attributes, different calls could share a plan, and an import
+could start JAX's backend before `jax.distributed.initialize`.
 """
 
 import concurrent.futures
@@ -26,7 +26,7 @@ from jaxmp._src.platform.runtime import logs, native
 
 @pytest.fixture
 def extension():
-    """The loaded extension, with an empty plan cache."""
+    """Returns the loaded extension, with an empty plan cache."""
     cases.require("host")
     native.plan_cache_clear()
     return native.extension()
@@ -37,7 +37,7 @@ def test_the_package_and_the_extension_are_of_one_version(extension):
 
 
 def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
-    """FFI attributes of a float32 call."""
+    """Returns the FFI attributes of a float32 call."""
     without = ["dtype_c", "dtype_bias", "dtype_aux", "d_out_scale_mode", "communication_dtype"]
     without += [f"scale_mode_{of}" for of in ("a", "b", "c", "d", "aux")]
     empty = ("axes_col", "devices", "layout_a", "layout_b", "layout_d")
@@ -56,7 +56,7 @@ def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
 
 
 def custom_call(a, b, **changes):
-    """Row-major `a @ b` through the bare custom call."""
+    """Computes row-major `a @ b` with the bare custom call."""
     native.register()
     (m, k), n = a.shape, b.shape[1]
     call = attributes(**{"m": n, "n": m, "k": k, **changes})
@@ -77,7 +77,7 @@ jaxmp._src.platform.runtime.native.blas_info()
 
 
 def test_import_loads_no_extension_starts_no_backend_and_names_a_misspelt_variable(extension):
-    """Where nothing else reads the configuration, at the line of the import. A BLAS that is not there is named."""
+    """The import alone warns, at its own line. A missing BLAS is named."""
     env = os.environ | {f"JAXMP_{'TIMOUT'}": "5", "JAXMP_TIMEOUT": "5", "JAXMP_BLAS": "/nowhere/libblas.so"}
     ran = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, timeout=120)
     assert re.findall(r"(\S+): UserWarning: .* variable (\w+)", ran.stderr) == [("<string>:2", f"JAXMP_{'TIMOUT'}")]
@@ -123,7 +123,7 @@ for dtype in ("float32", "float16", "complex64"):
 
 @functools.cache
 def products_with(instruction_set):
-    """(error, instruction set, digests of float32, float16 and complex64) in a process of its own."""
+    """Returns (stderr, instruction set, digests of float32, float16 and complex64) of a separate process."""
     env = {**os.environ, "JAXMP_ISA": instruction_set, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PRODUCTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
@@ -136,7 +136,7 @@ def test_an_instruction_set_is_used_or_refused_by_name(name, extension):
     if f"JAXMP_ISA is '{name}', but this processor has no \"{name}\"" in error:
         pytest.skip(f"this processor has no {name}")
     assert found[0] == name, error
-    # Every instruction set has a fused multiply-add, and sums in one order under a level; "portable" has none.
+    # All instruction sets but "portable" have a fused multiply-add, and sum in one order under a level.
     _, _, *best = products_with("")
     assert len(best) == 3
     assert (found[1:] == best) == (name != "portable" or products_with("")[1] == "portable")
@@ -233,7 +233,7 @@ def test_describe_plan(extension, pattern, algorithm):
     assert plan["algorithm"] == algorithm
     assert plan["kernel"] in native.kernel_of("f32")
     assert len(plan["device_workspace"]) == len(plan["host_workspace"]) == 4
-    assert len(set(plan["device_workspace"])) == len(set(plan["host_workspace"])) == 1  # shards are of one size
+    assert len(set(plan["device_workspace"])) == len(set(plan["host_workspace"])) == 1  # shards have equal sizes
 
 
 NVFP4 = {"dtype_a": "f4e2m1", "dtype_b": "f4e2m1", "scale_mode_a": "vec16_ue4m3", "scale_mode_b": "vec16_ue4m3"}
@@ -259,7 +259,7 @@ def test_a_plan_miss_is_logged_on_one_line(extension, caplog):
         with pytest.raises(ValueError, match="needs m to be a multiple of 4"):
             native.describe_plan(attributes(pattern="all_gather", mesh=(4,), m=6))
     native.describe_plan(attributes(m=13))
-    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):  # XLA compiles on threads that do not hold Python's lock
+    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):  # XLA compiles on threads without Python's lock
         a, b = jax.ShapeDtypeStruct((7, 5), "float32"), jax.ShapeDtypeStruct((5, 3), "float32")
         jax.jit(functools.partial(jaxmp.matmul, implementation="host")).lower(a, b).compile()
     record, refused, of_xla = caplog.records
@@ -270,7 +270,7 @@ def test_a_plan_miss_is_logged_on_one_line(extension, caplog):
 
 
 def test_a_handler_that_raises_does_not_fail_the_call(extension, monkeypatch):
-    monkeypatch.setattr(native, "_is_logging_plans", False)  # so that nothing else sets another
+    monkeypatch.setattr(native, "_is_logging_plans", False)  # so other code sets no other log
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: unraisable.append(str(raised.object)))
 
@@ -295,7 +295,7 @@ def test_the_backend_of_a_call_is_logged_with_its_reason(caplog):
 
 @pytest.mark.parametrize("has_own_handler", [False, True])
 def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
-    """To stderr, or where the program has sent its lines."""
+    """Lines go to stderr, or to the program's handler."""
     monkeypatch.setattr(logs, "config", lambda: config_lib.parse({"JAXMP_LOG": "backend, plan"}))
     taken, own = [], logging.Handler()
     own.emit = lambda record: taken.append(record.getMessage())
@@ -307,7 +307,7 @@ def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
         logs.set_up.__wrapped__()
         assert all(each.isEnabledFor(logging.DEBUG) for each in named)
         assert not logging.getLogger("jaxmp.cublasmp").isEnabledFor(logging.DEBUG)
-        assert named[0].propagate == has_own_handler  # or a handler that comes later would print it twice
+        assert named[0].propagate == has_own_handler  # or a later handler would print the line twice
         named[0].debug("who computes")
     finally:
         for each, level, propagate, handlers in before:
@@ -321,7 +321,7 @@ def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
 
 
 def on_threads(count, run):
-    """`run(i)` on each of so many threads; an exception is raised here."""
+    """Calls `run(i)` on `count` threads; an exception is raised here."""
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         list(pool.map(run, range(count)))
 

@@ -1,7 +1,7 @@
-"""The same bits whichever device comes last to a product, also where numbers are subnormal.
+"""Bits do not depend on which device comes last to a product, also if numbers are subnormal.
 
-XLA takes subnormal numbers as zero. A device that has to wait for the others resumes on a thread of ours, and tiles are
-computed on whichever threads are free. What would be silently wrong without this: bits that change from run to run.
+XLA takes subnormal numbers as zero. A device that waits for the others resumes on one of our threads, and any free
+thread computes tiles. Without these tests, bits could change from run to run.
 """
 
 import functools
@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp.testing import assert_bitwise_equal
 
-TINY, LARGE = np.float32(1e-40), np.float32(1e30)  # their product is an ordinary number, or 0
-STEPS = 3_000_000  # of a loop that takes some milliseconds: a device waits 0.1 ms for the others on its own thread
+TINY, LARGE = np.float32(1e-40), np.float32(1e30)  # their product is a normal number, or 0
+STEPS = 3_000_000  # a loop of some milliseconds: a device waits 0.1 ms for the others on its own thread
 
 
 def numbers(seed, shape, unit):
@@ -25,17 +25,17 @@ def numbers(seed, shape, unit):
 
 
 def spin(steps):
-    """1 after that many steps of arithmetic, which no compiler leaves out."""
+    """Returns 1 after `steps` steps of arithmetic, which no compiler can remove."""
     x = jax.lax.fori_loop(0, steps, lambda i, x: x * jnp.float32(0.5) + jnp.float32(1), jnp.float32(1))
     return jnp.where(x > 0, jnp.float32(1), jnp.float32(0))
 
 
 def program(a, b, last, **options):
-    """A product to which device `last` comes last, and arithmetic behind it in which a subnormal number shows."""
+    """Computes a product that device `last` reaches last; the arithmetic after it shows a subnormal number."""
     steps = jnp.where(jax.lax.axis_index("x") == last, STEPS, 0)
     d = jaxmp.matmul_all_reduce(a * spin(steps), b, axis_name="x", **options)
     one = jnp.where(d[0, 0] >= 0, jnp.float32(1), jnp.float32(0))
-    return d + jnp.sum((a * one) * LARGE)  # one chain of steps, which goes on where the product has completed
+    return d + jnp.sum((a * one) * LARGE)  # depends on the product, so it runs after it
 
 
 def run_on(mesh, operands, **options):
@@ -61,13 +61,13 @@ def test_bits_do_not_depend_on_which_device_comes_last(extents, options, mesh_of
     runs = run_on(mesh_of({"x": 4}, jax.sharding.AxisType.Auto), operands, **options)
     for got in runs:
         assert_bitwise_equal(got, runs[0])
-        assert not np.any(got)  # as XLA has it: a product with a subnormal number is 0
+        assert not np.any(got)  # as in XLA: a product with a subnormal number is 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("extents", [(1, 3, 5), (4, 64, 64), (300, 200, 600)], ids=str)
 def test_eager_jitted_and_ordered_products_take_subnormal_numbers_as_zero(extents, dtype):
-    """On the main thread and on XLA's, of any kernel: few rows in place, tiles, one order of sums."""
+    """On the main thread and on XLA's, with any kernel: few rows in place, tiles, one order of sums."""
     cases.require(None)
     m, n, k = extents
     a = jnp.asarray(numbers(0, (m, k), TINY)).astype(dtype)

@@ -1,6 +1,6 @@
-"""The ranking of shardings: against `explain`, against the bounds of the literature, and by its order.
+"""The ranking of shardings: against `explain`, against bounds from the literature, and its order.
 
-Silently wrong without these: advice whose bytes are not those of the call, or a grid called optimal that is not.
+Without these tests, advice could state other bytes than the call moves, or call a grid optimal that is not.
 """
 
 import itertools
@@ -41,8 +41,8 @@ def test_every_pattern_is_among_the_choices():
     assert "mk,kn->mn  x: n (m n n)" in {c.splits for c in ALL}
 
 
-# The literature's bound, against what a grid of (pm, pn, pk) devices receives: it has 1/pn of its block of a, 1/pm of
-# that of b, and keeps 1/pk of its block of d.
+# The literature's bound, against what a grid of (pm, pn, pk) devices receives: a device holds 1/pn of its block of a
+# and 1/pm of its block of b, and keeps 1/pk of its block of d.
 SHAPES = [(64, 64, 64), (4096, 64, 64), (64, 4096, 64), (64, 64, 4096), (512, 64, 512), (1000, 10, 300), (8, 8, 8)]
 
 
@@ -74,7 +74,7 @@ def test_the_bound_is_attained_in_each_of_its_three_cases(shape, devices, grid):
 
 
 def test_shardings_of_one_copy_keep_to_the_bound():
-    """Where operands begin with copies, nothing bounds what is left to move."""
+    """If operands start as several copies, the remaining moves have no lower bound."""
     advice = jaxmp.advise(4096, 2048, 1024, 64, dtype="float32", quiet=True)
     one_copy = 4 * (4096 * 2048 + 2048 * 1024 + 4096 * 1024) // 64
     of_one_copy = [c for c in advice.choices if c.memory == one_copy]
@@ -83,7 +83,7 @@ def test_shardings_of_one_copy_keep_to_the_bound():
 
 
 def test_a_hundred_thousand_devices():
-    """98,280 has the most divisors below 100,000 of those with several primes."""
+    """98,280 has the most divisors of all numbers below 100,000 with several primes."""
     devices = 98280
     advice = jaxmp.advise(2 * devices, devices, devices, devices, hardware="gb200-nvl72", quiet=True)
     assert len(advice.choices) > 100
@@ -110,7 +110,7 @@ def test_choices_are_in_order_and_efficient_ones_are_not_beaten():
         assert keys == sorted(keys)
         for i, c in enumerate(advice.choices):
             as_good = [x for x in advice.choices if x.memory <= c.memory and x.seconds <= c.seconds and x is not c]
-            # Of equals the first is efficient.
+            # The first of equal choices is efficient.
             beaten = any((x.memory, x.seconds) != (c.memory, c.seconds) or x in advice.choices[:i] for x in as_good)
             assert c.is_efficient != beaten or not c.fits
         assert advice.best is advice.choices[0]

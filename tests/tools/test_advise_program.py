@@ -1,7 +1,7 @@
 """Plans for a function: against `explain` of the program with their shardings, and against plain data parallelism.
 
-Silently wrong without these: advice that moves more than what a person would write, bytes that are not those of the
-compiled program, or a dimension that is taken for another.
+Without these tests, advice could move more than shardings written by hand, state other bytes than the compiled program
+moves, or confuse dimensions.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ D, HIDDEN, HEADS, EXPERTS, VOCABULARY = 32, 64, 4, 4, 48
 
 @pytest.fixture(autouse=True)
 def quick(promotion_of_users):
-    """Collectives do not depend on LLVM's optimizations."""
+    """Turns off LLVM's optimizations, which do not affect collectives."""
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -34,7 +34,7 @@ def array(*shape, dtype="float32"):
 
 
 def trained(loss):
-    """A step of gradient descent."""
+    """Returns a step of gradient descent."""
 
     def step(params, *batch):
         value, grads = jax.value_and_grad(loss)(params, *batch)
@@ -118,12 +118,12 @@ def test_the_best_plan_moves_no_more_than_data_parallelism(name, mesh_of):
     names = {plan.name for plan in advice.choices}
     assert names >= {"data", "fully sharded", "tensor"}
     assert ({"data x tensor", "fully sharded x tensor"} <= names) == (name != "transformer")
-    assert ("expert" in names) == (name != "mlp")  # heads come first as experts do
+    assert ("expert" in names) == (name != "mlp")  # heads come first, like experts
     assert advice.remarks == ()
 
 
 def specs_of(fn, *arguments, devices=4):
-    """The shardings of the arguments in each recipe of one axis."""
+    """Returns the shardings of the arguments for each recipe with one axis, by name."""
     leaves, tree = jax.tree.flatten(arguments)
     nparameters = len(jax.tree.leaves(arguments[0]))
     dimensions = Dimensions(jax.make_jaxpr(fn)(*arguments).jaxpr)
@@ -146,7 +146,7 @@ def test_tensor_parallelism_shards_columns_then_rows():
 
 
 def test_square_layers_in_turn_have_columns_and_rows():
-    """Attention without heads of their own, written out twice."""
+    """Attention with heads made by a reshape, written out twice."""
 
     def program(p, x):
         for q, k, v, o in p["layers"]:
@@ -160,7 +160,7 @@ def test_square_layers_in_turn_have_columns_and_rows():
 
 
 def test_the_shardings_of_a_plan_run(mesh_of, rng):
-    """Straight into device_put, with the values of the program without them."""
+    """The plan's shardings go directly into device_put; values equal the program's values without them."""
     params = {"in": rng.integers(-2, 3, (64, 128)), "out": rng.integers(-2, 3, (128, 64))}
     params = jax.tree.map(lambda w: jnp.asarray(w, "float32"), params)
     x = jnp.asarray(rng.integers(-2, 3, (16, 64)), "float32")
@@ -217,7 +217,7 @@ def test_a_plan_that_does_not_fit_comes_last():
 
 
 def test_plans_use_the_axes_of_the_mesh_that_is_set(mesh_of):
-    """What the function asks for holds; a plan with which it does not trace is left out, by name."""
+    """The function's sharding constraints hold; plans that fail to trace are left out, and named."""
     arguments = array(64, 128), array(128, 256), array(256, 64)
 
     def program(x, w, v):
@@ -259,8 +259,8 @@ def test_the_batch_is_found(fn, arguments, wanted):
     assert specs_of(fn, *arguments)["data"] == wanted
 
 
-# Functions of x, (64, 128): of the product of their result, y, with a w of one argument, the dimensions of x that those
-# of y are.
+# Functions of x, (64, 128), with result y. For the product of y with an argument w: the dimension of x for each
+# dimension of y.
 FOLLOWED = {
     "a transpose": (lambda x: x.T, (1, 0)),
     "a cast": (lambda x: x.astype("bfloat16"), (0, 1)),
@@ -301,7 +301,7 @@ def test_a_dimension_is_followed_through_operations(name):
 
 
 def test_products_name_the_features_that_they_sum():
-    """Of both operands; a batch dimension is no sum."""
+    """The contracted dimension has one name in both operands; a batch dimension is not contracted."""
 
     def program(x, w, v):
         return jnp.einsum("bij,bjk->bik", x, w) @ v
@@ -333,7 +333,7 @@ def test_types_without_a_rate_are_named():
 
 
 def test_the_tables_show_the_plans_and_the_arguments(capsys):
-    """Collectives that do not need each other wait once: the sums of all gradients of data parallelism."""
+    """Independent collectives wait once, for example the sums of all gradients under data parallelism."""
     loss, params, batch = PROGRAMS["mlp"]
     advice = jaxmp.advise(trained(loss), devices=4)(params, *batch)
     out = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""`audit` names what differs and nothing else: planted differences, of which line, size and number are known, are found
-behind everything that moves a batch or a mesh about; programs without one give an empty table."""
+"""`audit` finds real differences only. Differences with known line, size and number are planted, and found after every
+operation that moves a batch or a mesh; programs without a difference give an empty table."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ audit = functools.partial(jaxmp.audit, quiet=True)
 
 
 def planted(x):
-    """x, one unit in the last place up if the batch is not of 8 rows."""
+    """Returns x, one unit in the last place higher unless the batch has 8 rows."""
 
     def add(x):
         return np.nextafter(x, np.float32(np.inf)) if x.shape[0] != 8 else x
@@ -57,7 +57,7 @@ def test_a_planted_difference_has_its_numbers(rng):
 
 
 def layers(x, w):
-    """Dimensions that are joined, split, swapped, repeated; loops and calls."""
+    """Joins, splits, swaps and repeats dimensions; has loops and calls."""
     y = jnp.reshape(x, (-1, 4)) @ w  # (n * 3, 4)
     y = jnp.swapaxes(jnp.reshape(y, x.shape), 0, 1)  # (3, n, 4)
     y = jnp.concatenate([y, y], axis=1)[:, : x.shape[0]]
@@ -69,7 +69,7 @@ def layers(x, w):
 
 
 def test_rows_are_followed_through_a_program(rng):
-    """A difference ahead of it and one behind are found, and no other beside XLA's own products."""
+    """Finds a difference before and one after the layers, and no other except XLA's own products."""
     found = audit(lambda x, w: planted(layers(planted(x), w)), normal(rng, 8, 3, 4), normal(rng, 4, 4), batch_argnums=0)
     (row,) = (row for row in found.rows if row.kind != "product")
     assert (row.line, row.count, row.runs) == (PLANT, 6, 6)
@@ -77,7 +77,7 @@ def test_rows_are_followed_through_a_program(rng):
 
 
 def test_every_culprit_is_listed(rng):
-    """Also one behind another, and one in each step of a loop."""
+    """Finds a culprit after another one, and one in each step of a loop."""
 
     def program(x):
         y = jnp.sin(planted(x))
@@ -122,7 +122,7 @@ def test_what_mixes_rows_is_named_and_is_no_culprit(name, rng):
 
 
 def test_what_only_names_its_rows_is_compared(rng):
-    """Rows picked by their own number, as losses do, and constants of the batch's size."""
+    """Covers rows that are picked by their number, as in losses, and constants of the batch's size."""
 
     def program(x, labels):
         picked = x[jnp.arange(x.shape[0]), labels] + jnp.zeros(x.shape[0])
@@ -172,7 +172,7 @@ def test_a_sharded_batch_stays_sharded(mesh_of, rng):
 
 
 def test_arguments_are_taken_as_jax_takes_them(rng):
-    """A float64 of NumPy, a donated array, a static argument, and what is no array."""
+    """Covers a NumPy float64, a donated array, a static argument, and values other than arrays."""
     step = jax.jit(lambda x, power, unused: planted(x) ** power, donate_argnums=0, static_argnums=1)
     (row,) = audit(step, rng.standard_normal((8, 3)), 2, {"name": None, "rate": 1.0}, batch_argnums=0).rows
     assert (row.line, row.dtypes) == (PLANT, ("float32", "float32"))
@@ -199,7 +199,7 @@ def test_random_keys_are_values_too(rng):
 
 
 def sums(x):
-    """Over the sharded dimension; the sums of other sharded arrays follow from it."""
+    """Sums over the sharded dimension; sums of other sharded arrays depend on it."""
     y = jnp.sin(jnp.sum(x, axis=1, keepdims=True) * x)
     return jnp.sum(jnp.cos(y), axis=1)
 
@@ -229,9 +229,9 @@ def test_elementwise_programs_name_nothing(kind, mesh_of, rng):
 
 
 def test_products_are_settled_by_their_level(mesh_of, rng):
-    """JAX's, and jaxmp's without a level, are named with the remedy; with one they are not, nor are their gradients.
+    """JAX's products, and jaxmp's without a level, are named with the remedy; with a level they are not, nor gradients.
 
-    Complex numbers are multiplied by the BLAS on every processor; hostmp's own kernels sum real ones in one order.
+    The BLAS multiplies complex numbers on every processor; hostmp's own kernels sum real numbers in one order.
     """
     mesh = mesh_of({"x": 4})
     a, b = (put(mesh, normal(rng, 64, 2000) + 1j * normal(rng, 64, 2000), None, "x") for _ in "ab")
@@ -259,7 +259,7 @@ def test_products_are_settled_by_their_level(mesh_of, rng):
 
 
 def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
-    """Equations that one mesh alone has run there; what they change is told where both programs meet again."""
+    """These equations run on one mesh only; a change by them is reported where both programs meet again."""
     mesh = mesh_of({"x": 2})
 
     def program(x, change):
@@ -276,7 +276,7 @@ def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
 
 
 def sequence_parallel(mesh, rng, ndim=3):
-    """(weights, x) of which the sequence is sharded: folded into rows it lies in another order on each mesh."""
+    """Returns (weights, x) with a sharded sequence; folded into rows, the order differs on each mesh."""
     weights = put(mesh, normal(rng, 24, 32), None, "x"), put(mesh, normal(rng, 32, 24), "x", None)
     return weights, put(mesh, normal(rng, *(2,) * (ndim - 3), 4, 8, 24), *(None,) * (ndim - 2), "x", None)
 
@@ -308,7 +308,7 @@ def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activatio
 
 
 def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, rng):
-    """By their own difference, not by that of rows in two orders. Forward, small integers: exact in every kernel."""
+    """The gradient is reported by its difference, not by the order of its rows. Forward, small integers are exact."""
     mesh = mesh_of({"x": 4})
     program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
     with jax.set_mesh(mesh):
@@ -322,7 +322,7 @@ def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, 
 
 
 def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_of, rng):
-    """A sum over devices of which each keeps its part of the sequence."""
+    """Sums over devices; each device keeps its part of the sequence."""
     mesh = mesh_of({"x": 4})
 
     def local(x, w):
@@ -342,7 +342,7 @@ def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_o
 
 
 def test_shards_that_should_be_copies_are_compared(mesh_of):
-    """A sum that each device makes for itself: the first device alone would not show it."""
+    """Each device makes the sum itself; the first device alone would not show the difference."""
     mesh = mesh_of({"x": 2})
 
     def program(x):

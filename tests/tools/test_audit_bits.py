@@ -1,4 +1,4 @@
-"""The judge itself: what differs, by how much, and what does not although it looks so."""
+"""The judge of bits: which elements differ, by how much, and apparent differences that are none."""
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +53,10 @@ def test_another_order_is_told_from_other_values(rng):
     assert varied.is_reordered(moved, x)
     assert varied.is_reordered(np.concatenate([moved, x]).reshape(8, 6), x)  # two copies
     assert not varied.is_reordered(moved[:5], x)
-    assert not varied.is_reordered(np.abs(moved), x)  # the zero's sign
+    assert not varied.is_reordered(np.abs(moved), x)  # the sign of zero differs
     moved[0, 0] = np.nextafter(moved[0, 0], np.float32(9))
     assert not varied.is_reordered(moved, x)
     x, moved = x[1:], moved[:5]
     least = varied.least_difference(moved, x)
     assert (least.differing, least.ulps) == (1, 1)
-    assert varied.least_difference(np.nextafter(x, np.float32(9)), x) is None  # they lie as each other
+    assert varied.least_difference(np.nextafter(x, np.float32(9)), x) is None  # already in the same order

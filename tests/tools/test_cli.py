@@ -1,8 +1,8 @@
 """The command line: what it prints, how it fails, and its exit statuses.
 
-Silently wrong without these: a self-test that passes with a wrong product, a script that takes a failure for success,
-and a stack trace where one line says what to do. Commands run in this process, since each start of JAX takes seconds;
-one test starts a process of its own.
+Without these tests, a self-test could pass with a wrong product, a script could take a failure for success, and users
+could see a stack trace instead of a line that says what to do. Commands run in this process because each start of JAX
+takes seconds; one test starts a separate process.
 """
 
 import importlib.metadata
@@ -51,7 +51,7 @@ def program(tmp_path):
 
 
 def run(capsys, *arguments):
-    """(exit status, standard output, standard error)."""
+    """Returns (exit status, standard output, standard error)."""
     status = main.main(arguments)
     return status, *capsys.readouterr()
 
@@ -118,16 +118,16 @@ WORDS |= {"-,", "yx", "link", "an", "advise"}
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_table_breaks_no_word_and_is_as_wide_as_the_terminal(width, capsys, monkeypatch):
-    """In a file it is as wide as its texts."""
+    """In a file, the table is as wide as its texts."""
     monkeypatch.setenv("COLUMNS", str(width or 20))
-    monkeypatch.setenv("FORCE_COLOR" if width else "NO_COLOR", "1")  # which rich takes for a terminal
+    monkeypatch.setenv("FORCE_COLOR" if width else "NO_COLOR", "1")  # rich takes this for a terminal
     output.print_table("an advise", *TABLE)
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
     found = [word for line in lines for word in line.replace("─", "").split()]
     assert set(found) <= WORDS
     for word in ("reduce-scatter", "all-gather", "overhead", "link", "columns", "*"):
         assert found.count(word) == 1
-    assert max(map(len, lines)) <= max(width or 200, 34)  # the words beside one another
+    assert max(map(len, lines)) <= max(width or 200, 34)  # words next to each other
     assert width or any("reduce-scatter of columns" in line for line in lines)
 
 
@@ -135,7 +135,7 @@ def test_a_table_breaks_no_word_and_is_as_wide_as_the_terminal(width, capsys, mo
 
 
 def some_checks(*arguments):
-    """One check of each kind."""
+    """Yields one check of each kind."""
     by_kind = {check.promise: check for check in ALL_CHECKS(*arguments)}
     yield from by_kind.values()
 
@@ -159,7 +159,7 @@ def test_the_selftest_passes_here(capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["placement", "rounding", "batch"])
 def test_the_selftest_fails_where_one_element_is_wrong(kind, capsys, monkeypatch):
-    """By ten times what rounding allows in a sum of 264 terms, by its place, or by a bit; and goes on behind it."""
+    """The error is ten times the rounding of a sum of 264 terms, a wrong place, or a bit; later checks still run."""
     real = selftest.matmul
 
     def wrong(a, b, **options):
@@ -188,7 +188,7 @@ def test_a_bench_times_the_patterns_that_the_extents_allow(capsys):
     status, out, _ = run(capsys, "bench", "8", "6", "12", "--seconds", "0.001", "--json")
     report = json.loads(out)
     assert status == 0
-    assert [row["pattern"] for row in report["rows"]] == ["local", "all_gather", "grid"]  # 6 is no multiple of 4
+    assert [row["pattern"] for row in report["rows"]] == ["local", "all_gather", "grid"]  # 4 does not divide 6
     assert all(set(row["seconds"]) == {"jaxmp", "xla"} for row in report["rows"])
     assert report["flops"] == 2 * 8 * 6 * 12
 
@@ -235,7 +235,7 @@ def test_types_are_read_as_jax_prints_them():
 
 
 def test_advise_of_extents_and_of_functions(program, capsys):
-    """On a mesh or on none."""
+    """With a mesh and without one."""
     types = ("bf16[64,256]", "bf16[256,512]", "bf16[512,256]")
     found = []
     for arguments in (

@@ -24,7 +24,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def array(mesh):
-    """The type of an array on the mesh: array((8, 16), "data") has its rows over data."""
+    """Returns a function for types on the mesh: array((8, 16), "data") has its rows over data."""
 
     def of(shape, *spec, dtype="float32"):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -43,7 +43,7 @@ def scan_with_constraint(x, w):
     return jax.lax.scan(body, x, None, length=5)[0]
 
 
-# (name, function, arguments as (shape, spec...), what one row is: kind, axes, cause)
+# (name, function, arguments as (shape, spec...), a row: kind, axes, cause)
 CASES = [
     ("contracted", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)], ("all-gather", "model", "product")),
     (
@@ -142,11 +142,11 @@ def scaled(x, settings):
     return (x * settings["scale"]) @ settings["w"]
 
 
-# (function, arguments as in CASES or such in containers, words that a cause has)
+# (function, arguments like in CASES or containers of them, words in a cause)
 ORIGINS = [
     (constrained_norm, [((8, 16),)], rf"^this sum reduces dimension 1 of .* \(from {CONSTRAINT}\), which model"),
     (
-        lambda b, x, w: jnp.tanh(b + x) @ w,  # XLA shards b as it likes, so that b is no origin
+        lambda b, x, w: jnp.tanh(b + x) @ w,  # XLA chooses b's sharding, so b is no origin
         [jax.ShapeDtypeStruct((1, 16), "float32"), ((8, 16), None, "model"), ((16, 32), None, "model")],
         r"sums dimension 1 of the result of tanh .* \(from dimension 1 of x\) and keeps .* of w, but model",
     ),
@@ -304,7 +304,7 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     assert row.cause.startswith("this product sums dimension 1 of x and dimension 0 of w, which model shards, and its")
     assert explanation.bytes_moved == row.nbytes
     assert row.is_needed
-    assert "the call reads as much" in row.remedy  # as of a result that is sharded
+    assert "the call reads as much" in row.remedy  # as for a sharded result
     rows = NamedSharding(mesh, P("model"))
     scattered = compiled(lambda x, w: jax.lax.with_sharding_constraint(jaxmp.fuse(jnp.matmul)(x, w), rows), x, w)
     assert [each.kind for each in scattered.collectives] == ["jaxmp reduce-scatter"]
@@ -357,7 +357,7 @@ def test_a_hit_of_the_compilation_cache_hides_no_cause(array, mesh, tmp_path):
         compilation_cache.reset_cache()
 
 
-# What XLA prints for GPUs: collectives in two halves, groups as an iota, a type for each operand, calls of cuBLAS.
+# XLA's text for GPUs: collectives in two halves, groups as an iota, a type for each operand, calls of cuBLAS.
 ASYNCHRONOUS = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[16,16] {

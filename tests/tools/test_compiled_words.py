@@ -1,4 +1,4 @@
-"""What the rows of a compiled program say is true: the lines of helpers, the axes of arguments, who asks."""
+"""The rows of a compiled program are true: the lines of helpers, the axes of arguments, and the reason for a move."""
 
 import re
 
@@ -14,7 +14,7 @@ from jaxmp._src.tools.explain import hlo
 
 @pytest.fixture(scope="module")
 def rows_of():
-    """The rows of a function of arguments as (shape, spec...), on a mesh of data and model."""
+    """Returns a function that explains a function of (shape, spec...) arguments on a mesh of data and model."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
     def explained(fn, *args, dtypes=("float32",) * 9):
@@ -53,7 +53,7 @@ def called_in_a_loop(x, y):
     return jax.lax.scan(lambda carry, _: (whole_tanh(carry) @ y, None), x, None, length=3)[0]
 
 
-only_asks = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec))  # noqa: E731  as trainers have it
+only_asks = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec))  # noqa: E731  like trainers
 
 
 def asks_in_a_loop(x, y):
@@ -73,7 +73,7 @@ def test_a_line_that_several_lines_call_has_its_caller(rows_of):
 
 
 def test_a_function_that_only_asks_for_a_sharding_has_its_caller(rows_of):
-    """Though one line alone calls it."""
+    """Even if only one line calls it."""
     (row,) = rows_of(asks_in_a_loop, ((8, 16), "data"), ((16, 16), None, "model"))
     helper = only_asks.__code__.co_firstlineno
     assert row.line == f"{line_in(asks_in_a_loop, 2)} -> lambda:{helper}"
@@ -145,10 +145,10 @@ StackFrames
         1: "train.py:10",
         3: "train.py:10 -> norm:5",
         4: "train.py:11 -> norm:5",
-        6: "train.py:10 -> layers.py:7",  # the frame of the library between them is left out
+        6: "train.py:10 -> layers.py:7",  # the library's frame between them is omitted
         8: "train.py:11 -> layers.py:7",
         9: "train.py:11 -> norm:5",  # as JAX repeats frames
-        14: "train.py:31 -> layers.py:7",  # of a function that main has exported at line 30, and calls at line 31
+        14: "train.py:31 -> layers.py:7",  # main exported it at line 30 and calls it at line 31
         100: "",
     }.items(),
 )
@@ -255,7 +255,7 @@ def convolved(x, w):
     return jax.lax.conv(x, w, (1, 1), "SAME")
 
 
-# (function, arguments as for `rows_of`, what each cause says)
+# (function, arguments for `rows_of`, the text of each cause)
 WORDS = [
     (
         carried,
@@ -385,7 +385,7 @@ def longer(x):
 def test_a_result_that_no_axis_divides_says_so(rows_of):
     rows = rows_of(longer, ((8, 16), None, "model"))
     (row,) = (row for row in rows if row.cause_kind == "out_shardings")
-    assert row.line == line_in(longer, 1)  # which makes the extent, not tanh, whose result is returned
+    assert row.line == line_in(longer, 1)  # this makes the extent; tanh only returns it
     assert re.search(r"^a result is whole, because model does not divide the 17 of dimension 1 of ", row.cause)
     assert row.remedy.startswith("take extents that the axis divides")
 
@@ -447,7 +447,7 @@ def whole_in_a_branch(x):
     return jax.lax.cond(x[0, 0] > 0, lambda y: jnp.tanh(jax.lax.with_sharding_constraint(y, P())), jnp.exp, y)
 
 
-# (function, line and kind of the cause of each of its rows)
+# (function, line and kind of each row's cause)
 BLAMED = [
     (along_a_dimension, {(2, "whole"), (3, "whole"), (4, "whole"), (5, "reshape")}),
     (asked_ahead, {(3, "constraint")}),

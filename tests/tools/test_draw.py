@@ -1,6 +1,6 @@
 """Drawings: each block against the devices on which JAX puts it.
 
-Silently wrong without these: a picture that says a device holds what another one has.
+Without these tests, a drawing could show a block on a wrong device.
 """
 
 import xml.etree.ElementTree as ET
@@ -27,7 +27,7 @@ def drawing_of(mesh, specs, shapes=SHAPES, **options):
 
 
 def holders(mesh, spec, shape):
-    """By the block's first row and column: the devices, as JAX has them."""
+    """Returns JAX's devices of each block, by the block's first row and column."""
     found = {}
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         start = tuple(part.start or 0 for part in index)
@@ -36,7 +36,7 @@ def holders(mesh, spec, shape):
 
 
 def drawn_holders(matrix):
-    """As `holders`, of a drawing."""
+    """Returns the same as `holders` does, from a drawing."""
     size = tuple(extent // count for extent, count in zip(matrix.shape, matrix.grid, strict=True))
     return {(block.row * size[0], block.column * size[1]): block.devices for block in matrix.blocks}
 
@@ -151,7 +151,7 @@ def test_many_blocks_and_devices_are_left_out(mesh_of):
 
 @pytest.mark.parametrize(("of_x", "of_w", "of_d"), [(P("p"), P("p"), P("p")), (P(), P("p", None, "q"), P(None, "q"))])
 def test_groups_lie_where_jax_puts_them(of_x, of_w, of_d, mesh_of):
-    """Those of the matrices of a product, and of the gradient in them."""
+    """Covers the matrices of a product, and the gradient in them."""
     mesh = mesh_of({"p": 2, "q": 2}, AxisType.Explicit)
     x, w = cases.typed(mesh, (8, 4), *of_x), cases.typed(mesh, (4, 4, 6), *of_w)
 

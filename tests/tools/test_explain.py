@@ -1,4 +1,4 @@
-"""`explain` tells what the compiled program does: each number of its rows against a count made by hand."""
+"""`explain` describes the compiled program: each number of its rows equals a count made by hand."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_a_row_has_the_numbers_of_its_call(name, rng):
 
 
 def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
-    """On a mesh of 2 x 4, whose last axis varies fastest; a (16, 32) and b (32, 8)."""
+    """On a mesh of 2 x 4, with the last axis varying fastest; a is (16, 32) and b (32, 8)."""
     mesh = mesh_of({"y": 2, "x": 4})
 
     def transfers(a, b, d):
@@ -74,14 +74,14 @@ def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
     assert transfers(P(("y", "x"), None), P(None, "x"), tiles) == [(3 * 2 * 32 * 4, 4, 1)]
     assert transfers(P(("x", "y"), None), P(None, "y"), P("x", "y")) == [(2 * 32 * 4, 2, 4)]
     assert transfers(P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x"))) == [(7 * 2 * 32 * 4, 8, 1)]
-    # Three quarters of partial sums of 8 x 8; for every rank twice.
+    # Three quarters of the partial sums of 8 x 8; twice that if every rank keeps the result.
     assert transfers(tiles, P("x", None), P(("y", "x"), None)) == [(3 * 8 * 8 * 4 // 4, 4, 1)]
     assert transfers(tiles, P("x", None), P("y", None)) == [(2 * 3 * 8 * 8 * 4 // 4, 4, 1)]
     assert transfers(P("y", None), P(None, "x"), tiles) == []
 
 
 def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
-    """Also where an operand is gathered first, and differs between ranks by its type alone."""
+    """Also if an operand is gathered first, and differs between ranks only by its type."""
     case = cases.BY_NAME["ag-data"]
     case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
     with EXPLICIT.scope(case):
@@ -94,7 +94,7 @@ def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
 
 
 def test_the_line_is_that_of_the_users_call(rng):
-    """Also of a gradient, of a second call that JAX has traced before, and of a function of jaxmp's by itself."""
+    """Also in a gradient, in a second call that JAX has already traced, and with a bare function of jaxmp."""
     x = abstract((4, 4))
 
     def program(a, b):
@@ -147,7 +147,7 @@ def test_the_partitioner_is_named(rng):
 
 
 def test_the_partitioner_of_a_gradient(rng):
-    """What XLA chose, call by call: the documented price of giving no shardings."""
+    """Lists XLA's choice for each call: the documented price of giving no shardings."""
     mode, case = modes.BY_ID["partitioner"], cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4))
     a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
     f = mode.product(case)
@@ -159,7 +159,7 @@ def test_the_partitioner_of_a_gradient(rng):
 
 @pytest.mark.parametrize(("ndevices", "patterns"), [(4, ["grid", "all_gather"]), (1, ["local", "local"])])
 def test_xla_stops_once_shardings_are_settled(ndevices, patterns, mesh_of, monkeypatch):
-    """XLA takes ten times as long to compile a step of two layers as JAX to lower it."""
+    """XLA takes ten times as long to compile a step of two layers as JAX takes to lower it."""
     compile_anew, programs = jax_compiled.compile_anew, []
     monkeypatch.setattr(jax_compiled, "compile_anew", lambda *args: programs.append(compile_anew(*args)))
     mesh = mesh_of({"x": ndevices}, AxisType.Auto)
@@ -178,7 +178,7 @@ def test_xla_stops_once_shardings_are_settled(ndevices, patterns, mesh_of, monke
 
 
 def test_experts_of_xla_have_the_bytes_of_its_collectives(mesh_of):
-    """It gathers matrices; other experts read rows."""
+    """XLA's experts gather matrices; other experts read rows."""
     with jax.set_mesh(mesh_of({"x": 4}, AxisType.Explicit)):
         x, w = (jax.device_put(jnp.ones(shape, "int32"), P("x")) for shape in ((32, 16), (8, 16, 24)))
         (row,), _ = transfers.check(lambda x, w: jaxmp.ragged_dot(x, w, jnp.full(8, 4)), x, w)
@@ -195,7 +195,7 @@ def test_bare_jit_names_the_sums_inside_a_settled_call(mesh_of):
 
 
 def test_explain_refuses_what_the_program_refuses(mesh_of):
-    """On one device there is nothing to split, so a level is kept there."""
+    """One device has nothing to split, so it keeps a level."""
     multiply = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.full(4, 2), determinism="topology")
     (row,) = jaxmp.explain(multiply)(jnp.ones((8, 4)), jnp.ones((4, 4, 8))).rows
     assert (row.implementation, row.pattern) == ("host", "local")
@@ -249,7 +249,7 @@ def test_the_workspace_of_16_bit_products_is_named(rng):
 
 
 def test_symbolic_extents_are_multiplied_by_xla(mesh_of):
-    """On no mesh, and where shardings are known; the table has expressions for numbers."""
+    """Without a mesh, and with known shardings; the table shows expressions for numbers."""
     m, k = jax.export.symbolic_shape("4*m, k")
     where = NamedSharding(mesh_of({"x": 4}), P("x", None))
     for sharding in (None, where):
@@ -286,7 +286,7 @@ def test_rows_come_in_the_order_of_the_program_without_calls_that_nobody_needs()
 
 
 def test_under_fuse_messages_speak_of_the_users_product():
-    """Which has called none of jaxmp's functions."""
+    """The user has called no function of jaxmp."""
 
     def layer(a, b):
         return jax.nn.relu(a @ b)

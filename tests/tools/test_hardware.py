@@ -1,7 +1,7 @@
 """The model of time: its order and its limits, by hand; no test measures time.
 
-Silently wrong without these: a prediction that improves with a slower link, hides what nothing hides, or takes a
-machine's rate for another type's.
+Without these tests, a slower link could improve a prediction, transfers could count as hidden although nothing hides
+them, or the rate of another type could be used.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ def time_of(hardware=SIMPLE, *, flops=0, nbytes=0, moved=0, nranks=4, ndevices=4
     )
 
 
-# 8 ranks in two nodes of 4: 4/7 of what each receives comes from the other node, by 4 networks together. Every other
-# device: two ranks in each of 4 nodes, so 6/7 comes from outside by 2 networks. Every fourth: no two of them in a node.
+# 8 ranks in two nodes of 4: 4/7 of the received bytes come from the other node, over 4 networks together. With every
+# other device: two ranks in each of 4 nodes, so 6/7 comes from outside over 2 networks. Every fourth: one per node.
 NODES = jaxmp.Hardware("two", {"float32": 1e9}, 1e9, link_bandwidth=1e8, node=4, network_bandwidth=1e6)
-SHARED = jaxmp.Hardware("shared", {"float32": 1e9}, 1e9, 1e8, is_shared=True)  # whose devices share one processor
+SHARED = jaxmp.Hardware("shared", {"float32": 1e9}, 1e9, 1e8, is_shared=True)  # one processor for all devices
 TIMES = [
     (SIMPLE, {"flops": 4000, "nbytes": 10}, {"total": 1000, "bound": "compute"}),
     (SIMPLE, {"flops": 40, "nbytes": 1000}, {"total": 1000, "bound": "memory"}),
-    # A quarter of the work, then three quarters of it beside the transfer.
+    # A quarter of the work, then three quarters of it during the transfer.
     (SIMPLE, {"flops": 4000, "moved": 75}, {"total": 250 + 750, "bound": "compute"}),
     (SIMPLE, {"flops": 4000, "moved": 90}, {"total": 250 + 900, "bound": "compute"}),
     (SIMPLE, {"flops": 4000, "moved": 200}, {"total": 250 + 2000, "bound": "link"}),
@@ -54,7 +54,7 @@ TIMES = [
     (NODES, {"moved": 700, "nranks": 4, "ndevices": 8}, {"link": 700 * 10}),
     (SHARED, {"flops": 4000}, {"compute": 4 * 1000}),
     (SHARED, {"nbytes": 100}, {"memory": 4 * 100}),
-    # Arithmetic and traffic take turns there, and overlap elsewhere.
+    # On a shared processor arithmetic and traffic take turns; elsewhere they overlap.
     (SIMPLE, {"flops": 16000, "nbytes": 3000}, {"total": 4000}),
     (SHARED, {"flops": 16000, "nbytes": 3000}, {"total": 16000 + 12000}),
 ]
@@ -105,7 +105,7 @@ def test_the_rates_of_data_sheets_are_in_order(name):
 
 
 def test_explain_predicts_each_call(mesh_of, capsys):
-    """An all-gather whose transfer is longer than its product, on a machine with memories of its own."""
+    """An all-gather that takes longer than its product, on a machine with a memory per device."""
     mesh = mesh_of({"x": 4})
     machine = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e12, link_bandwidth=1e6)
     a, b = (cases.typed(mesh, shape, *spec) for shape, spec in (((16, 32), P("x", None)), ((32, 8), P(None, "x"))))
@@ -173,7 +173,7 @@ def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
 
 
 def test_a_product_between_machines_is_cut_where_that_hides_much():
-    """In one chunk 2 s; in n of them 1 + 1 / n, and a latency for each, which a longer product hides."""
+    """One chunk takes 2 s; n chunks take 1 + 1 / n, plus a latency each, which a longer product hides."""
     machine = dataclasses.replace(SIMPLE, rates={"float32": 1e6}, network_bandwidth=1e6, launch=0.0, latency=0.0)
     call = {"flops": 1e6, "kind": "float32", "nbytes": 0, "transfers": [Transfer(10**6, 2)], "ndevices": 1}
 
@@ -186,15 +186,15 @@ def test_a_product_between_machines_is_cut_where_that_hides_much():
     assert chunks(flops=2e6, network_latency=0.1) == 8  # 8: 2.225, 4: 2.35
     assert chunks((3, 5)) == 5
     assert chunks(()) == 1
-    assert chunks(flops=1e5) == chunks(network_bandwidth=1e7) == 1  # hides a tenth at most
+    assert chunks(flops=1e5) == chunks(network_bandwidth=1e7) == 1  # would hide a tenth at most
     assert chunks(nbytes=4e5, memory_bandwidth=1e6) == 1  # copying takes 0.8 s
     assert chunks(ndevices=4) == 8
     assert chunks(network_load=0.7) == 8  # 1.74
-    assert chunks(network_load=0.9) == 1  # 1.91, for the processor moves what it is to multiply
+    assert chunks(network_load=0.9) == 1  # 1.91: the processor moves what it should multiply
     busy = {"nbytes": 1e5, "memory_bandwidth": 1e6, "network_load": 0.7, "new_memory_bandwidth": 2**27}
     assert chunks(**busy) == 1  # 1.94
-    assert chunks(sums=[2**26], **busy) == 8  # the whole 2.5, for its sums are new at each call
-    assert chunks(sums=[2**25], **busy) == chunks(sums=[2**30], **busy) == 1  # in no call, and in every chunk
+    assert chunks(sums=[2**26], **busy) == 8  # the whole takes 2.5: each call allocates its sums
+    assert chunks(sums=[2**25], **busy) == chunks(sums=[2**30], **busy) == 1  # new memory in no call; in every chunk
     between = dataclasses.replace(machine, link_bandwidth=1e6)
     exposed = [call_time(between, **call, chunks=n).exposed for n in (1, 8)]
     assert exposed == pytest.approx([1, 1 / 8])
@@ -210,7 +210,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_this_machine_is_measured_once_and_kept(own_cache, monkeypatch, capsys):
-    """By small products, so that this takes no time; the numbers are of no use, but there."""
+    """Small products keep this short; the numbers are useless, but present."""
     with pytest.raises(ValueError, match='hardware "this" has not been measured yet; run jaxmp info --calibrate'):
         jaxmp.explain(jaxmp.matmul, hardware="this")
     monkeypatch.setattr(calibrate, "_LARGE", 32)

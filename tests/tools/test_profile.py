@@ -1,4 +1,4 @@
-"""Profiles: every call is found, on every device, and the table and the timeline say what the events do."""
+"""Profiles: every call is found, on every device, and the table and the timeline show the events."""
 
 import xml.etree.ElementTree as ET
 
@@ -81,7 +81,7 @@ def test_products_of_groups_are_calls():
     assert Profile(EVENTS).imbalance is None
 
 
-# A program's time is 10 us, and a column of the text is 10/72 of it.
+# The program takes 10 us; a column of the text is 10/72 of it.
 EVENTS = (
     Event("call one", True, 0, 0.0, 5e-6),
     Event("add", False, 0, 5e-6, 5e-6),

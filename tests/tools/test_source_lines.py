@@ -1,6 +1,6 @@
-"""Lines are named as a user sees them: by file, and in a notebook by the number in front of the cell.
+"""Lines are named as users see them: by file, and in a notebook by the number before the cell.
 
-IPython is no dependency of the tests, so a module with its documented `format_code_name` takes its place.
+The tests do not depend on IPython; a module with its documented `format_code_name` stands for it.
 """
 
 import inspect
@@ -83,5 +83,5 @@ def test_a_cell_has_the_number_that_ipython_knows(monkeypatch):
     exec(compile("import jaxmp\ndef program(x):\n    return jaxmp.matmul(x, x)\n", KERNEL, "exec"), cell)
     (row,) = jaxmp.explain(cell["program"], quiet=True)(jax.ShapeDtypeStruct((4, 4), "float32")).rows
     assert row.line == "cell 5:3"
-    sys.modules["IPython"].get_ipython = lambda: None  # outside of a shell
+    sys.modules["IPython"].get_ipython = lambda: None  # outside a shell
     assert line_name(KERNEL, 2) == "cell:2"

@@ -1,7 +1,6 @@
 """`jaxmp.testing`: the comparison of bits, and the checks of the selftest.
 
-Silently wrong without these: a comparison that takes -0 for 0 or a NaN for any NaN, and a checker that leaves a promise
-out.
+Without these tests, a comparison could take -0 for 0 or a NaN for any NaN, and a checker could leave a promise out.
 """
 
 import itertools
@@ -57,7 +56,7 @@ def test_equal_bits_pass(dtype):
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "meshes"])
 def test_the_checker_is_not_content_with_zeros(kind, monkeypatch):
-    """Which have the same bits in any batch and on any mesh."""
+    """Zeros have the same bits in any batch and on any mesh."""
     real = testing.matmul_lib.matmul
     monkeypatch.setattr(testing.matmul_lib, "matmul", lambda *args, **options: 0 * real(*args, **options))
     check = {

@@ -1,7 +1,7 @@
-"""Fake GPUs for JAX's unmodified CUDA plugin: `make test-xla-gpu` imports this ahead of JAX (`pytest -p fake_gpus`).
+"""Fake GPUs for JAX's unmodified CUDA plugin: `make test-xla-gpu` imports this before JAX (`pytest -p fake_gpus`).
 
-The libraries of tests/fakes are opened under the real ones' names, so that whoever opens those gets these: XLA the
-driver, NVML and the runtime; jaxmp the driver, NCCL and cuBLASMp. JAXMP_FAKES names the folder that CMake put them in.
+The libraries of tests/fakes are opened under the names of the real ones, so XLA and jaxmp get the fakes: XLA the
+driver, NVML and the runtime; jaxmp the driver, NCCL and cuBLASMp. JAXMP_FAKES is the folder where CMake puts them.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from pathlib import Path
 
 DEVICE_COUNT = int(os.environ.setdefault("FAKE_CUDA_DEVICES", "4"))
 
-# What the fakes do not have: virtual memory, graphs, and libraries of NVIDIA's that compile, link or time kernels.
+# Missing in the fakes: virtual memory, graphs, and NVIDIA's libraries that compile, link or time kernels.
 _XLA_FLAGS = (
     "--xla_gpu_experimental_vmm_disabled=true",
     "--xla_gpu_autotune_level=0",
@@ -21,7 +21,7 @@ _XLA_FLAGS = (
     "--xla_gpu_enable_libnvptxcompiler=false",
     "--xla_gpu_enable_command_buffer=",
     "--xla_gpu_enable_triton_gemm=false",
-    "--xla_gpu_gemm_rewrite_size_threshold=1000000000",  # products of XLA's own are loops, which the fakes run
+    "--xla_gpu_gemm_rewrite_size_threshold=1000000000",  # XLA's own products are loops, which the fakes can run
 )
 _HERE = Path(__file__).parent
 _LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13", "libnccl.so.2", "libcublasmp.so.0")
@@ -38,31 +38,31 @@ def _start() -> None:
     flags = (*_XLA_FLAGS, f"--xla_gpu_cuda_data_dir={_folder('nvidia') / 'cu13'}", os.environ.get("XLA_FLAGS", ""))
     os.environ |= {
         "JAX_PLATFORMS": "cuda,cpu",
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are not there
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # cuDNN and other libraries are absent
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": " ".join(flags),
         "PATH": os.pathsep.join(map(str, (_HERE / "bin", Path(sys.executable).parent, os.environ["PATH"]))),  # ptxas
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
     }
-    if "JAXMP_BLAS" not in os.environ:  # by which the fake cuBLASMp multiplies
+    if "JAXMP_BLAS" not in os.environ:  # the fake cuBLASMp multiplies with this
         os.environ["JAXMP_BLAS"] = str(next((_folder("scipy_openblas32") / "lib").glob("*openblas*.so")))
     for name in _LIBRARIES:
         ctypes.CDLL(f"{os.environ['JAXMP_FAKES']}/right/{name}", mode=ctypes.RTLD_GLOBAL)
-    # There is no /dev/nvidia0, and JAX looks for it before it takes the plugin.
+    # JAX looks for /dev/nvidia0 before it loads the plugin, and there is none.
     from jax._src import hardware_utils
 
     hardware_utils._NVIDIA_GPU_DEVICES.append("/proc/self")
 
 
 def driver_calls(device: int) -> list[str]:
-    """What was put on the streams of a device, or waited for them, since the last time."""
+    """Returns the calls on a device's streams, and waits for them, since the last query."""
     library = ctypes.CDLL("libcuda.so.1")
     library.fake_cuda_log.restype = ctypes.c_char_p
     return library.fake_cuda_log(device).decode().split()
 
 
 def cublasmp_calls(device: int) -> list[str]:
-    """The calls of cuBLASMp on a device since the last time."""
+    """Returns the calls of cuBLASMp on a device since the last query."""
     library = ctypes.CDLL("libcublasmp.so.0")
     library.fake_cublasmp_log.restype = ctypes.c_char_p
     return library.fake_cublasmp_log(device).decode().split()

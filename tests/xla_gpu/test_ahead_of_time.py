@@ -1,4 +1,4 @@
-"""Programs for CUDA that are compiled where there is no GPU, and run where there is one."""
+"""Programs for CUDA that are compiled without a GPU and run on a machine with one."""
 
 import ast
 import os
@@ -17,7 +17,7 @@ from test_calls import PATTERNS, integers, mesh_over
 
 import jaxmp
 
-# What XLA has to know of the card, an H200.
+# The facts that XLA needs about the card, an H200.
 CARD = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
@@ -70,7 +70,7 @@ COMPILES = """
 """
 
 
-# As XLA compiles for a card: a product is a fusion, or with this flag a call of cuBLAS.
+# XLA compiles a product to a fusion, or with this flag to a call of cuBLAS.
 EXPLAINS = """
     import pickle, sys
     import jax, jax.numpy as jnp, numpy as np
@@ -95,7 +95,7 @@ EXPLAINS = """
 
 
 def without_a_gpu(program, given, **knobs):
-    """What a process prints that has the plugin and no driver."""
+    """Returns the output of a process that has the plugin but no driver."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_FAKES", "FAKE_"))}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""} | knobs
     command = [sys.executable, "-c", textwrap.dedent(program)]
@@ -105,14 +105,14 @@ def without_a_gpu(program, given, **knobs):
 
 
 def test_a_program_is_compiled_without_a_gpu_and_runs_on_one(tmp_path):
-    """The libraries open where it runs, and it finds its place among the devices there."""
+    """Libraries are opened when the program runs, and it finds its place among the devices there."""
     patterns = PATTERNS | {"all_reduce": (P(None, "y"), P("y", None), P(None, None))}
     without_a_gpu(COMPILES, (CARD, patterns, tmp_path / "compiled"))
     compiled = pickle.loads((tmp_path / "compiled").read_bytes())
     jaxmp.register()
     a, b = integers((24, 16)), integers((16, 32), 1)
-    # The devices on which test_calls.py runs a program that does not name its own either: there is one assignment of
-    # devices to such programs in a process.
+    # test_calls.py uses the same devices for another program that does not name its devices: a process has one
+    # assignment of devices to such programs.
     mesh = mesh_over((1, 0))
     for name, (spec_a, spec_b, _) in patterns.items():
         program = serialize_executable.deserialize_and_load(*compiled[name], execution_devices=list(mesh.devices))

@@ -1,8 +1,8 @@
 """Programs on real XLA:GPU over a fake driver (`make test-xla-gpu`): how XLA starts, places and runs our call.
 
-Silently wrong without these: a device that takes another one's place in the mesh, work that every run puts on a device,
-memory that is copied where it was donated. The products are hostmp's, XLA's kernels run on the CPU (bin/ptxas) and its
-collectives are a fake NCCL's: values prove the placement, and nothing of the libraries.
+Without these tests, a device could take a wrong place in the mesh, each run could put extra work on a device, and
+donated memory could be copied. hostmp computes the products, the CPU runs XLA's kernels (bin/ptxas), and a fake NCCL
+XLA's collectives, so values prove the placement only, and nothing about the libraries.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ PATTERNS = {
     "all_reduce": (P(None, "y"), P(None, "y"), P(None, None)),  # b stored (n, k), as cuBLASMp wants it
     "local": (P("y", None), P(None, None), P("y", None)),
 }
-# Work of XLA's own behind every program of one call.
+# XLA's own work after every program of one call.
 XLAS = ["EventRecord", "EventRecord", "StreamWaitEvent"]
 
 
@@ -47,7 +47,7 @@ def put(x, mesh, spec):
 
 
 def operands(name, mesh):
-    """(product, its operands, the right result) of a pattern."""
+    """Returns (product, its operands, the right result) of a pattern."""
     a, b = integers((24, 16)), integers((16, 32), 1)
     spec_a, spec_b, out = PATTERNS[name]
     is_stored_nk = name == "all_reduce"
@@ -89,7 +89,7 @@ def test_groups_and_square_grids():
 
 @pytest.mark.parametrize("transposition", ["NN", "NT", "TN", "TT"])
 def test_an_all_reduce_with_c_is_right(transposition):
-    """The library is never told of C (test_cuda.py): no source says on which side of the reduction it would add it."""
+    """The library never receives C (test_cuda.py), because no source says if it adds C before or after the sum."""
     mesh = mesh_over(range(4))
     a, b, c = integers((24, 16)), integers((16, 32), 1), integers((24, 32), 2)
     ta, tb = (letter == "T" for letter in transposition)
@@ -107,12 +107,12 @@ def test_an_all_reduce_with_c_is_right(transposition):
 
 
 def test_loops_with_xlas_collectives_in_between():
-    """One thread of a device launches ours and XLA's, in the order of the program."""
+    """One thread per device launches our calls and XLA's collectives in program order."""
     mesh = mesh_over(range(4))
     a, b = integers((8, 8)) / 4, integers((8, 8), 1) / 4
 
     def step(x, w):
-        rows = jaxmp.matmul(x, w, out_sharding=P(None, "y"))  # gathers rows of x
+        rows = jaxmp.matmul(x, w, out_sharding=P(None, "y"))  # gathers the rows of x
         return jax.sharding.reshard(rows, P("y", None)) + x
 
     with jax.set_mesh(mesh):
@@ -136,7 +136,7 @@ def test_a_batch_is_a_call_for_each_index():
 
 
 def test_an_exported_program_reads_its_position():
-    """It does not say which devices it runs on."""
+    """The exported program does not name the devices it runs on."""
     mesh = mesh_over((1, 0))
     with jax.set_mesh(mesh):
         product, given, expected = operands("all_gather", mesh)
@@ -166,9 +166,9 @@ def test_a_donated_c_is_updated_in_place():
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_run_puts_two_events_on_the_device_or_nothing(name):
-    """Of ours, beside the library's work: a kernel, a copy or a memset at every run would stand here.
+    """The library's work is not counted: another kernel, copy or memset in each run would show here.
 
-    The program writes no position: the ids of its devices say where each stands.
+    The program computes no position, because it contains the ids of its devices.
     """
     mesh = mesh_over(range(4))
     with jax.set_mesh(mesh):
@@ -176,7 +176,7 @@ def test_a_run_puts_two_events_on_the_device_or_nothing(name):
         compiled = jax.jit(product).lower(*given).compile()
         assert "partition-id" not in compiled.as_text()
         jax.block_until_ready([compiled(*given), compiled(*given)])
-        time.sleep(0.1)  # what XLA does behind a run, it does on threads of its own
+        time.sleep(0.1)  # XLA does its work after a run on other threads
         for device in range(4):
             fake_gpus.driver_calls(device)
         jax.block_until_ready(compiled(*given))
@@ -232,7 +232,7 @@ def test_a_failed_call_is_the_users_error():
 
 
 def run_apart(program: str, **knobs: str) -> str:
-    """What a process of its own prints."""
+    """Returns the output of a separate process."""
     env = os.environ | {"JAXMP_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | knobs
     text = "import fake_gpus\n" + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
@@ -245,7 +245,7 @@ def run_apart(program: str, **knobs: str) -> str:
     ids=["host", "device"],
 )
 def test_a_rank_that_stays_away_ends_the_process_with_the_call(call, runs_before, waited):
-    """Rank 1 fails ahead of what rank 0 then waits in; a call's first run has four times the deadline."""
+    """Rank 1 fails before the call that rank 0 waits in; a call's first run has four times the deadline."""
     said = run_apart(f"""
         import ctypes, functools
         import jax, numpy as np, jaxmp
@@ -264,7 +264,7 @@ def test_a_rank_that_stays_away_ends_the_process_with_the_call(call, runs_before
 
 
 def test_ids_of_devices_are_not_their_ordinals():
-    """A process that takes some of the devices counts them from 0."""
+    """A process with some of the devices counts them from 0."""
     said = run_apart("""
         import functools, os
         import jax, numpy as np

@@ -1,6 +1,6 @@
-"""How a call on XLA:GPU learns which devices its mesh has: a communicator belongs to devices.
+"""How a call on XLA:GPU learns the devices of its mesh: a communicator belongs to certain devices.
 
-Silently wrong without these: a program that takes the communicator of another mesh of the same shape.
+Without these tests, a program could use the communicator of another mesh with the same shape.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import jaxmp
 @pytest.mark.parametrize("is_eager", [False, True], ids=["jit", "eager"])
 @pytest.mark.parametrize("scope", [jax.set_mesh, contextlib.nullcontext], ids=["set_mesh", "operands alone"])
 def test_meshes_of_one_shape_follow_each_other(scope, is_eager):
-    """Also where nothing but the operands says which mesh it is, and JAX has the program of another one."""
+    """Also if only the operands tell the mesh and JAX already has the program of another mesh."""
     compiled = {}
     for order in ((0, 1), (2, 3), (1, 0), (3, 1), (0, 1)):
         mesh = mesh_over(order)
@@ -31,7 +31,7 @@ def test_meshes_of_one_shape_follow_each_other(scope, is_eager):
 
 
 def test_a_shard_map_over_an_abstract_mesh_knows_its_devices():
-    """A user's own, inside jit; its programs are not those of another mesh either."""
+    """A user's shard_map inside jit; its programs do not serve another mesh."""
     x = np.arange(64, dtype=np.float32).reshape(8, 8) % 5
 
     @jax.jit

@@ -42,7 +42,7 @@ def test_each_device_takes_a_branch_by_a_number_of_its_own(name):
 
 
 def test_microbatches_are_exact_where_calls_overlap(monkeypatch):
-    """With checkpoints, on a library that keeps only what is promised, and is late at random."""
+    """Uses checkpoints; the fake library keeps only documented promises and is late at random."""
     monkeypatch.setenv("FAKE_CUBLASMP_SEED", "5")
     mesh, rng = mesh_over((0, 1, 2, 3)), np.random.default_rng(0)
     axis = mesh.axis_names[-1]
@@ -76,7 +76,7 @@ def test_microbatches_are_exact_where_calls_overlap(monkeypatch):
 
 
 def test_levels_of_determinism_are_calls_of_one_rank():
-    """On a card of few multiprocessors, for the fake's threads run one by one: 512 x k x 1024."""
+    """The card has few multiprocessors, because the fake's threads run one by one: 512 x k x 1024."""
     said = run_apart(
         f"""
         import functools, os
@@ -100,7 +100,7 @@ def test_levels_of_determinism_are_calls_of_one_rank():
         FAKE_CUDA_MULTIPROCESSORS="8",
         JAXMP_TIMEOUT="60",
     )
-    # Two calls of 512 rows, or one where the rank has 300; two of 1024 columns, or one where it has 550.
+    # Two calls of 512 rows, or one if the rank has 300; two of 1024 columns, or one if it has 550.
     counts = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 4, "local": 2}
     expected = [f"{level} {name} {counts[name]}" for level, name in _LEVELS]
     assert said.splitlines()[-len(expected) :] == expected, said
@@ -116,7 +116,7 @@ _LEVELS = [*(("batch", name) for name in _PLAIN), ("topology", "reduce_scatter")
 
 
 def test_a_call_of_a_level_takes_its_rows_from_where_they_are():
-    """And writes its part of d where it goes, for both lie in one piece: no kernel copies them."""
+    """It also writes its part of d in place, because both are contiguous: no kernel copies them."""
     said = run_apart(
         """
         import functools, os
