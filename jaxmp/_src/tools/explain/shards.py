@@ -16,7 +16,7 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """Returns the axes along which groups have different rows of a, and columns of b. Excludes axes of both (a batch)."""
+    """Returns the axes along which groups have different rows of a and columns of b, without axes of both (a batch)."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
