@@ -72,7 +72,7 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
         outputs = dict(zip(names, call(*given, **call_attributes(spec, a, b, devices, found)), strict=True))
     if spec.distributions:
-        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library leaves it alone
+        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library does not write it
     return {name: _final(name, spec, found, x) for name, x in outputs.items()}
 
 

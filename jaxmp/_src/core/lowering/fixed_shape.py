@@ -140,8 +140,8 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
 
 
 def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """Also sums d over its rows, as a product with ones that is rounded once. The library would round the sums of each
-    tile to d's type."""
+    """Computes d and its sums over rows, as a product with ones that is rounded once. The library would round the sums
+    of each tile to d's type."""
     outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)

@@ -425,7 +425,7 @@ def _local(spec: MatmulSpec, dtype: np.dtype) -> MatmulSpec:
 
 
 def chunks_of(call: ResolvedCall) -> int:
-    """Returns the number of chunks of a call; 1 unless XLA's collectives move operands for hostmp."""
+    """Returns the number of chunks of a call; 1 unless hostmp multiplies and XLA's collectives communicate."""
     is_cut = isinstance(call, Xla) and call.library == "host"
     return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
 

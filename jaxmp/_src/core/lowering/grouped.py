@@ -71,7 +71,7 @@ def _exchanged(
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
 
     def by_owner(of_each: jax.Array) -> jax.Array:
-        """(ranks, groups) as (owner, group, rank)."""
+        """Rearranges (ranks, groups) to (owner, group, rank)."""
         return of_each.reshape(ranks, ranks, -1).transpose(1, 2, 0)
 
     first, sizes = by_owner(bounds[:, :-1]), by_owner(jnp.diff(bounds))

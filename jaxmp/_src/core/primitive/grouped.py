@@ -133,7 +133,7 @@ def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 
 
 def batch_of(operands: Sequence[Any]) -> Any:
-    """The extent of the batch."""
+    """Returns the extent of the batch."""
     return next((y.shape[0] for y in operands if y.shape[0] != 1), 1)
 
 

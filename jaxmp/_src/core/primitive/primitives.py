@@ -138,7 +138,7 @@ def fold_rows(x: jax.Array, ndim: int, ahead: int, nranks: int) -> jax.Array:
     rows, batch = math.prod(shape), math.prod(shape[:ahead])
     if nranks > 1 and batch > 1:
         x = jnp.swapaxes(x.reshape(batch, nranks, rows // (batch * nranks), *rest), 0, 1)
-    return x.reshape(rows, *rest)  # reshape cannot tell their number without columns
+    return x.reshape(rows, *rest)  # not -1: reshape cannot infer the rows of an array without columns
 
 
 def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Array:

@@ -283,7 +283,7 @@ class _Causes(Search):
     # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """Returns the cause if a constraint, a loop or the program's results ask for a user's sharding."""
+        """Returns the cause if a constraint, a loop or the program's results ask for an operation's sharding."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None

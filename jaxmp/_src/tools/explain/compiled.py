@@ -159,7 +159,7 @@ class CompiledExplanation:
 
 
 def compile_program(lowered: Any) -> tuple[Any, Program]:
-    """Compiles a `jax.stages.Lowered`. Returns it, and the program before, after and without XLA's partitioner."""
+    """Compiles a `jax.stages.Lowered`. Returns it, and its program, also from before and after XLA's partitioner."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))

@@ -391,7 +391,7 @@ def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    if found := _PLAIN.match(line):  # most lines, in a third of the time
+    if found := _PLAIN.match(line):  # matches most lines and takes a third of the time
         root, name, kind, opcode, inner, attributes = found.groups()
     elif head := _HEAD.match(line):
         root, name = head.groups()

@@ -83,7 +83,7 @@ class Origins:
         """Returns the origin if the value is an argument, asks for a sharding itself, or is a loop's carry."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
-            self._known[at, axis] = ()  # the body leads back to here
+            self._known[at, axis] = ()  # ends the recursion, because the body leads back here
             is_loop = self.program.callers[at.computation.name][1].opcode == "while"
             return self.producers(at._replace(instruction=at.computation.root), axis) if is_loop else ()
         if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
@@ -92,7 +92,7 @@ class Origins:
         # A shard_map asks only for its manual axes.
         users = at.computation.users[each.name] if each.primitive == "shard_map" else []
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
-        is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
+        is_own = f"'{axis}'" in manual or "=" not in manual  # without names: all axes
         if each.primitive in ASKING and (is_own or not users):
             line = self._module.line(each)
             return (asker(at.computation, each) + f" in {line}" * bool(line),)

@@ -102,7 +102,7 @@ class Program:
         """Returns the collective after the partitioner that became one of the compiled program, or None; by names."""
         size = computation.operands(collective)[operand].nbytes
 
-        # The products of a layer's gradient have one name.
+        # The products in a layer's gradient have the same name.
         def alike(place: Place) -> tuple[bool, bool]:
             return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
 
