@@ -43,7 +43,7 @@ grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
 partitioned_grouped_p = jax_compat.make_primitive("jaxmp_partitioned_grouped", multiple_results=False)
 GROUPED = (grouped_p, partitioned_grouped_p)
 
-# (sizes) -> sizes: an identity where `checkify` checks that the groups have at most `m` rows together.
+# (sizes) -> sizes: an identity where `checkify` checks that no size is negative and that their sum is at most `m`.
 sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
 sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
 jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (

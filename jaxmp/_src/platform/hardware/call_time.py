@@ -27,7 +27,7 @@ _KEPT = 2**25
 class Transfer:
     """A transfer of `nbytes` to each of `nranks` ranks, which are every `stride`-th device of the machine.
 
-    `axes`: the mesh axes of these ranks. `kind`: XLA's collective, such as "all_gather"; "" if XLA does not move it.
+    `axes`: the mesh axes of these ranks. `kind`: the collective that moves it if XLA does, such as "all_gather".
     """
 
     nbytes: int
