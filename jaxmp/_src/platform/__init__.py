@@ -1,1 +1,1 @@
-"""What jaxmp needs of the machine: the extension, the environment, rates of hardware, and private parts of JAX."""
+"""Access to the machine: the extension, the environment, rates of hardware, and private parts of JAX."""

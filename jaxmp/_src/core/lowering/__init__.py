@@ -1,1 +1,1 @@
-"""From a primitive to the custom call, or to XLA's own operations."""
+"""Lowers primitives to custom calls or to XLA's operations."""

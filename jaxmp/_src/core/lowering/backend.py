@@ -1,5 +1,5 @@
-"""Which implementation serves a call: the written rule behind `implementation=None`, and what a library, or a card,
-takes in no form (`forms` has those in which it takes the others)."""
+"""Chooses the implementation of a call: the rule for `implementation=None`, and the calls that a library or a card
+cannot compute in any form (`forms` has the forms of the other calls)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import NotAvailable, NotInstalled
 from jaxmp._src.platform.runtime import native
 
-# Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
+# From this many multiplications and additions per product on, hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What a library takes beyond cuBLASMp's documented forms; csrc/cublasmp/api_table.h declares it per library."""
+    """The calls that a library takes beyond cuBLASMp's documented ones, declared in csrc/cublasmp/api_table.h."""
 
     all_reduce_any_transposition: bool = False
     grid_any_shape: bool = False
@@ -32,29 +32,29 @@ class Capabilities:
     as_documented: bool = False
 
     def of_tiles(self) -> Capabilities:
-        """At a level bits count more than digits, so gelu stays with the library."""
+        """Returns the capabilities for tiles at a level, which keep the library's gelu: bits count more than digits."""
         return dataclasses.replace(self, precise_gelu=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which implementation serves a call, and the rule that chose it."""
+    """The implementation of a call, and the rule that chose it."""
 
     implementation: str
     why: str
 
 
 def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...] = ()) -> Choice:
-    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
+    """Chooses the implementation of a call.
 
-    `apart`: why CPU devices of a group share no call, or "" (`process_barrier.why_apart`); `operands`: the types of a
-    and b, by which a card's limits are known.
+    `apart`: why CPU devices of a group share no call, or "" (`process_barrier.unshared_reason`). `operands`: the types
+    of a and b; a card does not take all of them.
 
     Raises:
       NotImplementedError: the library, the platform or the card cannot compute the call.
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
-    if operands and low_precision.is_mixed(*operands):  # as which it is converted where it is not taken as it is
+    if operands and low_precision.is_mixed(*operands):  # other libraries than hostmp convert to this type
         operands = (low_precision.operand_type(*operands),) * 2
     choice = _choose(spec, platform, apart, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
@@ -69,13 +69,12 @@ def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands:
 def choose_for_batch(
     spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
-    """(as `choose_implementation`, whether the whole batch is one product) for products of `work`
-    multiplications and additions each.
+    """Returns (the choice, True if the whole batch is one product) for products of `work` operations each.
 
-    cuBLASMp has no batched product, and XLA has. On CPUs hostmp multiplies what a device has, or has gathered, in one
-    product too, where operands are narrower than their sums. One by one go products for which a library is the better
-    one even so: on CPUs large ones that ranks share; on GPUs operands of 8 bits and fewer, which XLA widens; and those
-    of CPU devices that share no call, whose collectives may have a barrier each.
+    XLA has a batched product, cuBLASMp has none. On CPUs hostmp also has one, of each device's own or gathered
+    operands, if the operands are narrower than their sums. These products run one by one, because the library is faster
+    even then: large products that ranks share on CPUs, and operands of 8 bits or fewer on GPUs, which XLA widens. So do
+    products of CPU devices that share no call, because each of their collectives may have a barrier.
     """
     choice = choose_implementation(spec, platform, apart, operands)
     wide = low_precision.operand_type(*operands)
@@ -135,8 +134,8 @@ def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtyp
 
 
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
-    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
-    the libraries, which `distributed.initialize` compares."""
+    """Chooses between "cublasmp" and "xla". Every process chooses the same, because the call, the kind of the cards and
+    the libraries (compared by `distributed.initialize`) are equal on all of them."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -159,16 +158,16 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
 
 @functools.cache
 def capabilities_of(library: str) -> Capabilities:
-    """Those of "host" or "cublasmp"."""
+    """Returns the capabilities of "host" or "cublasmp"."""
     return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
 
 
-# What is not taken ----------------------------------------------------------------------------------------------
+# Calls that are not taken ---------------------------------------------------------------------------------------
 
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Why the library takes the call in no form, or the empty string."""
-    # Calls of one shape are local products, whatever the pattern is.
+    """Returns why the library takes the call in no form, or ""."""
+    # Calls of one shape are local products in every pattern.
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
     if why and spec.fixed_reduction_order:
@@ -183,7 +182,7 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
 
 
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
-    """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
+    """Returns why cuBLASMp cannot compute the call for operands of these types and its precision, or ""."""
     if precisions.sums_in_16_bits(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
     if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
@@ -191,16 +190,16 @@ def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     return ""
 
 
-# Compute capabilities from which on cuBLASMp multiplies float8 (cublasmp.h 0.10, cublasMpMatmul; its modes of scales
-# begin at 8.9) and has scales of blocks (cublasMpMatmulMatrixScale_t), and the one that has the other modes.
+# The lowest compute capabilities with cuBLASMp's float8 products (cublasmp.h 0.10, cublasMpMatmul; its scale modes
+# begin at 8.9) and with its scales of blocks (cublasMpMatmulMatrixScale_t), and the only one with the other modes.
 _FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (9, 0), (10, 0), (9, 0)
 _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BLK128)
 
 
 def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
-    """Why a card of this compute capability does not multiply operands of these types, or the empty string.
+    """Returns why a card of this compute capability does not multiply operands of these types, or "".
 
-    None: the card is not known, for the program is for another machine.
+    `capability`: None if the program is lowered for another machine, so that the card is unknown.
     """
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
@@ -216,10 +215,10 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Why the library has this epilog nowhere or not here, or the empty string."""
+    """Returns why the library does not have this epilog for this call, or ""."""
     if spec.epilog == Epilog.NONE:
         return ""
-    # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
+    # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.
     if np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating) and not capabilities.complex_epilogs:
         return "cuBLASMp has no epilogs of complex numbers"
     if spec.contraction.is_grid and not capabilities.grid_epilogs:

@@ -1,8 +1,8 @@
-"""Decides once what computes a product, a batch of products or a product of groups of rows, and what moves for it.
+"""Decides once how a product, a batch of products or a product of groups of rows is computed, and what it moves.
 
-Lowering emits a `Decision`. `explain` prints it, so `draw`, `profile` and `advise` read it too. XLA's partitioner, the
-plans of groups of rows and `fuse` ask `why_xla` and `shares_rows`. No other module asks which platform, type or process
-a product is for.
+Lowering emits a `Decision`. `explain` prints it, and `draw`, `profile` and `advise` read it from there. XLA's
+partitioner, the plans of groups of rows and `fuse` ask `why_xla` and `shares_rows`. No other module asks which
+platform, type or process a product is for.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Where:
 
 
 def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
-    """Where a call that is being traced will run, as far as is known."""
+    """Returns where a call that is being traced will run, as far as is known."""
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
 
 
 def in_rule(ctx: jax_lowering.LoweringContext, platform: str, axes: MeshAxes, group_axes: Dim) -> Where:
-    """Where a call that is being lowered will run."""
+    """Returns where a call that is being lowered will run."""
     mesh, is_for_export = jax_lowering.lowering_mesh(ctx), jax_lowering.is_for_export(ctx)
     found = process_barrier.unshared_reason(axes, group_axes, mesh, is_for_export=is_for_export)
     return Where(platform, *found, jax_lowering.is_on_shards(ctx))
@@ -65,17 +65,17 @@ def in_rule(ctx: jax_lowering.LoweringContext, platform: str, axes: MeshAxes, gr
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What computes a call, and what moves for it.
+    """How a call is computed, and what it moves.
 
     Attributes:
       implementation, why: "host", "cublasmp", "host+xla", "xla" or the name of a user's function, and the rule that
         chose it.
-      form: for a product the name of its form (`forms`). For a batch "groups" or "xla", one product for all of it, or
-        "each", one call per index. For groups of rows "local", "shared" (ranks read each other's rows), "exchange"
-        (processes exchange rows), or "gather" (ranks gather matrices, or scatter their sums).
-      transfers: what a rank receives each time.
-      links: the same where devices have memories of their own.
-      call: the resolved call of a product, or of one index of a batch; None for what hostmp computes as groups.
+      form: for a product, the name of its form (`forms`). For a batch, "groups" or "xla" (one product for all of it) or
+        "each" (one call per index). For groups of rows, "local", "shared" (ranks read each other's rows), "exchange"
+        (processes exchange rows) or "gather" (ranks gather matrices, or scatter their sums).
+      transfers: the transfers that a rank receives per call.
+      links: the same for devices that do not share memory.
+      call: the resolved call of a product, or of one index of a batch; None for groups.
     """
 
     implementation: str
@@ -86,7 +86,7 @@ class Decision:
     call: forms.ResolvedCall | None = None
 
     def facts(self) -> tuple[str, int]:
-        """Returns (algorithm, workspace bytes per rank) as far as a plan can be made here."""
+        """Returns (algorithm, workspace bytes per rank), as far as a plan can be made here."""
         if self.call is not None:
             return self.call.facts()
         if self.form == "groups":
@@ -100,9 +100,9 @@ class Decision:
 
 
 def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
-    """Decides a product of shards like `a` and `b`, or with `spec.batch` a batch of products.
+    """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0.
 
-    Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
+    Raises the errors of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level.
     """
     if spec.batch:
         return _batch(spec, a, b, where)
@@ -140,10 +140,10 @@ def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: for
 
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
-    """What a rank receives in a product by `implementation`.
+    """Returns the transfers that a rank receives in a product by `implementation`.
 
-    The host implementation, and any in a fixed order, read operands of peers where others move partial sums: each rank
-    computes 1/P of the rows (or columns) from all ranks' shards, or gathers what its part of d needs.
+    The host implementation, and every one in a fixed order, moves operands instead of partial sums: each rank computes
+    1/P of the rows (or columns) from the shards of all ranks, or gathers the operands of its part of d.
     """
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
@@ -163,7 +163,7 @@ def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str)
 
 
 def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
-    """The all-gathers of blocks that XLA multiplies: an operand that is stored transposed is gathered whole."""
+    """Yields the all-gathers of a grid's blocks for XLA; an operand that is stored transposed is gathered whole."""
     mesh, axes = dict(spec.group.mesh), (spec.group.row_axes, spec.group.col_axes)
     is_whole = bool(spec.distributions)
     for nbytes, kept in ((a, None if spec.transpose_a else 0), (b, None if spec.transpose_b else 1)):
@@ -175,7 +175,7 @@ def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
 
 
 def _sums_of_bias(spec: MatmulSpec, d: tuple[int, int], itemsize: int) -> Iterator[Transfer]:
-    """The collectives by which XLA completes a bias gradient (`bias_grad.bias_gradient`)."""
+    """Yields the collectives that complete a bias gradient in XLA (`bias_grad.bias_gradient`)."""
     name, mesh, axes = spec.rule.gradient, dict(spec.group.mesh), spec.contraction.sharded
     if not name:
         return
@@ -200,9 +200,9 @@ def why_xla(
     dtype: str = "",
     is_global: bool = False,
 ) -> str:
-    """Why XLA, or a function of the user's, multiplies groups of rows of this type, or "" where hostmp does.
+    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does.
 
-    `is_global`: the operands are whole arrays, and XLA's partitioner may split the call.
+    `is_global`: the operands are global arrays, and XLA's partitioner may split the call.
     """
     if where.platform != "cpu":
         return f"the platform is {where.platform!r}"
@@ -216,15 +216,15 @@ def why_xla(
 
 
 def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
-    """Whether ranks over `axes` of a mesh read or exchange the rows of their groups, so that no matrix moves."""
+    """True if ranks over `axes` of a mesh read or exchange the rows of their groups, so that no matrix moves."""
     where = here(tuple(mesh.shape.items()), axes, mesh)
     return not why_xla(spec.implementation, spec.level, where) and (not where.unshared or where.shares_memory)
 
 
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
-    """Decides a product of groups of rows of operands and a result of these types.
+    """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result.
 
-    What ranks read of other ranks is what they do where the rows of each rank are evenly those of all groups.
+    The transfers assume that the rows of each rank are spread evenly over all groups.
     """
     x, w, bounds, d = types
     why = why_xla(spec.implementation, spec.level, where, dtype=x.dtype.name)

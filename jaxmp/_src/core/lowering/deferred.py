@@ -1,13 +1,13 @@
-"""A product between machines in chunks: threads of ours multiply one while XLA's collective moves another.
+"""Computes a product between machines in chunks: our threads multiply one while XLA's collective moves another.
 
-XLA:CPU computes nothing of a call while gloo keeps its thread waiting. So the product of each chunk is started by one
-custom call, which gives a ticket at once, and collected by another, which waits for our thread alone:
+XLA:CPU computes nothing of a call while gloo keeps its thread waiting. So one custom call starts the product of a chunk
+and returns a ticket at once, and another one collects it and waits only for our thread:
 
     gather 0, start 0, gather 1, start 1, ..., collect 0, collect 1, ...     chunks of what is gathered
     start 0, start 1, ..., collect 0, sum 0, collect 1, sum 1, ...           chunks of what is summed
 
-No call is pending, and each collective depends on the one before, so that XLA keeps their order. Both custom calls are
-functions of their operands: a ticket saves time, and no more (csrc/ffi/deferred_product.h).
+No call is pending, and each collective depends on the previous one, so that XLA keeps their order. Both custom calls
+are functions of their operands: a ticket only saves time (csrc/ffi/deferred_product.h).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jaxmp._src.platform.hardware.call_time import best_chunks, kind_of
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import ArrayType
 
-# As many as a product is cut into.
+# The largest number of chunks.
 _MOST = 8
 
 
 def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
-    """How many chunks the product of these shards over gloo is cut into, equal on every process of the job."""
+    """Returns the number of chunks for a product of these shards over gloo, equal on every process of the job."""
     machine, kind = hardware.of_job(), kind_of(a.dtype.name)
     which, dimension, nranks = _cut(spec)
     if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes):
@@ -53,7 +53,7 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
     d_size = math.prod(extents(spec, a.shape, b.shape).d) * acc.itemsize
     transfers = in_call(spec.contraction, dict(spec.group.mesh), a_size, b_size, d_size)
     flops = operations(spec, a.shape, b.shape) // spec.group.nranks
-    # The buffers of the partial sums: a reduce-scatter begins with the whole product, which XLA copies.
+    # The buffers of the partial sums. A reduce-scatter begins with the whole product, which XLA copies.
     is_scattered = spec.contraction.scattered is not None
     sums = [d_size * spec.group.nranks] * 2 if is_scattered else [d_size] * spec.contraction.sums
     copied = a_size + b_size + 2 * d_size + sum(each.nbytes for each in transfers)
@@ -70,8 +70,8 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
 
 
 def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
-    """The operand that is cut ("" for none), its dimension, and into how many parts a cut is already: by those to whom
-    its sums go."""
+    """Returns (operand to cut or "", its dimension, number of parts that each chunk takes rows from: the ranks of a
+    scatter, else 1)."""
     rows, cols = ("a", int(spec.transpose_a)), ("b", int(not spec.transpose_b))
     contraction = spec.contraction
     if spec.group.nranks == 1 or spec.distributions or contraction.is_block_grid:
@@ -84,7 +84,7 @@ def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The product of `spec` in chunks; `local` is the spec of one chunk's, and `is_conjugated` what is ahead of it."""
+    """The product of `spec` in chunks. `local`: the spec of a chunk. `is_conjugated`: conjugate a, b before it."""
 
     count: int
     spec: MatmulSpec
@@ -92,7 +92,7 @@ class Chunks:
     is_conjugated: tuple[bool, bool]
 
     def gathered(self, a: jax.Array, b: jax.Array, barrier: Barrier, gather: Gather) -> jax.Array:
-        """The product of what is gathered, while it is."""
+        """Multiplies chunks of the gathered operand while other chunks are being gathered."""
         which, dimension, _ = _cut(self.spec)
         x, other = (a, b) if which == "a" else (b, a)
         rows = x.shape[dimension] // self.count
@@ -108,7 +108,7 @@ class Chunks:
         return _interleaved(parts, int(which == "b"), self.spec.group.nranks)
 
     def summed(self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[..., jax.Array]) -> jax.Array:
-        """The sum over ranks, by `add`, of their products."""
+        """Sums the products of chunks over ranks by `add`, while other chunks are being multiplied."""
         which, dimension, nparts = _cut(self.spec)
         ticket, started = _no_ticket(), []
         for i in range(self.count):
@@ -123,14 +123,14 @@ class Chunks:
         return jnp.concatenate(sums, int(which == "b"))
 
     def _start(self, a: jax.Array, b: jax.Array, ahead: jax.Array, following: int) -> tuple[jax.Array, jax.Array]:
-        """A ticket for the product, and the number `following`, which XLA knows once it is under way."""
+        """Starts a product. Returns its ticket, and the number `following`, which XLA receives once it has started."""
         native.register()
         results = (jax.ShapeDtypeStruct((1,), np.uint64), jax.ShapeDtypeStruct((), np.int32))
         ticket, number = self._call(native.START_TARGET, results, a, b, ahead, jnp.int32(following))
         return ticket, number
 
     def _collect(self, a: jax.Array, b: jax.Array, ticket: jax.Array, after: jax.Array) -> jax.Array:
-        """The product of `ticket`, once `after` is there."""
+        """Returns the product of `ticket`, once `after` has been computed."""
         shape = extents(self.local, a.shape, b.shape).d
         d: jax.Array = self._call(
             native.COLLECT_TARGET, jax.ShapeDtypeStruct(shape, self.local.out_dtype), a, b, ticket, after
@@ -152,14 +152,14 @@ def _no_ticket() -> jax.Array:
 
 
 def _every(x: jax.Array, i: int, count: int, dimension: int, nparts: int) -> jax.Array:
-    """The i-th of `count` chunks of each of the `nparts` parts of x along a dimension."""
+    """Returns chunk i of `count` of each of the `nparts` parts of x along a dimension."""
     ahead, behind = x.shape[:dimension], x.shape[dimension + 1 :]
     split = x.reshape(*ahead, nparts, count, -1, *behind)
     return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*ahead, -1, *behind)
 
 
 def _interleaved(chunks: Sequence[jax.Array], dimension: int, nparts: int) -> jax.Array:
-    """What `_every` has cut, for all i."""
+    """Inverts `_every`: joins the chunks for all i."""
     ahead, behind = chunks[0].shape[:dimension], chunks[0].shape[dimension + 1 :]
     split = [x.reshape(*ahead, nparts, -1, *behind) for x in chunks]
     return jnp.concatenate(split, dimension + 1).reshape(*ahead, -1, *behind)

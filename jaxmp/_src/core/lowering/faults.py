@@ -1,6 +1,6 @@
-"""What cuBLASMp 0.10.0 gets wrong of what it documents, as the conformance suite and tests/gpu found it on an H200.
+"""Faults of cuBLASMp 0.10.0 in documented calls, found by the conformance suite and tests/gpu on an H200.
 
-Each function says why a call is computed otherwise, or "". The suite's list is in tests/conformance/cases.cc.
+Each function returns why a call is computed in another way, or "". The suite's list is in tests/conformance/cases.cc.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def of_operands(spec: MatmulSpec) -> str:
-    """Of a product that XLA multiplies instead."""
+    """Returns why XLA computes the product."""
     if spec.group.nranks == 1:
         return ""
     if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):
@@ -24,7 +24,7 @@ def of_operands(spec: MatmulSpec) -> str:
 
 
 def of_gelu(spec: MatmulSpec) -> str:
-    """Of a gelu that XLA applies instead."""
+    """Returns why XLA applies a gelu."""
     out = np.dtype(spec.out_dtype)
     if "gelu" not in (spec.rule.activation, spec.rule.derivative) or jnp.finfo(out).nmant <= 8:
         return ""
@@ -32,7 +32,7 @@ def of_gelu(spec: MatmulSpec) -> str:
 
 
 def of_epilog(spec: MatmulSpec) -> str:
-    """Of another epilog that XLA applies instead."""
+    """Returns why XLA applies another epilog."""
     row, out = spec.rule, np.dtype(spec.out_dtype)
     sums_operand = row.gradient in ("bgrada", "bgradb")
     if sums_operand and out == np.float16:
@@ -49,5 +49,5 @@ def of_epilog(spec: MatmulSpec) -> str:
 
 
 def of_mask(spec: MatmulSpec) -> str:
-    """Of the mask of RELU, which is made from the result instead."""
+    """Returns why the mask of RELU is made from the result."""
     return "cuBLASMp's mask has ones where the sum is 0" if spec.rule.aux == "relu_aux" else ""

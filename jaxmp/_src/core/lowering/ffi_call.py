@@ -1,9 +1,9 @@
-"""A call as the library takes it: its attributes, its operands and its results.
+"""Emits a call as the library takes it: its attributes, operands and results.
 
-The only place where row-major becomes column-major. A row-major matrix read as column-major is its transpose,
-and D = op(A) @ op(B) is D^T = op(B)^T @ op(A)^T, so the operands swap, m and n swap, and transposition flags stay:
-JAX's b (k, n) is cuBLASMp's A (n x k, "N"), its a (m, k) is cuBLASMp's B (k x m, "N"), and d (m, n) is D (n x m).
-A grid swaps its two directions for the same reason.
+This is the only place where row-major becomes column-major. A row-major matrix read as column-major is its transpose,
+and D = op(A) @ op(B) is D^T = op(B)^T @ op(A)^T. So the operands are exchanged, and m and n are; transposition flags
+stay: JAX's b (k, n) is cuBLASMp's A (n x k, "N"), its a (m, k) is cuBLASMp's B (k x m, "N"), and d (m, n) is D (n x m).
+A grid exchanges its two directions for the same reason.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _DTYPES = {
 
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
-    """The results of one custom call, by name."""
+    """Returns the results of one custom call, by name."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
-    is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is handed over as XLA holds it
+    is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is passed as XLA holds it
     given = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
     for name in (name for name in spec.operand_names if name not in SCALE_NAMES):
         x = operands[name]  # cuBLASLt wants the rows of a gelu_aux padded
@@ -64,20 +64,20 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
         if name in operands:
             given.append(low_precision.for_library(operands[name], spec.scales.of(name)))
     if spec.group.nranks > 1 and not devices:
-        # Which device of the mesh this is: the call's own way to know its rank, on any device assignment. On GPUs it
-        # costs work on the device at every run, so a call that names its devices does without.
+        # This device's position in the mesh, so that the call knows its rank for any device assignment. On GPUs it
+        # costs work on the device in every run, so a call that names its devices goes without it.
         given.append(mesh_position(spec.group.mesh))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
         outputs = dict(zip(names, call(*given, **call_attributes(spec, a, b, devices, found)), strict=True))
     if spec.distributions:
-        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library leaves it alone
+        return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library does not write it
     return {name: _final(name, spec, found, x) for name, x in outputs.items()}
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """The type of a result as the library writes it."""
+    """Returns the type of a result as the library writes it."""
     rows, cols = found.d
     if name == "d" and spec.out_dtype.name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
@@ -93,7 +93,7 @@ def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtyp
 
 
 def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Array:
-    """A result from what the library has written."""
+    """Converts a result from the library's form."""
     if name == "gelu_aux":
         return x[:, : found.d[1]]
     if x.dtype != jnp.uint8:
@@ -104,13 +104,13 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
-    """D takes the memory of C, so c that is donated, carried by a loop or not used again is updated in place.
+    """Gives D the memory of C, so that a c that is donated, carried by a loop or not used again is updated in place.
 
-    XLA copies c ahead of the call where it is used again or was not donated, and without the alias it copies D after
-    the call where c was donated: one pass over D in either case. Those who add to a large C mostly accumulate, so the
-    side that saves the memory as well is the better one.
+    If c is used again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if
+    c was donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves
+    memory, is the better choice.
     """
-    if not spec.has_c or spec.beta == 0:  # C that is not read is not worth a copy
+    if not spec.has_c or spec.beta == 0:  # C is not read, so it is not worth a copy
         return {}
     if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it
         return {}
@@ -120,10 +120,10 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
 def call_attributes(
     spec: MatmulSpec, a: ArrayType, b: ArrayType, devices: tuple[int, ...] = (), found: Extents | None = None
 ) -> dict[str, Any]:
-    """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types.
+    """Returns the attributes of the custom call in cuBLASMp's column-major terms; a, b: JAX's shards or their types.
 
-    `devices` are the ids of the mesh's devices by their place in it, by which the call finds its communicator; empty
-    where they are not known, and where no communicator spans them.
+    `devices`: the ids of the mesh's devices by position, with which the call finds its communicator; empty if they are
+    unknown or have no communicator.
     """
     found = found or extents(spec, a.shape, b.shape)
     row = spec.rule
@@ -156,7 +156,7 @@ def call_attributes(
             "relu_aux": "u8",
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
-        # hostmp takes cuBLASMp's, and no library sums in 16 bits.
+        # hostmp takes cuBLASMp's compute types; no library sums in 16 bits.
         "compute": precisions.find(
             spec.precision,
             low_precision.operand_type(a.dtype, b.dtype),
@@ -194,7 +194,7 @@ def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
 
 
 def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:
-    """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
+    """Returns the name of a call in profiles and HLO metadata: pattern, global m x k x n, types, level, kernel."""
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"
@@ -211,10 +211,10 @@ mesh_position_p = jax_compat.make_primitive("jaxmp_mesh_position", multiple_resu
 
 
 def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
-    """The index of this device in a mesh with these axes and sizes, a uint32.
+    """Returns the index of this device in a mesh with these axes and sizes, a uint32.
 
-    `lax.axis_index` computes it by a few operations, for which XLA on CPUs starts LLVM: of a program with one call they
-    were a third of the compile time. Inside a shard_map over all axes it is the number that XLA has for the device.
+    `lax.axis_index` computes it with a few operations. XLA on CPUs starts LLVM for them, which took a third of the
+    compile time of a program with one call. Inside a shard_map over all axes the index is XLA's partition id.
     """
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 

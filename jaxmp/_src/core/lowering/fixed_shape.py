@@ -1,17 +1,17 @@
-"""A product as calls of one shape: a fixed order over a library that promises no order of sums.
+"""Computes a product as calls of one shape, so that a library without a promised order of sums keeps a fixed order.
 
-Which kernel cuBLASLt takes, and with it the order in which an element of D is summed, follows from the call: its
-extents, types, transpositions, leading dimensions and epilog. So all calls of a product are alike, however many rows
-and columns it has and wherever a mesh has cut them: one rank, all of k, ROWS rows, COLUMNS columns, a stored (m, k) and
-b stored (k, n). What a tile lacks is padding, and what comes of padding is dropped.
+The extents, types, transpositions, leading dimensions and epilog of a call decide which kernel cuBLASLt takes, and the
+kernel decides the order of the terms in an element of D. So all calls of a product have the same extents and the like,
+for any number of rows and columns and on any mesh: one rank, all of k, ROWS rows, COLUMNS columns, a stored (m, k) and
+b stored (k, n). Partial tiles are padded, and the results of padding are dropped.
 
-    ROWS = 512, COLUMNS = 4096, a (1100, k), b (k, 5000): 3 x 2 calls of 512 x k x 4096, of which the last ones have 76
-    rows and 904 columns of d. Row 600 is row 88 of its calls; on four ranks, each with 275 of the rows, the third has
-    it as row 50 of its only one.
+    ROWS = 512, COLUMNS = 4096, a (1100, k), b (k, 5000): 3 x 2 calls of 512 x k x 4096. The last ones have 76 rows and
+    904 columns of d. Row 600 is row 88 of its calls. On four ranks with 275 rows each, it is row 50 of the only call of
+    the third rank.
 
-Then an element can depend on no more than its row of op(A), its column of op(B) and its place in the tile; and not on
-that place where a kernel sums all its tiles alike. No source says that every kernel of cuBLASLt does (a stream-K
-schedule cuts k elsewhere in each tile), so this is for `jaxmp selftest --implementation cublasmp` to show on a card.
+Then an element depends only on its row of op(A), its column of op(B) and its place in the tile. It does not depend on
+the place if a kernel sums all its tiles in the same way. No source says so for every kernel of cuBLASLt (a stream-K
+schedule splits k differently in each tile), so `jaxmp selftest --implementation cublasmp` tests it on a card.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
-# The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
-# about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where
-# layers are not, and multiples of 128, as scales of blocks and the packed mask of relu have to be. Reasoned, not
-# measured: no GPU could be had.
+# The extents of a call on an H100 or H200, or if the card is unknown: 4 x 32 = 128 tiles of 128 x 128, about one for
+# each of the 132 multiprocessors (`columns`). Fewer rows than columns, because batches are often smaller than layers;
+# multiples of 128, because scales of blocks and the packed mask of relu need them. Reasoned, not measured: no GPU was
+# available.
 ROWS, COLUMNS = 512, 4096
-# What the extents of layers are mostly multiples of, so that whole calls cover them.
+# The extents of most layers are multiples of this, so that whole calls cover them.
 _COLUMN_STEP = 1024
-# What k is padded to: a call may multiply by a derivative then. The zeros add +0 to sums that begin at +0, so that no
-# element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
+# k is padded to this extent so that a call may multiply by a derivative. The zeros add +0 to sums that begin at +0, so
+# that no element changes, not even the sign of a zero. Every rank pads the same, because it holds all of k = 1.
 PADDED_K = 2
-# As in `matmul`.
+# `call` of `matmul`.
 TileCall = Callable[..., Operands]
 
 
 def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """The results of a local product by name; `call(operands, spec=spec)` has a tile's."""
+    """Returns the results of a local product by name. `call(operands, spec=spec)` returns the results of a tile."""
     a, b, row = operands["a"], operands["b"], spec.rule
     found = extents(spec, a.shape, b.shape)
     rows, k, _, cols = found.local
     if 0 in (rows, cols) or (k == 0 and low_precision.is_low_precision(a.dtype)):
         return xla_matmul.matmul(operands, spec, "cpu")
-    if k == 0:  # which cuBLASMp does not take
+    if k == 0:  # cuBLASMp does not take it
         operands = padded_along_k(operands, spec)
-    if spec.order.is_transposed:  # the transposed product is the one that the same gradient is on other meshes
+    if spec.order.is_transposed:  # on other meshes the same gradient is the transposed product
         transposed = spec.reorder(is_transposed=False).swapped()
         return {"d": matmul({"a": operands["b"], "b": operands["a"]}, transposed, call)["d"].T}
     if row.derivative and row.gradient:
@@ -64,7 +64,7 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
     nrow, ncol = _count(rows, cols)
     tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
-    def in_rows(name: str) -> bool:  # whether a tile of rows lies in one piece in the operand's own memory
+    def in_rows(name: str) -> bool:  # True if a tile of rows is contiguous in the operand's memory
         return _cuts(spec, name).get(0, ("",))[0] == "m"
 
     def tiles_of_columns(j: jax.Array | int) -> Operands:
@@ -91,7 +91,7 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
 
 
 def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> str:
-    """What a local product comes to, for people to read."""
+    """Describes the calls of a local product for a message."""
     rows, k, _, cols = extents(spec, a_shape, b_shape).local
     calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
     text = f"{library} {calls} local Matmul of {ROWS}x{k}x{columns()} each, padded, instead of an order of sums"
@@ -99,7 +99,7 @@ def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> 
 
 
 def columns() -> int:
-    """The columns of a call: with ROWS about one tile of 128 x 128 for each multiprocessor, of the job's least card."""
+    """Returns the columns of a call: about one tile of 128 x 128 per multiprocessor of the smallest card in the job."""
     multiprocessors = native.card_multiprocessors()
     if multiprocessors is None:
         return COLUMNS
@@ -107,18 +107,18 @@ def columns() -> int:
 
 
 def _count(rows: int, cols: int) -> tuple[int, int]:
-    """How many tiles of rows and of columns a product has."""
+    """Returns the number of tiles of rows and of columns."""
     return -(-rows // ROWS), -(-cols // columns())
 
 
 def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Shape, Shape]:
-    """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
+    """Returns the local shapes of a and b as stored, with the contraction's extent replaced by `k`."""
     rows, _, _, cols = extents(spec, a_shape, b_shape).local
     return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
 
 
 def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
-    """The operands, a and b with zeros behind them along the contraction, which then has PADDED_K terms."""
+    """Appends zeros to a and b along the contraction, so that it has PADDED_K terms."""
     wanted = dict(zip("ab", with_k(spec, operands["a"].shape, operands["b"].shape, PADDED_K), strict=True))
     widths = {
         name: [(0, want - have) for have, want in zip(operands[name].shape, shape, strict=True)]
@@ -128,7 +128,7 @@ def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
-    """The spec of every call. Only what the library takes in one form alone is stored otherwise than (m, k), (k, n)."""
+    """Returns the spec of every call: (m, k), (k, n), unless the library takes an operand only in another form."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
         **levels.ANY_ORDER.option,
@@ -140,8 +140,8 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
 
 
 def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """With d summed over its rows. The library would round the sums of each tile to d's type, so they are a product
-    with ones, rounded once."""
+    """Computes d and its sums over rows, as a product with ones that is rounded once. The library would round the sums
+    of each tile to d's type."""
     outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)
@@ -149,14 +149,14 @@ def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands
 
 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
-    """The dimensions of an operand that are cut: whether with the rows (m) or the columns (n) of d, and into parts of
-    what extent."""
+    """Returns the dimensions of an operand that are cut into tiles: "m" or "n" (rows or columns of d), and the extent
+    of a tile."""
     tile = {"m": ROWS, "n": columns()}
     return {i: (dim, tile[dim] // size) for i, (dim, size) in enumerate(spans(spec, name)) if dim in tile}
 
 
 def _padded(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
-    """`x` zero-padded to whole tiles; with amax the last row is repeated, so that padding cannot change the maximum."""
+    """Pads `x` with zeros to whole tiles. With amax the last row is repeated, so that padding keeps the maximum."""
     has_amax = spec.scales.amax_d or spec.scales.amax_aux
     for dimension, (way, size) in _cuts(spec, name).items():
         if missing := -x.shape[dimension] % size:
@@ -166,7 +166,7 @@ def _padded(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
 
 
 def _part(spec: MatmulSpec, name: str, x: jax.Array, way: str, index: jax.Array | int) -> jax.Array:
-    """Tile `index` along the rows (m) or columns (n) of d."""
+    """Returns tile `index` along the rows (m) or columns (n) of d."""
     for dimension, (cut, size) in _cuts(spec, name).items():
         if cut == way and x.shape[dimension] != size:
             x = lax.dynamic_slice_in_dim(x, index * size, size, dimension)
@@ -179,11 +179,11 @@ def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_
 
 
 def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], tiles: Operands) -> Operands:
-    """The results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)`, each stacked along a new
-    first dimension.
+    """Stacks the results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)` along a new first
+    dimension.
 
-    A loop's own tiles, which lie in one piece at a multiple of its counter, XLA:GPU takes from where they are and puts
-    where they go; others it copies.
+    XLA:GPU reads and writes a loop's tiles in place if each is contiguous at a multiple of the counter; it copies
+    others.
     """
     if number == 1:
         return {name: x[None] for name, x in body(0, {name: x[0] for name, x in tiles.items()}).items()}
@@ -192,11 +192,11 @@ def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], ti
 
 
 def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Array:
-    """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
+    """Joins the results of tiles, (tiles of columns, tiles of rows, *shape), to a result of the product."""
     dims, (rows, cols) = SPANS.get(name), found.d
-    if not dims:  # the largest values
+    if not dims:  # a largest absolute value
         return jnp.max(x)
-    if len(dims) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
+    if len(dims) == 1:  # sums of a are equal in all tiles of columns, sums of b in all tiles of rows
         return x[0].reshape(-1)[:rows] if dims[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)

@@ -1,11 +1,9 @@
-"""One resolved call: what a product is, who computes it, in which form, and why.
+"""Resolves a call: the form of a product for the implementation that `decide` has chosen (`resolve`), and why.
 
-`resolve` finds the form of a product for the implementation that `decide` has chosen.
-
-A form is how a call reaches its library: one class each, in order of preference in `FORMS`. cuBLASMp all-reduces with
-op(A) = A^T, op(B) = B and without C only, and has its epilogs on one-dimensional layouts and of real numbers only.
-hostmp declares that it takes more. A call that a library does not take directly is put together from calls that it
-takes: `inner` is the call that a form contains.
+A form is a way to compute a call with a library. Each form is a class; `FORMS` has them in order of preference.
+cuBLASMp all-reduces only with op(A) = A^T, op(B) = B and without C, and has epilogs only on one-dimensional layouts and
+for real numbers. hostmp declares that it takes more. A call that a library does not take directly is composed of calls
+that it takes: `inner` is the call that a form contains.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from jaxmp._src.platform.runtime.types import ArrayType, Operands
 
 
 class Product(NamedTuple):
-    """What is asked: a product of shards of these types."""
+    """The requested product: its spec, and the types of the shards."""
 
     spec: MatmulSpec
     a: jax.ShapeDtypeStruct
@@ -43,12 +41,12 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCall:
-    """One product on one platform, hashable; its class is the form.
+    """One product on one platform, hashable. The class is the form.
 
-    `spec` is the product in this form, for shards converted to the types `a` and `b`; `is_conjugated` says which of the
-    two are conjugated ahead of it. `implementation` is "host", "cublasmp", "host+xla" or "xla", chosen because of
-    `why`; `library` makes the calls ("host", "cublasmp", or "" for XLA). The form is taken because of `form_why`.
-    `inner` is the call that the form contains, where it is not the library's call itself.
+    `spec`: the product in this form, for shards converted to the types `a` and `b`. `is_conjugated`: a, b are
+    conjugated before it. `implementation`: "host", "cublasmp", "host+xla" or "xla", chosen because of `why`. `library`:
+    makes the calls ("host", "cublasmp", or "" for XLA). `form_why`: why the form was chosen. `inner`: the call that the
+    form contains; None if the form is the library's call.
     """
 
     spec: MatmulSpec
@@ -59,40 +57,40 @@ class ResolvedCall:
     library: str
     form_why: str = ""
     is_conjugated: tuple[bool, bool] = (False, False)
-    inner: ResolvedCall = None  # type: ignore[assignment]  # of the forms that contain one
+    inner: ResolvedCall = None  # type: ignore[assignment]  # None in forms that contain no call
 
     name: ClassVar[str]
 
     @staticmethod
     def why_taken(product: Product, capabilities: Capabilities) -> str | None:
-        """Why a call takes this form, or None where it does not."""
+        """Returns why a call takes this form, or None if it does not."""
         raise NotImplementedError
 
     @staticmethod
     def asked(product: Product) -> Product | None:
-        """What the library is asked for instead."""
+        """Returns the product of the `inner` call, or None if the form contains no call."""
         return None
 
     def emit(self, operands: Operands, **where: Any) -> Operands:
-        """The results by name; `where` is `devices` as in `ffi_call.call_attributes`, and for XLA's form `platform` and
-        `processes` as in `xla_matmul.matmul`."""
+        """Returns the results by name. `where`: `devices` for `ffi_call.call_attributes`; `platform` and `processes`
+        for `xla_matmul.matmul`."""
         conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
         return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
 
     def results(self, operands: Operands, **where: Any) -> Operands:
-        """The same, of operands that are conjugated already."""
+        """Returns the results by name for operands that are already conjugated."""
         raise NotImplementedError
 
     def facts(self) -> tuple[str, int]:
-        """(algorithm, workspace bytes per rank) of the plan that serves the call.
+        """Returns (algorithm, workspace bytes per rank) of the plan of the call.
 
-        Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
+        This is an expectation for cuBLASMp, because it chooses its algorithm and workspace when it runs.
         """
         return f"{self.name} ({self.form_why})", 0
 
 
 class Tiles(ResolvedCall):
-    """A local product as many calls of one shape."""
+    """Computes a local product as many calls of one shape."""
 
     name = "fixed_shape_tiles"
 
@@ -112,7 +110,7 @@ class Tiles(ResolvedCall):
 
 
 class Gathered(ResolvedCall):
-    """Each rank gathers what its part of d needs, and multiplies on its own."""
+    """Gathers the operands of each rank's part of d and multiplies them locally."""
 
     name = "gathered"
 
@@ -124,7 +122,7 @@ class Gathered(ResolvedCall):
     @staticmethod
     def asked(product: Product) -> Product:
         spec, a, b = product
-        # Over these axes the ranks have other rows of D.
+        # The rows of D are sharded over these axes.
         axes = spec.contraction.sharded("d", "m")
         if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
             raise spec.level.refusal(
@@ -145,7 +143,7 @@ class Gathered(ResolvedCall):
         if spec.group.nranks > 1:
             operands = xla_matmul.gather_for_part(spec, operands, platform)
         outputs = self.inner.emit(operands)
-        # Over these axes the ranks have summed other rows of op(a).
+        # Each rank over these axes has summed different rows of op(a).
         axes = spec.contraction.sharded("d", "m")
         if spec.rule.gradient == "bgrada" and axes:
             sums = xla_matmul.collective("all_gather", outputs["bgrada"], axes, (0,), platform=platform)
@@ -159,7 +157,7 @@ class Gathered(ResolvedCall):
 
 
 class PaddedK(ResolvedCall):
-    """Zeros are added along k."""
+    """Adds zeros along k."""
 
     name = "padded_k"
 
@@ -186,7 +184,7 @@ class PaddedK(ResolvedCall):
 
 
 class SeparateEpilog(ResolvedCall):
-    """XLA adds C to the plain product and applies the epilog."""
+    """Has XLA add C to the plain product and apply the epilog."""
 
     name = "separate_epilog"
 
@@ -206,7 +204,7 @@ class SeparateEpilog(ResolvedCall):
 
 
 class MaskOfResult(ResolvedCall):
-    """The mask of RELU is made from d."""
+    """Makes the mask of RELU from d."""
 
     name = "mask_of_result"
 
@@ -225,7 +223,7 @@ class MaskOfResult(ResolvedCall):
 
 
 class TransposedCopy(ResolvedCall):
-    """Operands are copied, so that they are stored as the library wants them."""
+    """Copies operands so that they are stored in the form that the library takes."""
 
     name = "transposed_copy"
 
@@ -245,13 +243,13 @@ class TransposedCopy(ResolvedCall):
     def results(self, operands: Operands, **where: Any) -> Operands:
         a = operands["a"].T if self.spec.transpose_a else operands["a"]
         b = operands["b"] if self.spec.transpose_b else operands["b"].T
-        # What a transposition also conjugated still has to be.
+        # The library conjugates only operands that it transposes, so the copy is conjugated here.
         a = lax.conj(a) if self.spec.conjugate_a else a
         return self.inner.emit(operands | {"a": a, "b": b}, **where)
 
 
 class Direct(ResolvedCall):
-    """One call of the library's."""
+    """Calls the library once."""
 
     name = "direct"
 
@@ -273,7 +271,7 @@ class Direct(ResolvedCall):
 
 
 class Xla(ResolvedCall):
-    """XLA computes everything but, on CPUs of several processes, the local product."""
+    """Has XLA compute everything, except that hostmp multiplies locally on CPUs of several processes."""
 
     name = "xla"
 
@@ -283,11 +281,11 @@ class Xla(ResolvedCall):
         return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
     def chunks(self) -> deferred.Chunks | None:
-        """The chunks in which processes compute it, if it is cut."""
+        """Returns the chunks that processes compute one by one, or None if the call is not cut."""
         count = chunks_of(self)
         if count == 1:
             return None
-        # Of any extents: those of a chunk decide nothing of the form.
+        # Placeholder extents: the extents of a chunk do not affect its form.
         product = Product(_local(self.spec, self.a.dtype), self.a, self.b)
         local = in_library(product, Choice("host", "a chunk"), "host")
         assert isinstance(local, Direct), local
@@ -308,12 +306,12 @@ FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilo
 
 
 def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
-    """The call for shards like `a` and `b`, by the implementation that was chosen.
+    """Resolves the call for shards like `a` and `b` by the chosen implementation.
 
-    Raises NotImplementedError for what the form cannot keep.
+    Raises NotImplementedError if a form cannot keep what the caller asks for.
     """
     implementation, types = choice.implementation, (a.dtype, b.dtype)
-    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand itself, elsewhere it is converted
+    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
         is_decoded = implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
         types = types if is_decoded else (wide, wide)
@@ -343,8 +341,8 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> Res
 
 
 def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
-    """The product by an activation's derivative, of `t` as the C of a product over nothing: -0 * 0 is -0, and -0 + t is
-    t, also for t = -0."""
+    """Resolves `t` times an activation's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and
+    -0 + t is t, even for t = -0."""
     choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
@@ -353,14 +351,14 @@ def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> Re
 
 
 def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
-    """(the first form in which a library takes the call, why)."""
+    """Returns (the first form that a library takes for the call, why)."""
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
 
 def in_library(
     product: Product, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """The call in the form that the library takes; `capabilities` are the library's unless they are given."""
+    """Resolves the call in the form that the library takes. `capabilities`: by default the library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:
@@ -374,14 +372,14 @@ def in_library(
     if asked.rule.gradient and 0 in found.d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
     capabilities = capabilities or backend.capabilities_of(library)
-    # A level comes of local calls, which are right.
+    # A level uses local calls, which have no faults.
     is_level = asked.fixed_reduction_order and not capabilities.fixed_reduction_order
     if not capabilities.as_documented and not is_level and (why := faults.of_operands(asked)):
         return in_form(Xla, why, product, choice)
-    # The sum of one rank is its product, which cuBLASMp takes as it is stored.
+    # The sum of one rank is its product, and cuBLASMp takes the operands of a local product in any transposition.
     if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
         asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))
-    # cuBLASMp conjugates only what it transposes, and sums only what it does not conjugate.
+    # cuBLASMp conjugates only operands that it transposes, and sums only operands that it does not conjugate.
     spec = asked
     if asked.conjugate_a or asked.conjugate_b:
         spec = asked.replace(
@@ -404,21 +402,21 @@ def in_form(
     is_conjugated: tuple[bool, bool] = (False, False),
     capabilities: Capabilities | None = None,
 ) -> ResolvedCall:
-    """The call in this form."""
+    """Builds the call in this form, with its inner call."""
     asked = form.asked(product)
     inner: Any = in_library(asked, choice, library, capabilities) if asked else None
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
 
 
 def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
-    """One of the calls of one shape that a local product comes to."""
+    """Resolves one call of a local product that is computed as calls of one shape."""
     shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
     capabilities = backend.capabilities_of(library).of_tiles()
     return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
-    """One device's product in the accumulator's type, through the custom call."""
+    """Multiplies on one device in the accumulator's type by the custom call."""
     return one_device(_local(spec, a.dtype), {"a": a, "b": b}, "host").emit({"a": a, "b": b})["d"]
 
 
@@ -427,13 +425,13 @@ def _local(spec: MatmulSpec, dtype: np.dtype) -> MatmulSpec:
 
 
 def chunks_of(call: ResolvedCall) -> int:
-    """Into how many chunks a call is cut, which XLA's collectives move."""
+    """Returns the number of chunks of a call; 1 unless hostmp multiplies and XLA's collectives communicate."""
     is_cut = isinstance(call, Xla) and call.library == "host"
     return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
 
 
 def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
-    """The operands that are not stored as an all-reduced product wants them, which in JAX's order is (m, k), (n, k)."""
+    """Returns the operands that are not stored (m, k), (n, k) in JAX's order, as cuBLASMp's all-reduce needs them."""
     spec, a, b = product
     if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:
         return []

@@ -1,9 +1,9 @@
-"""How products of groups of rows are lowered: hostmp's custom call on the shards of CPU devices, XLA's ragged product
-elsewhere.
+"""Lowers products of groups of rows: to hostmp's custom call on the shards of CPU devices, elsewhere to XLA's ragged
+product.
 
-Ranks of several processes that share memory exchange rows: each takes those of its own groups from the others', and
-the results of its own rows back, so that nothing but these is moved. Where they share none, they gather matrices, and
-reduce-scatter their sums."""
+Ranks of several processes that share memory exchange only rows: each rank reads the rows of its groups from the other
+ranks, and then the results of its own rows. Ranks that share no memory gather matrices, or reduce-scatter their
+sums."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 def _exchanged(
     memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
 ) -> jax.Array:
-    """The result of experts in several processes: each rank has the rows of its own groups, by group and then in the
-    order of the ranks, so that sums are those of one process."""
+    """Multiplies experts in several processes. Each rank collects the rows of its groups, sorted by group and then by
+    rank, so that sums have the bits of one process."""
     x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
 
     def by_owner(of_each: jax.Array) -> jax.Array:
-        """(ranks, groups) as (owner, group, rank)."""
+        """Rearranges (ranks, groups) to (owner, group, rank)."""
         return of_each.reshape(ranks, ranks, -1).transpose(1, 2, 0)
 
     first, sizes = by_owner(bounds[:, :-1]), by_owner(jnp.diff(bounds))
@@ -127,7 +127,7 @@ _CONTRACTION = lax.RaggedDotDimensionNumbers(
 
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """By `lax.ragged_dot_general`, whose first group begins with the first row, or by the user's function."""
+    """Multiplies by `lax.ragged_dot_general` or the user's function; rotates rows so that group 0 begins at row 0."""
     x, w = low_precision.widened(x, w)
     given = spec.implementation
     multiply = given if callable(given) else lax.ragged_dot_general

@@ -1,7 +1,7 @@
-"""Rules of `jax.experimental.sparse.sparsify` and `jax.experimental.roofline`, which find them by primitive: those of
-XLA's operations for the same product.
+"""Rules for `jax.experimental.sparse.sparsify` and `jax.experimental.roofline`: the rules of XLA's operations for the
+same product.
 
-They are registered once their user has imported them, which takes longer than importing jaxmp.
+They are registered when the user imports these modules, because importing them takes longer than importing jaxmp.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxmp._src.core.primitive.primitives import over_batch
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.platform.jax_internals import jax_compat, jax_rules
 
-# The devices for which there are such models.
+# JAX has such models for these devices.
 _PLATFORM = "cuda"
 
 
 def register_sparsify(primitives: Iterable[jax_compat.Primitive]) -> None:
-    """Of global arrays; those of shards have none."""
+    """Registers rules for products of global arrays. JAX reports products of shards as not implemented."""
     transform = sys.modules["jax.experimental.sparse.transform"]
     for primitive in primitives:
         transform.sparse_rules_bcoo[primitive] = functools.partial(_sparsify, transform, primitive)
@@ -45,10 +45,10 @@ def _sparsify(
 
 
 def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
-    """That of XLA's operations for the same product, or of its collective."""
+    """Registers the roofline of XLA's operations for the same product, and of lax for a collective."""
     roofline = sys.modules["jax.experimental.roofline.roofline"]
     untyped, typed = jax_rules.PSUMS
-    roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has the second alone
+    roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has only the second one
     for primitive in primitives:
         roofline.register_roofline(primitive)(functools.partial(_roofline, primitive))
     roofline.register_roofline(collective_p)(_collective_roofline)

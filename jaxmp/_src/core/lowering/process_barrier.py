@@ -1,4 +1,4 @@
-"""Where the ranks of a call live, and what their processes have to agree on ahead of it."""
+"""Finds the processes of a call's ranks, and adds the barriers at which these processes compare the call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.config import config
 from jaxmp._src.platform.runtime.types import ArrayType
 
-# XLA:CPU runs a program of less than a thousand operations at its dispatch. An error then comes out of the dispatch
-# and not out of the wait for the result, and JAX's fast path makes a ValueError of it. This many more operations make
-# XLA run the program later. They take a microsecond to run, and one elementwise kernel to compile.
+# XLA:CPU runs a program of less than a thousand operations during its dispatch. An error is then raised by the dispatch
+# instead of the wait for the result, and JAX's fast path turns it into a ValueError. This many more operations make XLA
+# run the program later. They take a microsecond to run, and one elementwise kernel to compile.
 _UNCHEAP = 1024
 # Every mesh axis as (name, size).
 MeshAxes = tuple[tuple[str, int], ...]
@@ -32,9 +32,9 @@ MeshAxes = tuple[tuple[str, int], ...]
 class Span:
     """The devices of a mesh, their processes and their groups, each by position in the mesh.
 
-    Worked example: axes (x=2, y=2) on devices 0 1 | 2 3, a call over "x": groups (0, 1, 0, 1). With two processes of
-    two devices, processes (0, 0, 1, 1), each group has a rank in both; a call over "y" has groups (0, 0, 1, 1), and
-    each stays within one process.
+    Example: axes (x=2, y=2) on devices 0 1 | 2 3, in two processes of two devices: processes (0, 0, 1, 1). A call over
+    "x" has groups (0, 1, 0, 1), and each has a rank in both processes. A call over "y" has groups (0, 0, 1, 1), and
+    each is in one process.
     """
 
     devices: tuple[int, ...]
@@ -43,7 +43,7 @@ class Span:
 
     @property
     def group_processes(self) -> int:
-        """The number of processes over which the ranks of a group spread, of the group that spreads most."""
+        """The largest number of processes that the ranks of one group span."""
         members: dict[int, set[int]] = {}
         for process, group in zip(self.processes, self.groups, strict=True):
             members.setdefault(group, set()).add(process)
@@ -51,11 +51,11 @@ class Span:
 
 
 def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> Span | None:
-    """The span of a call over `group_axes` of a mesh with these axes, equal on every process; None where nobody has
-    said which devices these are.
+    """Returns the span of a call over `group_axes` of a mesh with these axes, equal on every process; None if its
+    devices are unknown.
 
-    Where only the shape of the mesh is known and it has as many devices as the job, all of them take part, in an
-    order that is not known: they count as one group.
+    If only the shape of the mesh is known and it has as many devices as the job, all devices take part in an unknown
+    order. They count as one group.
     """
     shape = [size for _, size in axes]
     names = [name for name, _ in axes]
@@ -75,7 +75,7 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | 
 
 
 def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
-    """Of each position of a mesh its number as `lax.axis_index(names)` counts."""
+    """Returns `lax.axis_index(names)` at each position of a mesh."""
     sizes = dict(axes)
     coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
     numbers = np.zeros(tuple(sizes.values()), np.int64)
@@ -85,7 +85,7 @@ def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
 
 
 def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
+    """Returns the ids of the mesh's devices by position; empty if the devices are unknown."""
     if mesh is None or tuple(mesh.shape.items()) != spec.group.mesh:
         return ()
     return tuple(device.id for device in mesh.devices.flat)
@@ -96,8 +96,8 @@ def unshared_reason(
 ) -> tuple[str, bool]:
     """Returns (why CPU devices of a group share no call, or ""; whether all processes of the mesh share memory).
 
-    A call that ranks share is pending until all have come, and a loop or branch with such a call counts for XLA as
-    started before the collectives in it have. Calls over gloo must start in one order on every rank.
+    A call that ranks share is pending until all ranks have come. XLA counts a loop or branch with such a call as
+    started before its collectives have started, but calls over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
         return "", False
@@ -115,27 +115,27 @@ def unshared_reason(
 
 
 def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
-    """Whether all processes of the mesh share memory with this one."""
+    """True if all processes of the mesh share memory with this one."""
     is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes
     return found is not None and is_placed and native.shared_processes.issuperset(found.processes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One call of a program that is being lowered, as its processes have to see it."""
+    """One call of a program that is being lowered, with the facts that its processes compare."""
 
     span: Span
     program: str
     next_index: Callable[[str], int]  # counts the calls of a kind in the program
     axes: MeshAxes
-    shares_memory: bool  # whether all processes of the mesh share memory with this one
-    is_in_body: bool  # of a loop or branch
+    shares_memory: bool  # all processes of the mesh share memory with this one
+    is_in_body: bool  # the call is in a loop or branch
 
     def barrier(self, call: str, fields: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """`operands`, ahead of a collective of XLA's, once every process of this device's group has come to an equal
-        call, or after a moment: `call` names it for people, `fields` are what has to be equal.
+        """Returns `operands` for XLA's collective once every process of this device's group has come to an equal call,
+        or after a short wait (docs/faults.md). `call`: its name for messages. `fields`: values that have to be equal.
 
-        A process that does not come, or with another call, makes it an error in all of them, or ends them.
+        If a process does not come, or comes with another call, all processes raise an error or end.
         """
         native.register()
         position = self.position()
@@ -148,12 +148,12 @@ class Site:
         return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
     def position(self) -> jax.Array:
-        """Returns an int32 array, the first element of which is this device's position in the mesh."""
+        """Returns an int32 array. Its first element is this device's position in the mesh."""
         position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
         return lax.iota(np.int32, _UNCHEAP) + position
 
     def attributes(self, call: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a barrier or a collective of a call, asked for once for each."""
+        """Returns the attributes of a barrier or collective. Call it once for each, because it counts them."""
         described = "\n".join(f"{name}={value}" for name, value in fields.items() if config().compares_calls)
         program, first = self.program, 0
         if program.startswith(jax_partitioner.PARTITIONED):  # a program of one call of another program
@@ -173,7 +173,7 @@ class Site:
 
 
 def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
-    """What has to be equal on every process of a group, in the user's terms."""
+    """Returns the values that have to be equal on every process of a group, by names that users know."""
     found = extents(spec, a.shape, b.shape)
     described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
     for name, value in _fields_of(spec).items():
@@ -188,18 +188,18 @@ def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
 
 
 def _fields_of(x: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
+    """Returns the fields of a dataclass by name."""
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
 def site(
     ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
 ) -> Site | None:
-    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier.
+    """Returns the site of the call over `group_axes` that is being lowered; None if it needs no barrier.
 
-    A group within one process needs none, but for a collective in a job that shares memory: XLA's own goes over gloo
-    there too, where a loop with a call of ours does not keep its order. An exported program has none: its processes are
-    those that run it.
+    A group within one process needs no barrier, except for a collective in a job that shares memory. XLA's collectives
+    use gloo there too, and a loop with one of our calls does not keep their order. An exported program has no site,
+    because the processes that will run it are unknown.
     """
     if not native.has_barrier or jax.process_count() == 1 or jax_lowering.is_for_export(ctx):
         return None

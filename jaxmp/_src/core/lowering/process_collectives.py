@@ -1,11 +1,11 @@
 """Collectives of a call through memory that the processes of one machine share.
 
-Each device writes to its process's memory and comes to the barrier of the call; once all have come, each reads the
-others'. XLA's own collectives (gloo) send over sockets what lies in the memory of the same machine.
+Each device writes to the memory of its process and waits at the barrier of the call. Once all devices have come, each
+reads what the others wrote. XLA's collectives (gloo) use sockets even between processes of one machine.
 
-Such a call is pending until all have come. In a loop or branch that would let collectives of XLA's behind it start
-ahead of those inside, in another order on each rank. There two calls stand in its place, and neither waits: the first
-writes, an all-gather of XLA's tells every rank where the others have written and in which run, and the second reads.
+Such a call is pending until all ranks have come. In a loop or branch, XLA's collectives after the loop could then start
+before those inside it, in a different order on each rank. So a loop or branch has two calls that do not wait: the first
+writes, XLA's all-gather tells every rank where the others have written, and the run, and the second reads.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from jaxmp._src.core.lowering.process_barrier import Site
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.platform.runtime import native
 
-# Types of sums: csrc/ffi/process_collective.cc.
+# Types that can be summed: csrc/ffi/process_collective.cc.
 _SUMMED = ("float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64")
-# Bytes of an all-reduce up to which every rank reads all, in place of a reduce-scatter and an all-gather.
+# In an all-reduce of at most this many bytes every rank reads all, instead of a reduce-scatter and an all-gather.
 _FEW_BYTES = 32 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """The collectives of the call at `site`: `call` names it for people, `fields` have to be equal on all processes."""
+    """The collectives of the call at `site`. `call`: its name for messages. `fields`: values equal on all processes."""
 
     site: Site
     call: str
     fields: Mapping[str, Any]
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """A tiled `lax.all_gather` over the axes of the call's group."""
+        """Tiled `lax.all_gather` over axes of the call's group."""
         return low_precision.moved(lambda x: self._run(x, axes, dimension), x, "")
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """A tiled `lax.psum_scatter`, summed in the order of the ranks."""
+        """Tiled `lax.psum_scatter`, summed in the order of the ranks."""
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -57,10 +57,10 @@ class SharedMemory:
         return self._run(self._run(flat, axes, 0, is_sum=True), axes, 0)[: x.size].reshape(x.shape)
 
     def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """(m, ...), of which this rank takes rows from x (rows, ...) of all ranks.
+        """Returns an array (m, ...) of rows that this rank takes from x (rows, ...) of all ranks.
 
-        Each rank writes the first `written` (ranks,) of its rows. `table` (n, 4) says which to take: the rank, the
-        first row, how many, and the first row of the result. The other rows of the result have no values.
+        `written` (ranks,): how many rows each rank writes, from its first row on. `table` (n, 4): the rows to take, as
+        (rank, first row, number of rows, first row in the result). Other rows of the result are undefined.
         """
 
         def run(x: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ class SharedMemory:
         return low_precision.moved(run, x, "")
 
     def sums(self, dtype: np.dtype) -> bool:
-        """Whether elements of this type can be summed."""
+        """True if elements of this type can be summed."""
         return np.dtype(dtype).name in _SUMMED
 
     def _nranks(self, axes: tuple[str, ...]) -> int:
@@ -87,17 +87,17 @@ class SharedMemory:
         extent: int | None = None,
         tables: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
-        """What is gathered along a dimension, or scattered along it after it is summed; or `extent` rows by tables."""
+        """All-gathers x along a dimension, reduce-scatters it if `is_sum`, or collects `extent` rows by `tables`."""
         nranks = self._nranks(axes)
         if extent is None:
             extent = x.shape[dimension] // nranks if is_sum else x.shape[dimension] * nranks
         shape = (*x.shape[:dimension], extent, *x.shape[dimension + 1 :])
         if 0 in (*x.shape, *shape):
             return jnp.zeros(shape, x.dtype)
-        if nranks == 1:  # nobody would read what it writes
+        if nranks == 1:  # nothing to read from other ranks
             return x
         native.register()
-        # Over some axes of the call's group, as in a grid, smaller groups communicate.
+        # Over only some axes of the call's group, as in a grid, smaller groups communicate.
         others = [name for name, _ in self.site.axes if name not in axes]
         position = self.site.position()
         attributes = {
@@ -109,7 +109,7 @@ class SharedMemory:
         }
 
         def run(part: str, of: jax.ShapeDtypeStruct, *operands: jax.Array) -> jax.Array:
-            # XLA may not repeat, merge or leave out one half alone: what is written once is read once.
+            # XLA must not repeat, merge or drop one of the two halves: each write is read exactly once.
             call = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, of, has_side_effect=part != "all")
             all_attributes = self.site.attributes(self.call, self.fields) | attributes
             result: jax.Array = call(*operands, *tables, position, part=part, **all_attributes)

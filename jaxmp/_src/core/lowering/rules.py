@@ -1,4 +1,4 @@
-"""The lowering rules of the primitives: each resolves its call, and emits it in the form that it has."""
+"""The lowering rules of the primitives. Each resolves its call and emits it in the resolved form."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _product(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """The function of shards that computes a product."""
+    """Returns the function of shards that computes a product."""
     call = decision.call
     assert call is not None
     # Naming its devices ties the lowering to this process.
     is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx) and needs_devices(spec)
     devices = process_barrier.mesh_devices(spec, jax_lowering.lowering_mesh(ctx)) if is_named else ()
-    if devices:  # binding has asked for them, unless the backend has started since
+    if devices:  # bind has required them already, unless the backend has started since
         jax_lowering.require_devices([matmul_p])
     site = None
     if platform == "cpu" and call.implementation != "host":
@@ -77,7 +77,7 @@ def _product(
 def _batch(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """The function of shards that computes a batch of products."""
+    """Returns the function of shards that computes a batch of products."""
     front, spec = spec.batch, spec.replace(batch=0)
     site = (
         process_barrier.site(ctx, spec.group.mesh, spec.group.axes)
@@ -87,7 +87,7 @@ def _batch(
     local = batch_product if decision.form == "groups" else None
 
     def lower(*operands: jax.Array) -> Any:
-        if decision.form == "xla" and not site:  # which may shard each dimension
+        if decision.form == "xla" and not site:  # XLA may shard each dimension
             return over_batch(multiply, front)(*operands)
         sizes = operands[0].shape[:front]
         outputs = of_batch(*(x.reshape(math.prod(sizes), *x.shape[front:]) for x in operands))
@@ -131,8 +131,8 @@ def collective_rule(
     caller: str,
     platform: str,
 ) -> Any:
-    """A collective: between processes through shared memory, or XLA's own behind a barrier; and that ahead of a
-    reshard."""
+    """Lowers a collective: between processes through shared memory, or to a barrier and XLA's collective. A "wait"
+    becomes the barrier before a reshard."""
     if kind in ("vary", "pass"):
         return [x]
     is_collective = kind != "wait"
@@ -155,7 +155,7 @@ def communicated(
     caller: str,
     platform: str,
 ) -> jax.Array:
-    """`x` after a collective at `site`, if processes meet there."""
+    """Applies a collective to `x`; at a `site` the processes of the group communicate, or meet at a barrier before."""
     is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
     memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
     if sums and low_precision.is_narrow_float(dtype):

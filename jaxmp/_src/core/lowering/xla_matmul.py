@@ -1,7 +1,7 @@
-"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
+"""The "xla" implementation: the local product and `lax` collectives, all in the accumulator's type.
 
-Across processes the local product may be another's (`local_product`), and a barrier runs before the first collective
-(`Processes`); on one machine the collectives may go through memory that the processes share.
+Across processes another implementation may compute the local product (`local_product`), and a barrier runs before the
+first collective (`Processes`). On one machine the collectives may use memory that the processes share.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 SCOPE = "jaxmp_xla"
 # (array, axes, dimension) -> array.
 Gather = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
-# As in `matmul`.
+# `local_product` of `matmul`.
 LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
 Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How the processes of a call meet: `barrier(xs)` gives back the operands of the first collective once all ranks
-    have come; the collectives of `memory` have it in themselves. `chunks` compute the local product in chunks beside
-    the collectives, where those are XLA's."""
+    """How the processes of a call meet. `barrier(xs)` returns the operands of the first collective once all ranks have
+    come. `memory`: collectives through shared memory, with barriers inside. `chunks`: computes the local product in
+    chunks while XLA's collectives move other chunks."""
 
     barrier: Barrier
     memory: SharedMemory | None = None
@@ -54,10 +54,10 @@ def matmul(
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
 ) -> Operands:
-    """The results by name from one device's shards.
+    """Returns the results by name from one device's shards.
 
-    `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
-    type.
+    `local_product(a, b, spec)` returns op(a) @ op(b), without alpha, of the operands that one device has gathered, in
+    the accumulator's type.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
@@ -70,13 +70,13 @@ def matmul(
         z = jnp.zeros(extents(spec, a.shape, b.shape).d, np.float32 if _scales_sums(acc, spec) else acc)
         return apply_epilog(z, operands | {"a": a, "b": b}, spec)
     memory = processes.memory if processes else None
-    memory = memory if memory and memory.sums(acc) else None  # where it does all collectives of the call
+    memory = memory if memory and memory.sums(acc) else None  # all collectives of the call or none
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     chunks = processes.chunks if processes and not memory and local_product else None
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
-    if gathers and not chunks:  # what does not move stays out: of an argument of the program XLA would wait with a copy
+    if gathers and not chunks:  # only operands that move: for an argument of the program the barrier costs a copy
         one = None if spec.distributions else spec.contraction.gathered
         names = [*(one[0] if one else "ab"), *(name for name in ("scale_a", "scale_b") if name in operands)]
         operands = operands | {"a": a, "b": b}
@@ -102,7 +102,7 @@ def matmul(
         return apply_epilog(z, own, spec)
     if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
         a, b = _gather_operands(spec, *shards, all_gather)
-    else:  # in the types that they are stored in, of fewer bytes
+    else:  # gather in the stored types, which have fewer bytes
         a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, operands, all_gather))
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
@@ -111,7 +111,7 @@ def matmul(
 
 
 def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:
-    """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
+    """Returns (all-gather, sum, reduce-scatter), through shared memory or XLA's."""
     if memory:
         return memory.all_gather, memory.psum, memory.psum_scatter
     all_gather = functools.partial(_all_gather, platform=platform)
@@ -127,7 +127,7 @@ def collective(
     platform: str,
     memory: SharedMemory | None = None,
 ) -> jax.Array:
-    """`x` after the collective `kind` of lax over `axes`."""
+    """Applies the lax collective `kind` over `axes` to `x`."""
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     if kind == "psum":
         return psum(x, axes)
@@ -136,7 +136,7 @@ def collective(
         return largest
     if kind == "all_to_all":
         split, joined = dimensions
-        if memory:  # each rank reads all parts of all ranks, and takes those that are its own
+        if memory:  # each rank reads all parts of all ranks and keeps its own
             parts = x.reshape(*x.shape[:split], lax.axis_size(axes), -1, *x.shape[split + 1 :])
             every = all_gather(parts, axes, joined + (joined >= split))
             return lax.squeeze(collectives.own_part(every, split, axes), (split,))
@@ -158,7 +158,7 @@ def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, pl
 def _decoded(
     a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Operands of fp8 and fp4 times their scales, and of int8, in the accumulator's type, and others as they are."""
+    """Converts fp8, fp4 (times their scales) and int8 operands to the accumulator's type; returns others unchanged."""
     if not low_precision.is_low_precision(a.dtype):
         return a, b
     if not low_precision.is_scaled(a.dtype):
@@ -168,14 +168,14 @@ def _decoded(
 
 
 def _widened(a: jax.Array, b: jax.Array, platform: str, acc: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Operands in the accumulator's type, which is exact, where XLA has no product of theirs into it: of booleans, and
-    on CPUs of 16 bits for every layout."""
+    """Converts operands to the accumulator's type, which is exact, if XLA has no product of their type into it: for
+    booleans, and on CPUs, where 16-bit operands lack it in some layouts."""
     if a.dtype == np.bool_ or platform == "cpu":
         return a.astype(acc), b.astype(acc)
     return a, b
 
 
-# XLA's names of the algorithms that sum in 16 bits.
+# XLA's names for the algorithms that sum in 16 bits.
 _SUMS_IN_16_BITS = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
 
 
@@ -189,7 +189,7 @@ def _dot_general(
     numbers: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """The accumulated product of op(a), whose leading dimensions are rows, and op(b); or with dimension `numbers`."""
+    """Multiplies op(a), with rows as its leading dimensions, and op(b) in type `acc`; or as `numbers` say, if given."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
     narrow = _SUMS_IN_16_BITS.get(compute)
@@ -202,9 +202,9 @@ def _dot_general(
 def global_matmul(
     operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
 ) -> Operands:
-    """The results by name of a product of global arrays that XLA partitions; `out_sharding` is d's on explicit axes.
+    """Returns the results by name of a product of global arrays that XLA partitions.
 
-    `numbers` are the dimension numbers of a product without an epilog.
+    `out_sharding`: the sharding of d on explicit axes. `numbers`: dimension numbers of a product without an epilog.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
@@ -216,17 +216,17 @@ def global_matmul(
 
 
 def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
-    """The results by name from the accumulated product: scale, add, activate, round once.
+    """Returns the results by name from the accumulated product: scale, add, activate, round once.
 
-    `operands` are those of the call by name, of which a and b are this device's shards, which some epilogs sum; an
-    "alpha" or "beta" among them is an array, and takes the place of the spec's.
+    `operands`: the operands of the call by name. a and b are this device's shards, and some epilogs sum them. An
+    "alpha" or "beta" among the operands is an array that replaces the spec's value.
     """
     if _scales_sums(z.dtype, spec):
         z = _scaled(z.astype(np.float32), operands)
     acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
     if alpha is not None or spec.alpha != 1:
         z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
-    if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
+    if spec.has_c and (beta is not None or spec.beta != 0):  # if beta is 0, C is not read, because it may hold NaN
         c = operands["c"].astype(acc)
         c = c * operands["scale_c"] if "scale_c" in operands else c
         is_plain = beta is None and spec.beta == 1
@@ -249,12 +249,12 @@ def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands
 
 
 def _scales_sums(acc: np.dtype, spec: MatmulSpec) -> bool:
-    """Whether scales bring exact sums, of int8, to the result's type."""
+    """True if scales convert exact int8 sums to the type of the result."""
     return acc == np.int32 and spec.out_dtype.name in low_precision.WIDE
 
 
 def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
-    """z times the scales of its rows and columns."""
+    """Multiplies z by the scales of its rows and columns."""
     for name, dim in (("scale_a", 1), ("scale_b", 0)):
         scale = operands.get(name, np.float32(1))
         z = z * (lax.expand_dims(scale, (dim,)) if scale.ndim else scale)
@@ -262,8 +262,8 @@ def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
 
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
-    """The operands with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k,
-    and their scales."""
+    """Gathers the operands of this rank's part of D: rows of op(a) and columns of op(b), each over all k, and their
+    scales."""
     a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
     gather = functools.partial(_all_gather, platform=platform)
     if product.sums:
@@ -276,7 +276,7 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
-    """d or gelu_aux in its type; of fp8 or fp4 scaled, rounded once, and with the largest absolute value before it."""
+    """Rounds d or gelu_aux to its type; fp8 and fp4 with their scale, and with the largest absolute value before it."""
     if not low_precision.is_scaled(dtype):
         return {name: x.astype(dtype)}
     scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")
@@ -289,7 +289,7 @@ def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec:
 
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
-    """Whether the scales of operands that are gathered are so too: those of whole blocks, along one dimension."""
+    """True if scales can be gathered with their operands: scales of whole blocks, gathered along one dimension."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
     if all(map(low_precision.is_of_tensor, modes.values())):
         return True
@@ -302,7 +302,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """The operands by name, with the scales of what is gathered."""
+    """Returns the operands by name, with the scales of the gathered operand gathered too."""
     product = spec.contraction
     if product.gathered is None or spec.group.nranks == 1:
         return operands
@@ -316,13 +316,13 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
 
 
 def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """The operands by name, with the scales of rows and columns of this rank's part of D."""
+    """Returns the operands by name, with the scales of the rows and columns of this rank's part of D."""
     product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
-    # (name, axes over which it is gathered, axes of which this rank takes its part)
+    # (name, axes to gather over, axes along which this rank takes its part)
     moved: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
     if product.scattered is not None:
         moved = [(("scale_a", "scale_b")[product.scattered], (), rows)]
-    elif product.is_block_grid:  # what is stored transposed has its rows where the grid has columns
+    elif product.is_block_grid:  # rows of a transposed operand are sharded over the grid's columns
         moved = [("scale_a", cols, rows)] * spec.transpose_a + [("scale_b", rows, cols)] * spec.transpose_b
     for name, have, want in moved:
         if spec.scales.of(name) == low_precision.OUTER_VEC:
@@ -339,7 +339,7 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: G
     if spec.contraction.is_block_grid:
         a = _gather_stored(spec, a, None if spec.transpose_a else 0, all_gather)
         b = _gather_stored(spec, b, None if spec.transpose_b else 1, all_gather)
-        # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
+        # Rows of op(A) of a transposed a are sharded over the grid's columns, so this device's part is sliced here.
         a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
         b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
     elif gathered := spec.contraction.gathered:
@@ -351,7 +351,7 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: G
 
 
 def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
-    """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
+    """Gathers the rows of op(a) and columns of op(b) of this device's part of d, in the order of that part."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
@@ -370,7 +370,7 @@ def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gat
 
 
 def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
-    """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
+    """Sets the padding of d (or c) to zero: a block-cyclic part may be smaller than the largest one."""
     assert spec.distributions is not None
     shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
     if not layout.is_padded(shape):
@@ -382,7 +382,7 @@ def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
 
 
 def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None, all_gather: Gather) -> jax.Array:
-    """`x` of a grid with every dimension gathered but `kept`."""
+    """Gathers every dimension but `kept` of an operand of a grid."""
     for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         if dimension != kept:
             x = all_gather(x, axes, dimension)

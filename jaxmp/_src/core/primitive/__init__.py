@@ -1,1 +1,1 @@
-"""The primitives and their rules: tangents, cotangents, batches, and the collectives around calls."""
+"""The primitives and their rules: tangents, cotangents, batches, and collectives around calls."""

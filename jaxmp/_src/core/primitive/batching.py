@@ -1,14 +1,14 @@
-"""vmap rules: fold the batch into rows or columns where one call can do it, else keep it as a batch.
+"""vmap rules: fold the batch into rows or columns if one call can compute it, else keep it as a batch.
 
 only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
 only b batched           columns: (batch, k, n) -> (k, batch * n)
-both                     a product with a batch of its own, or, where a library or its order of sums is asked for,
-                         one call per index in a scan
+both                     a batched product; or one call per index in a scan, if the caller asks for a library or for its
+                         order of sums
 
-cuBLASMp has no batched product, XLA has: one dot and one collective for the whole batch. So a batch stays one equation,
-for it is known only when a program is lowered which of the two serves it better (`backend`). All its operands have
-more dimensions in front. What it means is vmap of the product of one index, and so are its rules. On automatic axes it
-stays one in any case, with its dimensions apart, so that XLA may shard each of them.
+XLA has a batched product (one dot and one collective for the whole batch), cuBLASMp has none. The better one is known
+only when the program is lowered (`backend`), so a batch stays one equation until then. All its operands have the batch
+dimensions in front. It means vmap of the product of one index, and its rules are vmap of the rules of that product. On
+automatic axes a batch always stays one equation and its dimensions are not merged, so that XLA may shard each of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def matmul_batch_rule(
     is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not is_decoded
     if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec)
-    # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
+    # In the global order a batch is not folded into columns: the gradient of a would sum it inside each rank's columns.
     is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
     if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
         b = operands["b"]
@@ -86,8 +86,8 @@ def matmul_batch_rule(
 
 
 def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
-    """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
-    the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
+    """True if a fold of the batch would move blocks to other ranks: with block-cyclic operands, and with a batched
+    operand of a grid that is stored transposed."""
     is_grid = spec.contraction.is_grid
     return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
@@ -97,7 +97,7 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
 def _split_bias(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Batched weights fold into columns where no bias is in the way: it is added behind, ahead of the one rounding."""
+    """Computes the product without bias, so that batched weights fold into columns; then adds it and rounds once."""
     a, b, bias = args
     plain = spec.bilinear(out_dtype=accumulator(low_precision.operand_type(a.dtype, b.dtype)))
     if dims[1] is None:
@@ -114,7 +114,7 @@ def _split_bias(
 def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
+    """Sums the bias gradient of each batch element outside the call, so that the rows of the call can be folded."""
     if spec.global_order:
         raise spec.level.mesh_refusal(
             f"has no epilog {spec.epilog.name} under vmap, for XLA completes its sums", "take the gradient of a bias"
@@ -134,15 +134,15 @@ def _split_gradient(
 
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
-    """Whether everything that is batched has rows, and b has not."""
+    """True if a is batched, b is not, and every other batched operand has rows."""
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a in low_precision.BLOCK:
-        return False  # the maximum is one a product, and blocks may have rows of their own
+        return False  # each product has one maximum, and scales of blocks may span rows
     is_fixed = all(_folds(spec, name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
 
 
 def _folds(spec: MatmulSpec, name: str) -> bool:
-    """Whether an operand beside a and b has a number for each row of a or of d."""
+    """True if an operand other than a and b has an entry for each row of a or d."""
     return has_rows(name) or (name == "scale_a" and spec.scales.a == low_precision.OUTER_VEC)
 
 
@@ -169,8 +169,8 @@ def activated_matmul_batch_rule(
 
 
 def may_batch(spec: MatmulSpec, *operands: jax.Array) -> bool:
-    """Whether a batch of such products may be one equation: XLA's own product, if neither a library nor its order of
-    sums is asked for, or a call that XLA partitions."""
+    """True if a batch of such products may be one equation: if XLA partitions the call, or if the caller asks neither
+    for a library nor for its order of sums. False for block-cyclic operands."""
     is_partitioned = spec.is_unsettled and not is_symbolic(*operands)
     return (is_partitioned or not spec.asked_of_library) and not spec.distributions
 
@@ -215,7 +215,7 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 def batched_batch_rule(
     operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """A further batch is one more dimension in front, where all operands have it; else it is the inner one of two."""
+    """Adds a dimension in front if all operands have the new batch; else moves the batch inside the existing one."""
     batched = [dim for dim in dims if dim is not None]
     if len(batched) == len(operands):
         outputs = bind_operands(spec.replace(batch=spec.batch + 2), *map(_front, operands, dims))

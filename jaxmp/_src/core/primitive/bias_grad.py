@@ -1,8 +1,8 @@
-"""Bias gradients as plain sums and collectives: the oracle of the fused ones, and what their derivatives are made of.
+"""Bias gradients as plain sums and collectives: the reference for the fused ones, also used in their derivatives.
 
-drelu_bgrad, dgelu_bgrad   d summed over all its rows, as it was stored: (n,)
+drelu_bgrad, dgelu_bgrad   the stored d summed over all its rows: (n,)
 bgrada                     op(a) summed over the contraction: (m,), whole on every rank of the group
-bgradb                     op(b) summed over the contraction: (n,), as d's columns are shared
+bgradb                     op(b) summed over the contraction: (n,), sharded as the columns of d
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SCOPE = "jaxmp_bias_gradient"
 
 
 def summed(name: str) -> str:
-    """The matrix whose sums a result is: "a", "b", "d", or nothing for what is no bias gradient."""
+    """Returns the matrix that a bias gradient sums, "a", "b" or "d"; "" if the result is no bias gradient."""
     return {"bgrada": "a", "bgradb": "b", "drelu_bgrad": "d", "dgelu_bgrad": "d"}.get(name, "")
 
 
 def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
-    """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
+    """Sums one device's shard of `summed(name)` to the complete bias gradient `name`, in the accumulator's type."""
     axes = spec.contraction.sharded
     with jax.named_scope(SCOPE):
         if name == "bgrada":
             total = _sum(x, spec.contraction.a.index("k"), spec.conjugate_a, axes("a", "k"), spec.source_line)
-            # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
+            # Every rank gets the sums of all rows of op(a), even if it holds only some of the rows.
             rows = axes("a", "m")
             if rows:
                 total = collectives.all_gather(total, rows, axis=0, to="invarying", source_line=spec.source_line)

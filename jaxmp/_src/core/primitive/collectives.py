@@ -1,21 +1,21 @@
-"""Collectives around jaxmp's calls, and what they are in a job of several processes.
+"""Collectives around jaxmp's calls, with barriers in jobs of several processes.
 
-XLA cannot interrupt a collective that crosses processes, and its transport ends the process where the ranks' messages
-differ in size. So every process of the group has to be there, with an equal operand, before one of them enters. The
-forward call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
+XLA cannot interrupt a collective between processes, and its transport ends the process if the ranks' messages differ
+in size. So all processes of the group have to arrive with equal operands before one of them enters. The forward call of
+a product has a barrier that compares the whole call (`process_barrier.Site`).
 
-In a job, a collective inside shard_map is `collective_p`. Gathers, sums and maxima communicate through memory that the
-processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
-collective behind a barrier. Its transpose is another one.
+In a job of several processes, a collective inside shard_map is `collective_p`. If the processes share memory, gathers,
+sums and maxima communicate through it. Otherwise `collective_p` is XLA's collective after a barrier. Its transpose is
+a `collective_p` too.
 
-Reshards are XLA's, behind a "wait": an identity, lowered to a barrier where the group spreads over processes. What ran
-after a collective runs ahead of it in the transposed program. So each stands between two, and the second, a "pass",
-waits in the transposed program only:
+XLA reshards, after a "wait": an identity, lowered to a barrier if the group spans several processes. Transposition
+reverses the order of operations. So a reshard stands between two identities, and the second one, "pass", waits only in
+the transposed program:
 
     x -> wait -> reshard -> pass         transposed: ct -> wait -> reshard -> pass
 
-Outside a job of several processes nothing is added to the program. Types that XLA:CPU would widen on the wire have
-`collective_p` and `reshard_p` there too: their lowering moves integers of the same width.
+In a single process nothing is added to the program, except for types that XLA:CPU would widen for the transfer. They
+use `collective_p` and `reshard_p` there too, because their lowering moves integers of the same width.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from jaxmp._src.platform.runtime.types import Operand, Operands, Tangent
 F = TypeVar("F", bound=Callable[..., jax.Array])
 Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 
-# (x) -> x after the collective `kind` of lax over `axis_name`: "all_gather", "all_gather_invariant" and
-# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax". Those that
-# move nothing: "vary", the transpose of a psum, which makes the type of x vary over the axes; "wait", the barrier ahead
-# of a reshard, and its transpose, "pass". `mesh` are all mesh axes as (name, size), `caller` says for people what it
-# belongs to, "matmul at train.py:41".
+# (x) -> x after the lax collective `kind` over `axis_name`: "all_gather", "all_gather_invariant" or "reduce_scatter"
+# along the one dimension in `dimensions`, "all_to_all" from the first dimension to the second, "psum" or "pmax". Three
+# kinds move nothing: "vary", the transpose of a psum, makes the type of x vary over the axes; "wait" is the barrier
+# before a reshard, and "pass" its transpose. `mesh`: all mesh axes as (name, size). `caller`: the call that it belongs
+# to, for messages, as "matmul at train.py:41".
 collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
 _TRANSPOSED = {
     "all_gather": "reduce_scatter",
@@ -87,7 +87,7 @@ def _collective_transpose(
 ) -> list[Tangent]:
     if kind == "all_gather_invariant":
         return [own_part(ct, dimensions[0], axis_name)]
-    # Where types do not vary, what a psum sums has the sum of the cotangents of all ranks.
+    # Without varying types, the cotangent of a psum's operand is the sum of the cotangents of all ranks.
     kind = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
     return [collective_p.bind(ct, kind=kind, axis_name=axis_name, dimensions=dimensions[::-1], **params)]
 
@@ -104,7 +104,7 @@ collective_p.def_abstract_eval(_collective_abstract_eval)
 ad.deflinear2(collective_p, _collective_transpose)
 batching.primitive_batchers[collective_p] = _collective_batch_rule
 
-# (x) -> x: a global array that is sharded as `have`, sharded as `spec`.
+# (x) -> x: reshards a global array from `have` to `spec`.
 reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 
 
@@ -137,7 +137,7 @@ batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
 
 def _is_ours(x: jax.Array) -> bool:
-    """Whether a collective of `x` is `collective_p`."""
+    """True if a collective of `x` has to be `collective_p`."""
     return native.has_barrier or low_precision.is_widened(x.dtype)
 
 
@@ -152,7 +152,7 @@ def _collective(
 
 
 def unless_empty(collective: F) -> F:
-    """`collective(x, ...)`, which moves nothing of an x that is empty: XLA does not gather such an array."""
+    """Wraps `collective(x, ...)` so that it returns zeros for an empty x, because XLA does not gather empty arrays."""
 
     @functools.wraps(collective)
     def moved(x: jax.Array, *args: Any, **params: Any) -> jax.Array:
@@ -168,7 +168,7 @@ def unless_empty(collective: F) -> F:
 def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
-    """`lax.all_gather`, tiled. Where types do not vary, `to` makes no difference."""
+    """Tiled `lax.all_gather`. `to` makes no difference under check_vma=False."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
@@ -177,11 +177,11 @@ def all_gather(
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") -> jax.Array:
-    """`lax.all_gather`, tiled, as XLA computes it best."""
+    """Tiled `lax.all_gather` in the form that XLA computes fastest."""
     if axis == 0:
         gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
         return gathered
-    # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
+    # XLA gathers along the slowest dimension; for a later one it would also transpose before the gather.
     stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
     shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
     return jnp.moveaxis(stacked, 0, axis).reshape(shape)
@@ -191,7 +191,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
 ) -> jax.Array:
-    """`lax.all_to_all`, tiled."""
+    """Tiled `lax.all_to_all`."""
     if _is_ours(x):
         return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis))
     moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
@@ -205,7 +205,7 @@ def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
-    """`lax.psum_scatter`, tiled; its transpose is an all-gather."""
+    """Tiled `lax.psum_scatter`. Its transpose is an all-gather."""
     if _is_ours(x):
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
     part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
@@ -219,13 +219,13 @@ def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
-    """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
+    """Makes the type of `x` vary over `axes` too. This moves nothing, but its transpose is a psum."""
     if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
-        x = lax.pcast(x, reduced, to="varying")  # whose transpose moves nothing
+        x = lax.pcast(x, reduced, to="varying")  # its transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    # What a lowering makes is on no mesh, and has no transpose.
+    # A value made during lowering has an empty mesh and is never transposed.
     if native.has_barrier and jax_compat.is_vma_checked() and not jax.typeof(x).sharding.mesh.empty:
         return _collective("vary", x, missing, source_line)
     cast: jax.Array = lax.pcast(x, missing, to="varying")
@@ -233,7 +233,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
-    """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
+    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or another one varies."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
         return dict(operands)
@@ -242,12 +242,12 @@ def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:
-    """A global array that is sharded as `have`, sharded as `spec`.
+    """Reshards a global array from `have` to `spec`.
 
-    Where each device takes a part of what it has, only the transpose communicates.
+    If each new shard is a part of the device's old one, only the transpose communicates.
     """
     with jax.named_scope("jaxmp_reshard"):
-        # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
+        # A type without a mesh does not fix the sharding of the cotangent, which has to be the operand's.
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
         x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
         x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
@@ -259,26 +259,26 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
 
 
 def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
-    """A global array, sharded as `spec` by XLA."""
+    """Has XLA shard a global array as `spec`."""
     move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     placed: jax.Array = move(x, NamedSharding(mesh, spec))
     return placed
 
 
 def _is_finer(have: P, spec: P) -> bool:
-    """Whether a shard of `spec` is a part of one of `have`."""
+    """True if every shard of `spec` is a part of the same device's shard of `have`."""
     entries = [[(x,) if isinstance(x, str) else tuple(x or ()) for x in each] for each in (have, spec)]
     return all(want[: len(dim)] == dim for dim, want in itertools.zip_longest(*entries, fillvalue=()))
 
 
 def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
-    """This rank's part of what it holds whole."""
+    """Slices this rank's part along `dimension` out of an array that every rank holds whole."""
     extent = x.shape[dimension] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
 
 
 def _global_barrier(kind: str, x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
+    """Adds a barrier ("wait" or "pass") of all devices of `mesh` to a global array that is sharded as `spec`."""
     if not native.has_barrier:
         return x
     wait = functools.partial(_collective, kind, axes=tuple(mesh.axis_names), source_line="")

@@ -1,21 +1,21 @@
 """Products of groups of rows: `grouped_p(x, w, bounds)` and its rules.
 
-Group i has the rows [bounds[i], bounds[i + 1]) of x, cut to the rows that there are; bounds do not decrease.
+Group i has the rows [bounds[i], bounds[i + 1]) of x, clipped to the rows of x; bounds do not decrease.
 
     rows         x (m, k), w (g, k, n) -> (m, n): each row times the matrix of its group. Rows outside of all groups
-                 are zero, and a row depends on its own group alone.
-    contraction  x (m, k), w (m, n) -> (g, k, n): x^T w of the rows of each group. An empty group has zeros.
+                 are zero. A row depends only on its group.
+    contraction  x (m, k), w (m, n) -> (g, k, n): x^T w of the rows of each group; zeros for an empty group.
 
-Cotangents, of d for rows and of the matrices c for a contraction; both modes are each other's:
+Each mode gives the cotangents of the other (dd: cotangent of a result d of rows; c: cotangent of a contraction):
 
     rows         dx = rows(dd, w^T), dw = contraction(x, dd)
     contraction  dx = rows(w, c^T),  dw = rows(x, c)
 
-All operands have a batch in front, of one where it serves every index; `vmap` of a batch makes a larger one. To split
-rows over devices is to shift bounds, and to split groups is to slice them.
+All operands have a batch dimension in front, of extent 1 if the operand serves every index; `vmap` makes it larger.
+Bounds are shifted where rows are split over devices, and sliced where groups are.
 
-Ranks of the axes `experts` multiply together: each has rows of all groups, which its bounds tell, and the matrices of
-its own, the first groups the first rank. A contraction sums the rows of all of them, in the order of the ranks.
+Ranks of the axes `experts` multiply together. Each rank has rows of all groups, given by its bounds, and the matrices
+of its own groups: the first rank has the first groups. A contraction sums rows of all ranks, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Tangent
 
 grouped_p = jax_compat.make_primitive("jaxmp_grouped", multiple_results=False)
-# The same for what XLA's partitioner splits.
+# The same for global arrays, split by XLA's partitioner.
 partitioned_grouped_p = jax_compat.make_primitive("jaxmp_partitioned_grouped", multiple_results=False)
 GROUPED = (grouped_p, partitioned_grouped_p)
 
-# (sizes) -> sizes, the same: where `checkify` asks whether groups have more than `m` rows.
+# (sizes) -> sizes: an identity where `checkify` checks that no size is negative and that their sum is at most `m`.
 sizes_p = jax_compat.make_primitive("jaxmp_group_sizes", multiple_results=False)
 sizes_p.def_abstract_eval(lambda sizes, **_: sizes)
 jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **params: (
@@ -54,12 +54,11 @@ jax_compat.batching.primitive_batchers[sizes_p] = lambda operands, dims, **param
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupedSpec(Parts):
-    """What is multiplied.
+    """Describes a product of groups of rows.
 
-    `is_transposed`: each matrix of w is stored (n, k); `whole`: (groups, m, k, n) of the arrays that a mesh shards,
-    where the operands are shards of them; `mesh`: every mesh axis as (name, size), and `splits` for each of m, k, g
-    and n the axes that split it, where jaxmp has split them; `is_global`: operands are whole arrays, of which XLA's
-    partitioner chooses the shardings.
+    `is_transposed`: each matrix of w is stored (n, k). `whole`: (groups, m, k, n) of the global arrays, if the operands
+    are shards. `mesh`: every mesh axis as (name, size). `splits`: for m, k, g and n the mesh axes that split each, if
+    jaxmp split them. `is_global`: the operands are global arrays, and XLA's partitioner chooses their shardings.
     """
 
     out_dtype: np.dtype
@@ -85,21 +84,21 @@ class GroupedSpec(Parts):
         return math.prod(size for axis, size in self.mesh if axis in self.experts)
 
     def swapped(self) -> GroupedSpec:
-        """The same with k and n in each other's place."""
+        """Returns the spec with k and n exchanged."""
         splits = tuple(({"k": "n", "n": "k"}.get(index, index), axes) for index, axes in self.splits)
         return dataclasses.replace(self, whole=(*self.whole[:2], *self.whole[:1:-1]), splits=splits)
 
     def rows(self, out_dtype: np.dtype, *, is_transposed: bool) -> GroupedSpec:
-        """A product of rows under the same options."""
+        """Returns the spec of a product of rows under the same options."""
         return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=False, is_transposed=is_transposed)
 
     def contraction(self, out_dtype: np.dtype) -> GroupedSpec:
-        """A contraction under the same options."""
+        """Returns the spec of a contraction under the same options."""
         return dataclasses.replace(self, out_dtype=out_dtype, is_contraction=True, is_transposed=False)
 
 
 def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-    """The product of operands with a batch in front. Beside rows a narrow w stays as it is."""
+    """Multiplies operands with a batch in front, in their common type. A product of rows keeps a narrow w as it is."""
     dtype, is_decoded = type_of(x, w), not spec.is_contraction and low_precision.is_mixed(x.dtype, w.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)
     w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
@@ -110,7 +109,7 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
 
 
 def type_of(x: Any, w: Any) -> np.dtype:
-    """The type in which x and w are multiplied: cotangents may have that of sums."""
+    """Returns the common type of x and w in their product; a cotangent may have the wider type of sums."""
     if low_precision.is_mixed(x.dtype, w.dtype):
         return low_precision.operand_type(x.dtype, w.dtype)
     with jax.numpy_dtype_promotion("standard"):
@@ -118,12 +117,12 @@ def type_of(x: Any, w: Any) -> np.dtype:
 
 
 def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
-    """op(a) @ op(b) of narrow types, which `vmap` makes one call for a whole batch, one group for each index. In the
-    accumulator's type, or rounded where the result of `spec` needs no more."""
+    """Returns op(a) @ op(b) of narrow types as a product of one group; `vmap` makes it one call for a whole batch. It
+    has the accumulator's type, or a 16-bit `out_dtype` if nothing follows the product."""
     if spec.transpose_a and spec.transpose_b:
         return batch_product(b, a, spec.replace(transpose_a=False, transpose_b=False)).T
     if low_precision.is_scaled(a.dtype):
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # which has all these numbers
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # exact
     is_whole = spec.is_bilinear and spec.alpha == 1 and not spec.contraction.sums and spec.out_dtype.itemsize == 2
     out = spec.out_dtype if is_whole else accumulator(a.dtype)
     bounds = jnp.array([[0, a.shape[0]]], np.int32)
@@ -134,7 +133,7 @@ def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 
 
 def batch_of(operands: Sequence[Any]) -> Any:
-    """The extent of the batch."""
+    """Returns the extent of the batch."""
     return next((y.shape[0] for y in operands if y.shape[0] != 1), 1)
 
 
@@ -176,7 +175,7 @@ def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: Grou
         left, right, spec = (ct, x, spec.swapped()) if spec.is_transposed else (x, ct, spec)
         out = aval.dtype if aval.dtype.name in RESULT_TYPES else accumulator(left.dtype)
         found = grouped(spec.contraction(out), left, right, bounds).astype(aval.dtype)
-    if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # what served the whole batch
+    if not isinstance(found, ad.Zero) and found.shape != aval.shape:  # the operand served the whole batch
         if spec.level.global_order:
             raise spec.level.mesh_refusal("is not available: XLA sums over a batch", "map by jax.lax.map")
         found = found.sum(0, keepdims=True)

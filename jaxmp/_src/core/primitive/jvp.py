@@ -1,5 +1,5 @@
-"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`; and of Taylor
-mode (`jax.experimental.jet`), for products without an epilog, which are bilinear."""
+"""Forward differentiation: the tangents of a call are further products, which `transpose` transposes. Also the rule of
+Taylor mode (`jax.experimental.jet`), for products without an epilog, which are bilinear."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def matmul_jvp_rule(
     row = spec.rule
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec)
-    # XLA's partitioner cannot shard the columns of a packed mask as those of d.
+    # XLA's partitioner cannot shard the columns of a packed mask like the columns of d.
     is_partitioned = spec.is_unsettled and not jax.typeof(primals[0]).sharding.mesh.empty
     is_relu = row.activation == "relu" and row.with_aux is not None
     is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
@@ -63,7 +63,7 @@ def matmul_jvp_rule(
 def _with_tangents(
     spec: MatmulSpec, stored: Operands, moved: Mapping[str, Tangent]
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """The results of the spec, and their tangents, which are zero where none is known."""
+    """Returns the results of the spec and their tangents; a result that is not in `moved` has a zero tangent."""
     outputs = {name: stored[name] for name in spec.output_names}
     return list(outputs.values()), [moved.get(name, _zero_tangent(x)) for name, x in outputs.items()]
 
@@ -71,7 +71,7 @@ def _with_tangents(
 def _derivative_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
+    """d = z * act'(aux), and g = d summed over rows, or op(a) or op(b) summed over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
     row = spec.rule
     operands = dict(zip(spec.names, primals, strict=True))
@@ -95,9 +95,9 @@ def _derivative_jvp_rule(
 def _low_precision_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
-    cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
-    `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
+    """Differentiates an fp8 or fp4 product as the same product of decoded operands, multiplied by their scales. So
+    cotangents are products in the wide type, cast to the types of the operands. Rounding d and gelu_aux counts as
+    `astype`, and activations are differentiated at the values before the rounding. The largest absolute values and the
     scales of d's blocks count as constants."""
     fixed = dict(zip(spec.names, primals, strict=True))
     stored = bind_named(spec, fixed)
@@ -118,7 +118,7 @@ def _low_precision_jvp(
 
 
 def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
-    """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
+    """Computes a low-precision call on decoded operands: bfloat16 if d has it and it is exact, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
@@ -158,7 +158,7 @@ def _preactivation_tangent(
         terms.append(_bias_in_rows(spec, tbias, like))
         tbias = None
     if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):
-        # One call, whose transpose gives the gradients of both.
+        # One call for both; its transpose gives both gradients.
         terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias})["d"])
         tbias = None
     elif not isinstance(tb, ad.Zero):
@@ -166,14 +166,14 @@ def _preactivation_tangent(
     if tc is not None and not isinstance(tc, ad.Zero) and spec.beta != 0:
         terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
     if tbias is not None and not isinstance(tbias, ad.Zero):
-        # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
+        # Cast before the broadcast, so that the transpose sums over rows before it sums over ranks.
         tbias = cast_varying(tbias, jax_compat.varying_axes(like))
         terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
     return sum(terms[1:], terms[0]) if terms else None
 
 
 def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array) -> jax.Array:
-    """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
+    """Broadcasts the bias to every row as a product with ones, so that the transpose sums the rows in a fixed order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
     order = dataclasses.replace(spec.order, rows=row_order.rows_of_result(spec), outer_rows=1)
     given = {"group": spec.ungrouped().group, "order": order, "alpha": 1.0, "out_dtype": bias.dtype}
@@ -184,7 +184,7 @@ def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array) -> jax.Arr
 def activation_grad_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, activation: str, spec: MatmulSpec | None
 ) -> tuple[jax.Array, Tangent]:
-    """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is zero."""
+    """d(t * act'(z)) = act'(z) * dt + t * act''(z) * dz. The second term is zero for relu."""
     (aux, t), (taux, tt) = primals, tangents
     slope = functools.partial(activation_grad, activation, aux, spec=spec)
     y = slope(t)
@@ -197,7 +197,7 @@ def activation_grad_jvp_rule(
 def activated_matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, activation: str
 ) -> tuple[jax.Array, Tangent]:
-    """That of its parts: linear in t, bias and w, and in z by the second derivative of the activation."""
+    """Differentiates the parts: linear in t, bias and w; in z by the second derivative of the activation."""
     moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
 
     def parts(varied: dict[int, jax.Array]) -> jax.Array:
@@ -214,7 +214,7 @@ def activated_matmul_jvp_rule(
 def jet_rule(
     primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The value and the coefficients of a product: each is a sum of products of theirs (the rule of Leibniz)."""
+    """Returns the value and the series of a product: each term is a sum of products of terms (the rule of Leibniz)."""
     if not spec.is_bilinear:
         raise NotAvailable(
             f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"

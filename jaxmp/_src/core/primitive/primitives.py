@@ -1,18 +1,18 @@
-"""The primitives of products: what they mean, how they are bound, and the types of their results.
+"""The primitives of products: their meaning, how to bind them, and the types of their results.
 
-matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
-                                    the epilog returns beside d; `matmul_spec` names operands and results. Without C
-                                    and epilog it is bilinear. All have spec.batch more dimensions in front
-                                    (`batching`). Where spec.group is unsettled a and b are global arrays, and
-                                    XLA's partitioner chooses the pattern (`partitioner`).
-partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
-                                    the mesh, which JAX asks of a primitive, not of an equation
-activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
-                                    the library's own arithmetic where the level asks for it
-activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
-                                    whose transpose is one call with a derivative as its epilog
+matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and the
+                                    further results of the epilog; `matmul_spec` names operands and results. Bilinear
+                                    without C and epilog. All arrays have spec.batch more dimensions in front
+                                    (`batching`). If spec.group is unsettled, a and b are global arrays, and XLA's
+                                    partitioner chooses the pattern (`partitioner`).
+partitioned_matmul_p                the same for an unsettled spec. It is a primitive of its own because its lowering
+                                    needs the devices of the mesh, and JAX looks for that per primitive.
+activation_grad_p(aux, t)           t * act'(z), linear in t. It reads the packed aux, so that aux itself is the
+                                    residual. In the library's arithmetic if the level asks for it.
+activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers.
+                                    Its transpose is one call with a derivative as its epilog.
 
-`jaxmp/_src/core/registration.py` names every rule of each.
+`jaxmp/_src/core/registration.py` registers the rules.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ PRODUCTS = (*MATMULS, activated_matmul_p)
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
+    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and recompute the rest.
 
-    `jax.checkpoint_policies.dots_saveable` keeps these too, but for products of groups of rows.
+    `jax.checkpoint_policies.dots_saveable` keeps them too, except for products of groups of rows.
 
     Args:
-      primitive, args, params: what `jax.checkpoint` asks about.
+      primitive, args, params: the equation that `jax.checkpoint` asks about.
 
     Returns:
-      Whether the results of this primitive are kept.
+      True if the results of this primitive are kept.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jaxmp.matmul(x, w)), policy=jaxmp.dots_saveable)
@@ -67,8 +67,7 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
 
 
 def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
-    """What a policy for `jax.checkpoint` says, where jaxmp's products count as the `lax.dot_general` in whose place
-    they stand."""
+    """Asks a `jax.checkpoint` policy about a primitive; jaxmp's products are presented as `lax.dot_general`."""
     if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
     front = params["spec"].batch
@@ -79,18 +78,18 @@ def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, 
 
 
 def bind(spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Operands | None = None) -> Operands:
-    """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
+    """Binds a product of 2-D shards or batches; returns its results by name. `extra`: the operands after a and b."""
     return bind_named(spec, {**(extra or {}), "a": a, "b": b})
 
 
 def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
-    """The same, from all operands by name, or more."""
+    """Binds a product with all its operands by name, and returns its results by name. Other names are ignored."""
     outputs = bind_operands(spec, *map(operands.__getitem__, spec.names))
     return dict(zip(spec.output_names, outputs, strict=True))
 
 
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
-    """The results, from all operands, in the order of the spec."""
+    """Binds a product with its operands in the order of the spec, and returns its results in that order."""
     is_of_xla = spec.batch and not spec.asked_of_library
     primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
@@ -100,19 +99,19 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def needs_devices(spec: MatmulSpec) -> bool:
-    """Whether a call may need a communicator of cuBLASMp's in this process, which belongs to devices.
+    """True if a call may need a cuBLASMp communicator in this process, which is tied to its devices.
 
-    In a fixed order its calls are local ones.
+    False in a fixed order of sums, because all its calls are local.
     """
     is_local = spec.fixed_reduction_order or (spec.group.nranks == 1 and not spec.is_unsettled)
     return not is_local and native.has_cuda_devices()
 
 
 def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Operands:
-    """As `bind` for an a, and whatever has d's rows, with leading dimensions, which fold into the rows of one call.
+    """Binds a product and folds the leading dimensions of a, and of operands with d's rows, into the rows of one call.
 
-    `dimension`: the one of a that is gathered or scattered. A rank's part of it is contiguous in the rows of a call, so
-    dimensions ahead of it stand behind the rank there: (P, batch, m/P).
+    `dimension`: the dimension of a that is gathered or scattered. A rank's part is contiguous in the rows of a call, so
+    the rank comes before the dimensions in front of it: (P, batch, m/P).
     """
     a, b = operands["a"], operands["b"]
     if spec.transpose_a:
@@ -133,17 +132,17 @@ def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Opera
 
 
 def fold_rows(x: jax.Array, ndim: int, ahead: int, nranks: int) -> jax.Array:
-    """`x` with its first `ndim` dimensions as one; of `nranks` that share the dimension behind `ahead` others, the rank
-    is the slowest index of the result."""
+    """Merges the first `ndim` dimensions of `x` into one. If `nranks` ranks share dimension number `ahead`, the rank is
+    the slowest index of the result."""
     shape, rest = x.shape[:ndim], x.shape[ndim:]
     rows, batch = math.prod(shape), math.prod(shape[:ahead])
     if nranks > 1 and batch > 1:
         x = jnp.swapaxes(x.reshape(batch, nranks, rows // (batch * nranks), *rest), 0, 1)
-    return x.reshape(rows, *rest)  # reshape cannot tell their number without columns
+    return x.reshape(rows, *rest)  # not -1: reshape cannot infer the rows of an array without columns
 
 
 def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Array:
-    """The inverse, for the dimensions `shape`."""
+    """Inverts `fold_rows`: splits the first dimension of `x` (2-D) into the dimensions `shape`."""
     batch = math.prod(shape[:ahead])
     if nranks > 1 and batch > 1:
         x = jnp.swapaxes(x.reshape(nranks, batch, math.prod(shape) // (batch * nranks), x.shape[-1]), 0, 1)
@@ -151,18 +150,18 @@ def unfold_rows(x: jax.Array, shape: Shape, ahead: int, nranks: int) -> jax.Arra
 
 
 def has_rows(name: str) -> bool:
-    """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
+    """True if an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
     return len(SPANS.get(name, ())) == 2
 
 
 def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
-    """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
+    """Replaces the largest absolute values in `outputs` by their maxima over `axes`; cuBLASMp returns one per rank."""
     amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
         unequal = tuple(
             axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
         )
-        if unequal:  # bits of numbers that are not negative have their order, and NaN comes last: floats may lose it
+        if unequal:  # as bits: nonnegative floats have the order of their bits with NaN last; a float pmax may lose NaN
             with jax.named_scope("jaxmp_amax"):
                 bits = lax.bitcast_convert_type(jnp.abs(amax), jnp.int32)
                 bits = collectives.pmax(bits, unequal, source_line=spec.source_line)
@@ -171,8 +170,8 @@ def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> O
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for the bits:
-    there every rank would reduce it again."""
+    """True if the kernel reduces the bias gradient across ranks. False if a level gathers the operands, because then
+    every rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
 
@@ -183,7 +182,7 @@ Rule = Callable[..., Any]
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """The rule of a product and that of a batch, which takes the spec of one index of the first dimension, as one."""
+    """Combines the rules of a product and of a batch. `of_batch` gets the spec of one index of the first dimension."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
         return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)
@@ -192,19 +191,19 @@ def by_batch(one: Rule, of_batch: Rule) -> Rule:
 
 
 def over_batch(fn: Callable[..., Any], ndim: int) -> Callable[..., Any]:
-    """`fn` mapped over the first `ndim` dimensions of its operands."""
+    """Maps `fn` over the first `ndim` dimensions of its operands."""
     return functools.reduce(lambda mapped, _: jax.vmap(mapped), range(ndim), fn)
 
 
 def of_one_index(spec: MatmulSpec, *avals: Aval) -> tuple[Aval, ...]:
-    """The types of operands at one index of all dimensions in front."""
+    """Returns the types of the operands without their batch dimensions."""
     for _ in range(spec.batch):
         avals = tuple(map(jax_compat.without_front, avals))
     return avals
 
 
 def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
-    """The rule of shards and that of global arrays in the pattern that XLA's partitioner chooses, as one."""
+    """Combines the rules of shards and of global arrays; XLA's partitioner chooses the pattern of the latter."""
 
     def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
         return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
@@ -213,7 +212,7 @@ def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
 
 
 def naming_by_spec(rule: Rule) -> Rule:
-    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
+    """Adds the name of the public function (`spec.function`) to refusals of `rule`, which may run after it returned."""
 
     @functools.wraps(rule)
     def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
@@ -230,7 +229,7 @@ def naming_by_spec(rule: Rule) -> Rule:
 
 
 def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
-    """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
+    """Returns the axes over which d varies in shard_map. If operands vary over fewer axes, their transposes sum."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
@@ -259,14 +258,14 @@ def _output_aval(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ())
 
 
 def matmul_abstract_eval(a: Aval, b: Aval, *extra: Aval, spec: MatmulSpec) -> list[Aval]:
-    # Block scales vary as their operands do.
+    # Scales of blocks vary like their operands.
     named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [d, *[_result_aval(name, spec, a, b, d) for name in spec.output_names[1:]]]
 
 
 def _result_aval(name: str, spec: MatmulSpec, a: Aval, b: Aval, d: Aval) -> Aval:
-    """The type of a result beside d; bias gradients are complete, so the same on all ranks that share a sum."""
+    """Returns the type of a result other than d. Bias gradients are complete: equal on all ranks that share a sum."""
     found = result_type(name, spec, extents(spec, a.shape, b.shape))
     axes, of = spec.contraction.sharded, bias_grad.summed(name)
     shared = {"a": spec.group.axes, "b": axes("b", "k"), "d": axes("d", "m"), "": ()}[of]
@@ -279,10 +278,10 @@ def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activ
 
 
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
-    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its level."""
+    """Returns `t * act'(z)` from the aux result of the forward call. `spec`: the spec of that call, for its level."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
-    # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
+    # A relu mask only selects. A gelu slope is arithmetic, which XLA may fuse with surrounding operations.
     kept = None
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
@@ -294,8 +293,8 @@ def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulS
 def activated_matmul(
     spec: MatmulSpec, activation: str, t: jax.Array, aux: jax.Array, w: jax.Array, *, tbias: jax.Array | None
 ) -> jax.Array:
-    """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
-    # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.
+    """Returns `(act'(z) * (t + tbias)) @ w` of 2-D shards in the pattern of `spec`; tbias has shape (columns of t,)."""
+    # Vary over the axes of w too, so that the transpose sums over exactly the axes of these casts.
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
@@ -305,13 +304,12 @@ def activated_matmul(
 
 
 def summed_over(spec: MatmulSpec) -> frozenset[str]:
-    """The axes over which the transpose of `activated_matmul` has summed the cotangent of its bias: the rows of a
-    grid."""
+    """Returns the axes that the transpose of `activated_matmul` sums for the bias cotangent: the rows of a grid."""
     return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())
 
 
 def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:
-    """The same as its parts."""
+    """Computes `activated_matmul` as an activation gradient and a product."""
     *bias, aux, w = rest
     t = t + bias[0][None, :] if bias else t
     return bind(spec, activation_grad(activation, aux, t, spec), w)["d"]

@@ -1,13 +1,13 @@
-"""Sums over ranks in the order of the global array: what keeps gradients off the mesh.
+"""Sums over ranks in the order of the global array, so that the bits of gradients do not depend on the mesh.
 
-A gradient in the weights contracts over the rows of D, which lie on several ranks where data-parallel groups share the
-weights. Its call sums rank after rank, which is the order of the global array where the ranks hold contiguous parts
-of the rows. They do not where rows are folded out of several dimensions and a later one is sharded:
+The gradient of the weights contracts over the rows of D, and data parallelism shards the rows over several ranks. Its
+call sums rank after rank. That is the order of the global array if every rank holds a contiguous part of the rows. It
+is not if rows are folded from several dimensions and a later dimension is sharded:
 
     a (batch=2, sequence=4, k) on P(None, "x", None), two ranks: the global order of the rows is
     b0s0 b0s1 b0s2 b0s3 b1s0 b1s1 b1s2 b1s3, while rank 0 holds b0s0 b0s1 b1s0 b1s1 and rank 1 the others.
 
-Then the rows are gathered, put in order, and each rank goes on with its contiguous part of them.
+Then the rows are gathered and put in order, and each rank continues with its contiguous part of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
-    """Rows in the global order, of an x whose rows were gathered: (ranks, outer, rows) to (outer, ranks, rows)."""
+    """Puts gathered rows of x in the global order: (ranks, outer, rows) to (outer, ranks, rows) along `dimension`."""
     if not spec.global_order or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
@@ -35,7 +35,7 @@ def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
 
 
 def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
-    """The inverse along the rows: those of a gathered D in the order in which its call has them."""
+    """Inverts `unfolded` for the rows of a gathered D: from the global order to the order of the call."""
     if not spec.contraction.gathers or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     parts = x.reshape(spec.order.outer_rows, spec.group.nranks, -1, x.shape[-1])
@@ -43,7 +43,7 @@ def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
 
 
 def rows_of_result(spec: MatmulSpec) -> Layout:
-    """How the rows of D lie in the global array; those of a scatter go to its ranks."""
+    """Returns the layout of D's rows in the global array. A scatter splits one dimension over its ranks."""
     if spec.contraction.is_grid:
         return ((1, spec.group.row_axes),)
     if not spec.contraction.scatters or not spec.order.rows:
@@ -61,7 +61,7 @@ def rows_of_result(spec: MatmulSpec) -> Layout:
 def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
-    """(call, left, right) of the all-reduced product that also sums a local one over the axes `summed`."""
+    """Returns (call, left, right) of the all-reduced product that sums the local product `call` over `summed`."""
     if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)
@@ -74,7 +74,7 @@ def summed_over(
 
 
 def _is_contiguous(layout: Layout) -> bool:
-    """Whether each rank holds one contiguous part of the contraction."""
+    """True if each rank holds one contiguous part of the contraction."""
     held = 1
     for extent, axes in layout:
         if axes and held > 1:
@@ -84,7 +84,7 @@ def _is_contiguous(layout: Layout) -> bool:
 
 
 def _contiguous(call: MatmulSpec, x: jax.Array, dimension: int, order: tuple[str, ...], layout: Layout) -> jax.Array:
-    """This rank's contiguous part of what the ranks of `order` hold interleaved along `dimension`."""
+    """Returns this rank's contiguous part of an array that the ranks of `order` hold interleaved along `dimension`."""
     with jax.named_scope("jaxmp_global_order"):
         x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, source_line=call.source_line)
     shape, n = x.shape, len(layout)

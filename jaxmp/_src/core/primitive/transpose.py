@@ -3,11 +3,11 @@
 With d = alpha * A @ B, A = op(a), B = op(b), cotangent t of D:  dA = alpha * t @ B^T,  dB = alpha * A^T @ t.
 (JAX's transposes do not conjugate; a conjugated operand conjugates its own cotangent.)
 
-`cotangent_of_a` and `cotangents_of_b_and_bias` say which pattern each of them has. The set of patterns is closed, but
-for the one gather that cuBLASMp cannot fuse, because it contracts over gathered rows.
+`cotangent_of_a` and `cotangents_of_b_and_bias` say which pattern each cotangent has. Each is a pattern of calls, except
+for dB of a gathered or scattered product: cuBLASMp cannot fuse its gather, because it contracts over gathered rows.
 
-With a bias, dbias = sum of t over its rows is the sum over the contraction of one operand of dB's product, so both come
-from one call with the epilog BGRADB (BGRADA where b is stored transposed).
+dbias is t summed over its rows. An operand of dB's product is t, and its rows are the contraction there. So one call
+with the epilog BGRADB (BGRADA if b is stored transposed) returns both.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
 def matmul_transpose_rule(
     cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
 ) -> list[jax.Array | None]:
-    """Of a product, and of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both
-    differentiated."""
+    """Transposes a product, or d = alpha * A@B + bias. The JVP rule binds the latter to differentiate b and bias."""
     if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
         raise NotAvailable(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), product = cts, spec.bilinear()
@@ -56,7 +55,7 @@ def matmul_transpose_rule(
 
 
 def _value(x: Operand) -> jax.Array:
-    """An operand in which a rule does not transpose."""
+    """Returns the value of an operand that is not transposed."""
     assert not isinstance(x, ad.UndefinedPrimal), x
     return x
 
@@ -64,14 +63,14 @@ def _value(x: Operand) -> jax.Array:
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
     """Returns the cotangent of the stored a, for `ct` of d.
 
-    dA = alpha * t @ B^T: a reduce-scatter where rows of A were gathered, an all-gather where sums were scattered, local
-    where they were all-reduced, and a grid for a grid.
+    dA = alpha * t @ B^T: a reduce-scatter if rows of A were gathered, an all-gather if sums were scattered, local if
+    they were all-reduced, a grid for a grid.
     """
     product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
     if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
-    # A complex product and its transpose take the two terms of an imaginary part in the other order. Every pattern has
-    # to take the same one in the global order, and only the blocks of a grid cannot be transposed afterwards.
+    # A complex product and its transpose add the two terms of an imaginary part in opposite orders. In the global order
+    # every pattern has to use the same one, and only the blocks of a grid cannot be transposed afterwards.
     is_symmetric = not spec.global_order or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
     if spec.transpose_a and product.is_grid and not is_symmetric:
         raise spec.level.mesh_refusal(
@@ -79,7 +78,7 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
         )
     is_alone = not product.cotangent("a").communicates
     if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
-        # dA^T = B @ t^T, which is how a is stored
+        # dA^T = B @ t^T, because a is stored transposed
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
         result, _ = _product_and_sums(spec, call, b, ct, a, layout=layout)
@@ -93,16 +92,17 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
 
 
 def group_of_a(spec: MatmulSpec) -> Group:
-    """How devices share the product that is the cotangent of a."""
+    """Returns the group of devices that computes the cotangent of a."""
     return spec.group if spec.is_unsettled else Group.of(spec.contraction.cotangent("a"), spec.group.mesh)
 
 
 def cotangents_of_b_and_bias(
     ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the cotangents of b and of a bias that is added to the rows of d, or None where the call cannot sum it.
+    """Returns the cotangents of b and of a bias that is added to the rows of d; the latter is None if the call of b's
+    cannot compute it, or if there is no bias.
 
-    dB = alpha * A^T @ t: a grid for a grid, and local otherwise, on the gathered rows of A or of t.
+    dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the gathered rows of A or t.
     """
     product = spec.contraction
     group = spec.group if product.is_grid else spec.ungrouped().group
@@ -110,13 +110,13 @@ def cotangents_of_b_and_bias(
         ct = reduced_cotangent(spec, ct)
     elif product.gathers:  # dB = gather(A)^T @ t
         a = _gather_rows(spec, a, product.a.index("m"))
-    elif product.scatters:  # dB = A^T @ gather(t), where t is known to be the same on every rank, as the bias is
+    elif product.scatters:  # dB = A^T @ gather(t); with a bias, t is known to be equal on every rank
         ct = _gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
     layout, order = spec.order.rows, dataclasses.replace(spec.order, outer_rows=1)
     if product.gathers or product.scatters:
         a, ct = row_order.unfolded(spec, a, product.a.index("m")), row_order.unfolded(spec, ct, 0)
     if spec.transpose_b:
-        # dB^T = t^T @ A, which is how b is stored
+        # dB^T = t^T @ A, because b is stored transposed
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
         result, sums = _product_and_sums(spec, call, ct, a, b, layout=layout, bias=bias)
@@ -129,7 +129,7 @@ def cotangents_of_b_and_bias(
 
 
 def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
-    """dbias = the sum of t over its rows, and over the ranks on which the bias is the same."""
+    """Returns t summed over its rows and over the ranks on which the bias is equal."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
@@ -138,12 +138,12 @@ def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
 
 
 def reduced_cotangent(spec: MatmulSpec, ct: jax.Array) -> jax.Array:
-    """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
+    """Returns the cotangent of a sum over ranks. Under check_vma=False it is summed, because shard_map divided it."""
     return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, source_line=spec.source_line)
 
 
 def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, **flags: bool) -> MatmulSpec:
-    """The product of a rule; `names` are the parts that its a, b and d have in the given one."""
+    """Returns the spec of a rule's product. `names`: which of a, b and d of `spec` its a, b and d are."""
     distributions = spec.distributions and tuple(
         dict(zip("abd", spec.distributions, strict=True))[name] for name in names
     )
@@ -153,7 +153,7 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
 
 
 def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
-    """All-gather of `x` over the group, under a name that `explain` finds."""
+    """All-gathers `x` over the group, under a name that `explain` looks for."""
     with jax.named_scope("jaxmp_gather_rows"):
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 
@@ -168,12 +168,12 @@ def _product_and_sums(
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is, and the
-    cotangent of `bias` where the call can sum it as well, else None; `layout` tells how its contraction lies in the
-    global array."""
+    """Computes the product `call`, the cotangent of `operand`, in the operand's type and varying axes. Also returns the
+    cotangent of `bias`, or None if the call cannot sum it. `layout`: the layout of the contraction in the global
+    array."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
-        # float32 cotangents of 16-bit operands, where the user may be strict
+        # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
         with jax.numpy_dtype_promotion("standard"):
             common = jnp.promote_types(left.dtype, right.dtype)
         left, right = left.astype(common), right.astype(common)
@@ -190,8 +190,8 @@ def _product_and_sums(
     elif spec.global_order and summed and call.contraction.scatters:
         scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
     if summed and not call.contraction.communicates:
-        # dA or dB of an operand that was the same on several ranks (weights under data parallelism, activations before
-        # a column-parallel layer) is the sum of their cotangents: an all-reduced product.
+        # dA or dB of an operand that was equal on several ranks (weights under data parallelism, activations before a
+        # column-parallel layer) is the sum of these ranks' cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left, right).values()
@@ -208,10 +208,10 @@ def _product_and_sums(
 def _gradient_epilog(
     forward: MatmulSpec, call: MatmulSpec, left: jax.Array, right: jax.Array, bias: ad.UndefinedPrimal
 ) -> Epilog:
-    """The epilog with which the product of a weight gradient also sums the cotangent to that of the bias, or NONE.
+    """Returns the epilog with which the product of a weight gradient also computes the bias gradient, or NONE.
 
-    The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs
-    and the bias does not; untyped, shard_map sums what each of them returns, so the call may not.
+    The call must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False the call
+    must not sum over ranks, because shard_map sums the results of all ranks.
     """
     if not completes_sums(call):
         return Epilog.NONE
@@ -228,7 +228,7 @@ def _gradient_epilog(
 
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
-    """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
+    """Raises NotImplementedError if a gradient would be a sum over ranks outside our calls."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise spec.level.mesh_refusal(
             "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",
@@ -251,7 +251,7 @@ def activation_grad_transpose_rule(
 def activated_matmul_transpose_rule(
     ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
 ) -> list[jax.Array | None]:
-    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
+    """Returns dt = act'(z) * (ct @ w^T) and dbias = dt summed over its rows, from one call with an epilog."""
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
@@ -260,7 +260,7 @@ def activated_matmul_transpose_rule(
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
-    axes = jax_compat.varying_axes(aux)  # and of t; of the bias: see `activated_matmul`
+    axes = jax_compat.varying_axes(aux)  # t varies over the same axes; for the bias see `activated_matmul`
     dt, *sums = outputs.values()
     sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
     of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)

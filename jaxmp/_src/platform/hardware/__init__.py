@@ -1,1 +1,1 @@
-"""Machines: what this one is, how fast a machine is, and how long a call takes on it."""
+"""Describes this machine, gives the rates of machines, and predicts the time of a call on them."""

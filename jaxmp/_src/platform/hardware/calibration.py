@@ -1,4 +1,4 @@
-"""Where the rates of this machine are kept, in the user's cache folder, once `jaxmp info --calibrate` has them."""
+"""Stores the rates of this machine, measured by `jaxmp info --calibrate`, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path() -> Path:
 
 
 def load() -> dict[str, Any] | None:
-    """The fields of this machine's `Hardware`; None if it has not been measured, or something was changed since."""
+    """Returns the fields of this machine's `Hardware`; None if it was not measured or has changed since (`_key`)."""
     try:
         record = json.loads(path().read_text())
     except (OSError, ValueError):
@@ -33,8 +33,8 @@ def load() -> dict[str, Any] | None:
 
 
 def for_job() -> str:
-    """The fields of this machine's `Hardware` as JSON, for all processes of a job that begins; "" where its network has
-    not been measured. It does not start JAX's backend."""
+    """Returns the fields of this machine's `Hardware` as JSON to share in a new job; "" if its network was not
+    measured. Does not start JAX's backend."""
     try:
         record = json.loads(path().read_text())
         key, fields = record["key"], record["hardware"]
@@ -45,7 +45,7 @@ def for_job() -> str:
 
 
 def save(fields: dict[str, Any]) -> None:
-    """Keep the fields of a `Hardware` for this machine; a reader sees the old file or the new one, never half."""
+    """Stores the fields of a `Hardware` for this machine. The file is replaced as a whole, so a reader sees no part."""
     path().parent.mkdir(parents=True, exist_ok=True)
     partial = path().with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps({"key": _key(), "hardware": fields}, indent=1) + "\n")
@@ -53,7 +53,7 @@ def save(fields: dict[str, Any]) -> None:
 
 
 def _key() -> dict[str, Any]:
-    """What the rates depend on."""
+    """Returns the facts on which the rates depend."""
     return {
         "format": _FORMAT,
         "processor": processor().name,

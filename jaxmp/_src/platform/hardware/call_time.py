@@ -1,14 +1,14 @@
-"""How long one call, or one collective, takes on a machine: its roofline, and what of its communication is hidden.
+"""Predicts the time of a call or a collective on a machine: its roofline, and the part of communication that is hidden.
 
-A call whose P ranks fetch the operands of their peers while they multiply works in P parts: the first needs no peer,
-and each later one takes the longer of its product and of its transfer. With C seconds of work and L of transfers
+If P ranks fetch operands of their peers while they multiply, the call has P parts: the first needs no peer, and each
+later one takes the longer of its product and its transfer. With C seconds of work and L of transfers
 
     seconds = launch + latency + C / P + max(C (P - 1) / P, L)
 
-and launch + latency + C + L where nothing overlaps. Between machines a call may be cut into n chunks, of which one is
-multiplied while another is sent (`best_chunks`). C is the longer of arithmetic and memory traffic (Williams,
-Waterman, Patterson, "Roofline", CACM 52(4), 2009). On devices that share a processor C is their sum, for a core that
-copies operands into blocks for its cache does not multiply meanwhile.
+and launch + latency + C + L if nothing overlaps. Between machines a call may be cut into n chunks, so that one chunk is
+multiplied while another is sent (`best_chunks`). C is the longer of arithmetic and memory traffic (Williams, Waterman,
+Patterson, "Roofline", CACM 52(4), 2009). On devices that share a processor C is their sum, because a core that copies
+operands into blocks for its cache does not multiply then.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxmp._src.platform.hardware.hardware import Hardware
 
-# A larger buffer is new at each call, for glibc gives it back to the system (mallopt(3), M_MMAP_THRESHOLD).
+# A larger buffer is new in each call, because glibc returns it to the system (mallopt(3), M_MMAP_THRESHOLD).
 _KEPT = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What each of `nranks` ranks receives: `nbytes`, from ranks that are every `stride`-th device of the machine.
+    """A transfer of `nbytes` to each of `nranks` ranks, which are every `stride`-th device of the machine.
 
-    `axes`: the mesh axes of these ranks; `kind`: the collective that moves it where XLA does, "all_gather".
+    `axes`: the mesh axes of these ranks. `kind`: the collective that moves it if XLA does, such as "all_gather".
     """
 
     nbytes: int
@@ -38,7 +38,7 @@ class Transfer:
 
     @staticmethod
     def over(mesh: Mapping[str, int], axes: str | Collection[str], nbytes: int, kind: str = "") -> Transfer:
-        """What a rank receives in a collective over these axes of a mesh, whose last axis varies fastest."""
+        """Builds the transfer of a collective over these axes of a mesh; the last axis of the mesh varies fastest."""
         names = (axes,) if isinstance(axes, str) else axes
         last = max((i for i, name in enumerate(mesh) if name in names), default=len(mesh) - 1)
         stride = math.prod(list(mesh.values())[last + 1 :])
@@ -51,10 +51,10 @@ class CallTime:
     """The predicted time of one call, in seconds.
 
     Attributes:
-      compute, memory, link: of its arithmetic, of its traffic to memory and of its transfers, each alone.
-      overhead: of launching it, and of the steps of its communication.
-      exposed: of the transfers, what the product does not hide.
-      total: of all.
+      compute, memory, link: the arithmetic, the memory traffic and the transfers, each alone.
+      overhead: the launch, and the latencies of the communication.
+      exposed: the part of the transfers that the product does not hide.
+      total: the whole call.
     """
 
     compute: float = 0.0
@@ -66,7 +66,7 @@ class CallTime:
 
     @property
     def bound(self) -> str:
-        """Which of the parts is the longest: "compute", "memory", "link" or "overhead"."""
+        """The longest part: "compute", "memory", "link" or "overhead"."""
         return max(("compute", "memory", "link", "overhead"), key=lambda part: float(getattr(self, part)))
 
 
@@ -82,18 +82,18 @@ def call_time(
     chunks: int = 1,
     implementation: str = "",
 ) -> CallTime:
-    """The time of a call.
+    """Predicts the time of a call.
 
     Args:
       flops: operations of all devices together, in the type `kind` (`Hardware.rates`).
-      ndevices: how many devices share them.
+      ndevices: the number of devices that share the operations.
       nbytes: bytes of operands and result that one device reads and writes.
-      transfers: what each rank receives.
-      is_fused: whether the transfers overlap the product.
-      chunks: into how many it is cut, so that they do.
+      transfers: the transfers that each rank receives.
+      is_fused: the transfers overlap the product.
+      chunks: the number of chunks that it is cut into for overlap.
       implementation: "xla" if XLA multiplies.
     """
-    together = ndevices if hardware.is_shared else 1  # devices that one rate is of
+    together = ndevices if hardware.is_shared else 1  # devices that share a rate
     compute = flops * together / ndevices / hardware.rate(kind, implementation) if flops else 0.0
     traffic = nbytes * together / hardware.memory_bandwidth
     moved = [each for each in transfers if each.nbytes and each.nranks > 1]
@@ -117,21 +117,21 @@ def best_chunks(
     ndevices: int,
     sums: Sequence[int] = (),
 ) -> int:
-    """The number, of those that are possible, of chunks into which to cut a product between machines, or 1 for none.
+    """Returns the best of the `possible` numbers of chunks for a product between machines, or 1 to leave it whole.
 
-    With C seconds of work, and L of transfers, n latencies among them, which keep the processor busy for u L, n chunks
+    With C seconds of work and L of transfers, which include n latencies and keep the processor busy for u L, n chunks
     take
 
         copies + (C + L) / n + max(C + u L, L) (n - 1) / n
 
-    and the whole, with one latency, takes C + L. To both is added the time of memory that is new at each call. Nothing
-    is cut for less than a tenth.
+    and the whole, with one latency, takes C + L. The time for new memory in each call is added to both. A product is
+    cut only if that saves more than a tenth.
 
     Args:
-      flops, nbytes: operations of one device, and bytes that chunks have it copy.
-      transfers: what it receives.
-      ndevices: how many devices share a processor and a link.
-      sums: bytes of each buffer of the whole for what is summed.
+      flops, nbytes: operations of one device, and bytes that it copies because of chunks.
+      transfers: the transfers that it receives.
+      ndevices: the number of devices that share a processor and a link.
+      sums: bytes of each buffer of the whole product's sums.
     """
     latency = hardware.launch + hardware.network_latency
     work = ndevices * flops / hardware.rate(kind)
@@ -151,14 +151,14 @@ def _in_chunks(work: float, link: float, load: float, n: int) -> float:
 
 
 def _in_node(hardware: Hardware, transfer: Transfer) -> int:
-    """How many ranks of the group share a node."""
+    """Returns the number of ranks of the group that share a node."""
     return max(1, min(transfer.nranks, hardware.node // transfer.stride))
 
 
 def _link_seconds(hardware: Hardware, transfer: Transfer, together: int) -> float:
-    """The longer of what a rank's link carries, and of what comes into its node.
+    """Returns the longer of the times that a rank's link and the network of its node need.
 
-    Ranks of one node receive the same, so it enters the node once, by the network of all of them together, as in
+    Ranks of one node receive the same data. It enters the node once, over the network of all ranks together, as in
     NCCL's rings and trees.
     """
     members = _in_node(hardware, transfer)
@@ -168,14 +168,14 @@ def _link_seconds(hardware: Hardware, transfer: Transfer, together: int) -> floa
 
 
 def _latency(hardware: Hardware, transfer: Transfer) -> float:
-    """Steps of a tree: the least that any algorithm takes."""
+    """Returns the latency of a tree's steps, the fewest that any algorithm takes."""
     members = _in_node(hardware, transfer)
     nodes = -(-transfer.nranks // members)
     return math.ceil(math.log2(members)) * hardware.latency + math.ceil(math.log2(nodes)) * hardware.network_latency
 
 
 def kind_of(dtype: str, compute: str = "") -> str:
-    """The name of a type's rate: "float8" for every float8, "float32" for complex64; `compute` is cuBLAS's type."""
+    """Returns the name of a type's rate: "float8" for any float8, "float32" for complex64. `compute`: cuBLAS's type."""
     if "TF32" in compute:
         return "tf32"
     if dtype in ("float32", "complex64") and compute.endswith(("FAST_16BF", "FAST_16F")):

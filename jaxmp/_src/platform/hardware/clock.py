@@ -1,4 +1,4 @@
-"""Times of functions, taken in turns so that a slow moment of the machine hits all of them."""
+"""Measures functions in turns, so that a slow moment of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def interleaved(
     wait: Callable[[Any], Any] = jax.block_until_ready,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds per call of each contender, the median of its rounds.
+    """Returns seconds per call of each contender, the median of its rounds.
 
     Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
-    `seconds` per contender and number between the two of `rounds`; `clock` may count the process's own time instead, of
-    all its threads, which other processes disturb less. The order rotates, since whoever follows a large
-    product finds a cold cache.
+    `seconds` per contender; their number is limited by `rounds` (least, most). The order rotates, because a contender
+    that follows a large product has a cold cache. `clock`: may count the CPU time of the process in all its threads,
+    which other processes disturb less.
     """
     names = list(contenders)
     for name in names:

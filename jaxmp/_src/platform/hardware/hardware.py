@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmp._src.platform.hardware import calibration
 
-# By which names operations are counted: element types without their variants, and float32 rounded to TF32.
+# The names of rates: element types without their variants, and float32 rounded to TF32.
 RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4", "int8")
 
 
@@ -17,27 +17,27 @@ RATES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "float4"
 class Hardware:
     """The rates of a machine, for `jaxmp.explain(fn, hardware=...)` and `jaxmp.advise`.
 
-    Predictions from a data sheet are limits: no call is faster, and most are slower. Those from a measured machine,
-    `hardware="this"` after `jaxmp info --calibrate`, are estimates.
+    Predictions from a data sheet are limits: no call is faster, and most are slower. Predictions from a measured
+    machine, `hardware="this"` after `jaxmp info --calibrate`, are estimates.
 
     Attributes:
-      name: for people.
+      name: the name in reports.
       rates: operations per second of one device by type: "float64", "float32", "tf32" (float32 rounded to TF32),
         "bfloat16", "float16", "float8", "float4", "int8"; without sparsity. A complex product counts 4 real ones.
       memory_bandwidth: bytes per second of one device's memory.
-      new_memory_bandwidth: bytes per second that it writes to memory that is new to the process.
+      new_memory_bandwidth: bytes per second that one device writes to memory that is new to the process.
       memory: bytes of one device's memory.
       link_bandwidth: bytes per second that one device receives from others of its node, while it sends as many.
-      node: how many devices are linked so.
+      node: number of devices in a node.
       network_bandwidth: bytes per second that one device receives from other nodes.
       network_load: the part of the processor that this takes, between 0 and 1.
       latency, network_latency: seconds of one step of communication within a node, and between nodes.
-      launch: seconds that a call takes whatever its size.
-      is_shared: whether the devices are parts of one processor; its rates are then those of all of them together.
-      xla_rates: as `rates`, of XLA's own products where those are slower.
-      source: where the numbers come from.
+      launch: seconds that a call of any size takes.
+      is_shared: the devices are parts of one processor, and a rate counts all of them together.
+      xla_rates: rates of XLA's products, for types where they are slower than `rates`.
+      source: the origin of the numbers.
 
-    Raises: ValueError where a number is not positive, or a rate has an unknown name.
+    Raises: ValueError if a number is not positive, or a rate has an unknown name.
 
     >>> import jaxmp
     >>> mine = jaxmp.Hardware("mine", {"float32": 1e13}, memory_bandwidth=1e12, link_bandwidth=1e11)
@@ -75,9 +75,9 @@ class Hardware:
                 raise ValueError(f"Hardware: {name} must not be negative, got {getattr(self, name)!r}")
 
     def rate(self, kind: str, implementation: str = "") -> float:
-        """Operations per second of a type.
+        """Returns operations per second in a type.
 
-        Raises ValueError where the machine has no rate for it.
+        Raises ValueError if the machine has no rate for it.
         """
         rates = {**self.rates, **self.xla_rates} if implementation == "xla" else self.rates
         if kind not in rates:
@@ -86,21 +86,21 @@ class Hardware:
 
 
 def _nvidia(name: str, teraflops: Sequence[float], source: str, **rates: Any) -> Hardware:
-    """A machine of NVIDIA's, from its data sheet: `teraflops` in the order of `RATES`.
+    """Builds a machine of NVIDIA from its data sheet. `teraflops`: in the order of `RATES`.
 
-    Seconds of a step are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The
-    network is 400 Gb/s for each GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
+    Latencies are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The network has
+    400 Gb/s per GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
     """
     of_types = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
     rates |= {"network_bandwidth": 400e9 / 8, "latency": 3.4e-6, "network_latency": 14e-6}
     return Hardware(name, of_types, source=source, **rates)
 
 
-# NVLink's bandwidth in data sheets is that of both directions together, and most rates are "with sparsity": halved.
+# Data sheets give NVLink's bandwidth for both directions together, and most rates "with sparsity". Both are halved.
 _HOPPER = (66.9, 66.9, 494.7, 989.4, 989.4, 1978.9, 0, 1978.9)
 _H100 = "NVIDIA H100 Tensor Core GPU data sheet and architecture white paper, SXM5; DGX H100 data sheet"
 _H200 = "NVIDIA H200 Tensor Core GPU data sheet, SXM; DGX H200 data sheet"
-# The data sheet is of the rack: 180 PFLOPS of BF16 and so on, of 72 GPUs.
+# The data sheet describes the rack of 72 GPUs: 180 PFLOPS of BF16, for example.
 _NVL72 = (40, 80, 1250, 2500, 2500, 5000, 10000, 5000)
 _GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU"
 MACHINES = {
@@ -117,19 +117,19 @@ _of_job: Hardware | None = None
 
 
 def set_of_job(fields: str) -> None:
-    """From now on `of_job` is the machine of these fields, as JSON; "" for none."""
+    """Sets the machine that `of_job` returns, from its fields as JSON; "" for none."""
     global _of_job
     _of_job = Hardware(**json.loads(fields)) if fields else None
 
 
 def of_job() -> Hardware | None:
-    """The machine that every process of this job decides by, as rank 0 knows it; None where its network has not been
+    """Returns the machine for decisions in every process of this job, as rank 0 knows it; None if its network was not
     measured."""
     return _of_job
 
 
 def hardware_of(function: str, hardware: Any) -> Hardware:
-    """The machine that a user names, or describes.
+    """Returns the machine that a user names or describes.
 
     Raises:
       TypeError: neither a name nor a Hardware.

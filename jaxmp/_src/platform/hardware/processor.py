@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-# The instructions that matter to a product, as Linux names them on x86-64 and on aarch64.
+# The instructions that matter for a product, by Linux's names on x86-64 and aarch64.
 _INSTRUCTIONS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
@@ -19,7 +19,7 @@ _INSTRUCTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """Its name, the cores that this process may use, and those of its instructions that matter to a product."""
+    """Name, number of cores that this process may use, and the instructions that matter for a product."""
 
     name: str
     cores: int
@@ -28,7 +28,7 @@ class Processor:
 
 @functools.cache
 def processor() -> Processor:
-    """The processor of this machine; elsewhere than on Linux without its instructions."""
+    """Returns the processor of this machine; without its instructions if the system is not Linux."""
     try:
         text = _CPUINFO.read_text()
     except OSError:
@@ -38,7 +38,7 @@ def processor() -> Processor:
 
 
 def parse(cpuinfo: str, name: str, cores: int) -> Processor:
-    """A processor from the text of /proc/cpuinfo, with `name` where that has none (aarch64)."""
+    """Returns a processor from the text of /proc/cpuinfo. `name` is used if the text has no name (aarch64)."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, colon, value = line.partition(":")

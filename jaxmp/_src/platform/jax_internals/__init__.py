@@ -1,1 +1,1 @@
-"""JAX's private parts, in one place: nothing else of jaxmp uses them or asks for JAX's version."""
+"""The only users of JAX's private parts and of JAX's version."""

@@ -1,4 +1,4 @@
-"""The only user of `jax._src` and of JAX version tests, with the other modules `jax_*` beside it."""
+"""The only user of `jax._src` and of tests of JAX's version, with the other `jax_*` modules of this package."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if jax.__version_info__ < MINIMUM_JAX:
 
 
 def make_primitive(name: str, *, multiple_results: bool) -> Primitive:
-    """Makes a primitive that JAX compiles where it is evaluated eagerly."""
+    """Makes a primitive that JAX compiles when it is evaluated eagerly."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
@@ -66,26 +66,26 @@ def make_primitive(name: str, *, multiple_results: bool) -> Primitive:
 
 
 def varying_axes(x: jax.Array | jax.core.AbstractValue) -> frozenset[str]:
-    """Manual axes over which `x`, or what has this type, varies; empty under check_vma=False and outside shard_map."""
+    """Returns the varying manual axes in the type of `x`; empty under check_vma=False and outside shard_map."""
     aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
     return frozenset(aval.manual_axis_type.varying) if isinstance(aval, jax.core.ShapedArray) else frozenset()
 
 
 def reduced_axes(x: jax.Array) -> frozenset[str]:
-    """Manual axes over which `x` is reduced: the same on every rank, with a cotangent that is an unreduced sum."""
+    """Returns the manual axes that `x` is reduced over: equal on every rank, with an unreduced sum as cotangent."""
     return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
 
 
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:
-    """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays.
+    """Returns `aval` with another shape of the same rank and another dtype, varying over these axes, reduced over none.
 
-    It is on the mesh on which it or `others` are, as JAX's own products are; on none if these are several.
+    It gets the mesh of `aval` or `others`, like the result of JAX's products; an empty mesh if they have several.
     """
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
-    if not meshes and vma.varying:  # results of callbacks are on none
+    if not meshes and vma.varying:  # results of callbacks have no mesh
         meshes = {jax.sharding.get_abstract_mesh()}
     sharding: Any = aval.sharding
     if meshes != {sharding.mesh}:
@@ -98,35 +98,35 @@ def with_shape(
 
 
 def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.core.ShapedArray:
-    """The type of a global array on a mesh of explicit axes, sharded as `spec`."""
+    """Returns the type of a global array that is sharded as `spec` on a mesh of explicit axes."""
     dims = jax.sharding.PartitionSpec(*spec, *[None] * (aval.ndim - len(spec)))
     sharding = jax.sharding.NamedSharding(getattr(mesh, "abstract_mesh", mesh), dims)
     return cast(jax.core.ShapedArray, aval.update(sharding=sharding))
 
 
 def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    """The type of one index along the first dimension."""
+    """Returns the type of one index along the first dimension."""
     return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
 
 
 def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
-    """`aval` with a dimension of `size` in front."""
+    """Returns `aval` with a dimension of `size` in front."""
     return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
 
 
 def canonical_dtype(value: DTypeLike, where: str) -> np.dtype:
-    """The type that a user names, under the settings of 64-bit types: JAX may warn, or raise ValueError."""
+    """Returns the type that a user names, under JAX's setting of 64-bit types. JAX may warn or raise ValueError."""
     return np.dtype(_dtypes.check_and_canonicalize_user_dtype(value, where))
 
 
 def convert(x: Any, dtype: np.dtype, is_weak: bool = False) -> Any:
-    """`x` in a type, weak or not, whatever the settings of 64-bit types; of complex numbers possibly the real parts."""
+    """Converts `x` to a type, weak or not, under any setting of 64-bit types; complex numbers may become real parts."""
     return _lax._convert_element_type(x, np.dtype(dtype), is_weak, warn_on_complex_to_real_cast=False)
 
 
 def with_64_bits_of(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which 64-bit types are on if one of these types has 64 bits: JAX records such types, not the context
-    of `jax.enable_x64` in which a function was traced."""
+    """Returns a context that enables 64-bit types if one of these types has 64 bits. JAX records such types, but not
+    whether a function was traced under `jax.enable_x64`."""
     names = {getattr(getattr(aval, "dtype", None), "name", "") for aval in avals}
     return contextlib.nullcontext() if names.isdisjoint(_64_BITS) else jax.enable_x64(True)
 
@@ -135,35 +135,35 @@ _64_BITS = ("float64", "complex128", "int64", "uint64")
 
 
 def mesh_axes() -> tuple[tuple[str, int], ...]:
-    """Every axis of the mesh whose shards are being traced, as (name, size)."""
+    """Returns every axis of the mesh of the shards that are being traced, as (name, size)."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = axis_env().axis_sizes if mesh.empty else mesh.shape
     return tuple(axes.items())
 
 
-# Of the axes that are being traced: `explicit_mesh_axis_names` are the explicit mesh axes over which the dimensions are
-# sharded that enclosing vmaps map over.
+# The environment of the axes that are being traced. `explicit_mesh_axis_names`: the explicit mesh axes that shard
+# dimensions mapped by enclosing vmaps.
 axis_env: Callable[[], Any] = _core.get_axis_env
 
 
 def is_jit_disabled() -> bool:
-    """Whether jitted functions run as they are: under `jax.disable_jit`."""
+    """True under `jax.disable_jit`."""
     return bool(_config.disable_jit.value)
 
 
 def is_vma_checked() -> bool:
-    """Whether the enclosing shard_map runs with check_vma=True."""
+    """True if the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
 
 
 def under_known_flags(fn: F) -> F:
-    """`fn`, which traces under the flags of JAX that jaxmp's code knows, whatever the user has set: operands of one
-    operation are cast to vary over the same axes of a shard_map, and what depends on no operand, as a device's place in
-    the mesh, is not evaluated while it is traced."""
+    """Makes `fn` trace under the JAX flags that jaxmp's code expects, instead of the user's flags: operands of one
+    operation are cast to vary over the same axes of a shard_map, and values that depend on no operand, such as a
+    device's position in the mesh, are not evaluated during tracing."""
 
     @functools.wraps(fn)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if _config.auto_pcast.value and not _config.eager_constant_folding.value:  # at each eager call
+        if _config.auto_pcast.value and not _config.eager_constant_folding.value:  # checked in each eager call
             return fn(*args, **kwargs)
         with _config.auto_pcast(True), _config.eager_constant_folding(False):
             return fn(*args, **kwargs)
@@ -172,8 +172,8 @@ def under_known_flags(fn: F) -> F:
 
 
 def as_traced(rule: F) -> F:
-    """A rule that JAX calls after its call was traced, under the flags that jaxmp's code knows, and with 64-bit types
-    where the rule's operands have some."""
+    """Makes a rule, which JAX calls after tracing, run under the flags that jaxmp's code expects, and with 64-bit types
+    if an operand of the rule has 64 bits."""
 
     @functools.wraps(rule)
     def run(*args: Any, **params: Any) -> Any:
@@ -188,17 +188,17 @@ def as_traced(rule: F) -> F:
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
-    """Every jaxpr among an equation's parameters."""
+    """Yields the jaxprs among an equation's parameters."""
     return _core.jaxprs_in_params(params)
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
+    """Removes the equations that no output needs from `jaxpr` and from the jaxprs that it calls."""
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
-    """(constants, carried values) among the operands of a scan, ahead of what it scans over."""
+    """Returns (number of constants, number of carried values) of a scan; its scanned operands follow them."""
     if "ft_in" not in eqn.params:  # JAX before 0.12
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
@@ -206,26 +206,26 @@ def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
 
 
 def cache_in_context(capacity: int) -> Callable[[F], F]:
-    """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on:
-    of the mesh of `jax.set_mesh` its axes, not its devices. `jax.clear_caches` empties it."""
+    """Returns a decorator: an LRU cache with keys of the arguments and of every JAX setting that affects tracing. The
+    mesh of `jax.set_mesh` counts with its axes, not its devices. `jax.clear_caches` empties it."""
     return cast(Callable[[F], F], _util.cache(max_size=capacity))
 
 
 def ambient_mesh() -> jax.sharding.Mesh | None:
-    """The mesh of `jax.set_mesh`."""
+    """Returns the mesh of `jax.set_mesh`, or None."""
     mesh = _mesh.get_concrete_mesh()
     return None if mesh is None or mesh.empty else mesh
 
 
 def default_platform() -> str:
-    """The platform for which a program is lowered by default: "cuda" where `jax.default_backend` says "gpu"."""
+    """Returns the default platform of lowering: "cuda" if `jax.default_backend` says "gpu"."""
     backend = _xla_bridge.get_backend()
     return str(getattr(backend, "_raw_platform", backend.platform))
 
 
 def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is traced is of one device, also where an explicit mesh is around the compiler: there it
-    calls back for shards, which JAX would take for global arrays on that mesh."""
+    """Returns a context for tracing one device's part, even if the compiler runs under an explicit mesh. The compiler
+    calls back with shards, and JAX would take them for global arrays on that mesh."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
     empty = jax.sharding.AbstractMesh((), ())
@@ -240,17 +240,17 @@ _source_info_util.register_exclusion(_SOURCES + os.sep)
 
 
 def hides_frames(fn: F) -> F:
-    """`fn`, whose errors have a traceback without the frames of jaxmp/_src and of JAX, as JAX's own functions do.
+    """Removes the frames of jaxmp/_src and of JAX from the tracebacks of errors in `fn`, as JAX's functions do.
 
-    JAX_TRACEBACK_FILTERING=off keeps them all.
+    JAX_TRACEBACK_FILTERING=off keeps all frames.
     """
     return _traceback_util.api_boundary(fn)
 
 
 def traced_line(eqn: _core.JaxprEqn) -> str:
-    """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known.
+    """Returns the line of the user's program at which an equation was traced, "train.py:41"; "" if it is unknown.
 
-    Files of jaxmp, of JAX and of libraries of layers are passed over, the last where a file of another kind calls them.
+    Files of jaxmp and JAX are skipped. Files of libraries of layers are skipped if another file calls them.
     """
     place = _user_place(eqn.source_info.traceback)
     return "" if place is None else source_lines.line_name(*place)
@@ -265,7 +265,7 @@ def _user_place(traceback: Any) -> tuple[str, int] | None:
 
 
 def user_line() -> str:
-    """The line of the user's program, "train.py:41", that is running, with files passed over as by `traced_line`."""
+    """Returns the line of the user's program that is running, "train.py:41". Skips the same files as `traced_line`."""
     own = (PACKAGE, os.path.dirname(jax.__file__) + os.sep)
     frame = sys._getframe(1)
     while frame.f_back is not None and (
@@ -278,16 +278,16 @@ def user_line() -> str:
 # Processes ------------------------------------------------------------------------------------------------------
 
 
-# Whether JAX has started a backend; from then on it no longer learns of other processes.
+# True if JAX has started a backend. It does not learn of other processes after that.
 backend_exists: Callable[[], bool] = _xla_bridge.backends_are_initialized
 
 
 def after_dispatched_programs() -> list[jax.Array]:
-    """Arrays that are ready once every program that this thread has dispatched has run, also where nobody has kept the
-    results.
+    """Returns arrays that are ready once every program that this thread has dispatched has run, even if the program's
+    results were dropped.
 
     A device runs the programs that one thread dispatches to it one after another (XLA's `last_enqueue_event` on CPUs,
-    streams on GPUs). Programs of few operations run as they are called, so this one has more.
+    streams on GPUs). Programs of few operations run during their dispatch, so this one has more.
     """
     if not backend_exists():
         return []
@@ -299,21 +299,21 @@ def after_dispatched_programs() -> list[jax.Array]:
 
 
 def forget_failed_effects() -> None:
-    """Waits for effects and drops their errors, which the program has caught: JAX's own end would stop at them."""
+    """Waits for effects and drops their errors. The program has caught them, and JAX's shutdown would stop at them."""
     with contextlib.suppress(Exception):
         jax.effects_barrier()
-    _dispatch.runtime_tokens.clear()  # JAX 0.10 keeps those that failed
+    _dispatch.runtime_tokens.clear()  # JAX 0.10 keeps the failed ones
 
 
 def distributed_client() -> Any:
-    """The client of JAX's coordination service, or None."""
+    """Returns the client of JAX's coordination service, or None."""
     return _distributed.global_state.client
 
 
 def let_gloo_listen_at(host: str) -> None:
-    """Have XLA's transport between CPUs, when the backend starts, listen at this address of the machine.
+    """Makes XLA's transport between CPUs listen at this address of the machine when the backend starts.
 
-    By default it is that of the machine's own name, which may be a loopback address there, or unknown.
+    By default it listens at the address of the machine's name, which may be a loopback address, or unknown.
     """
 
     def make_client() -> Any:
@@ -328,48 +328,48 @@ def let_gloo_listen_at(host: str) -> None:
     _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
-_of_gloo: set[str] = set()  # the descriptor by which gloo polls all its sockets, as long as the process lives
+_of_gloo: set[str] = set()  # the descriptor with which gloo polls all its sockets, until the process ends
 
 
 def _epolls() -> set[str]:
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # for the descriptor of the listing
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
                 found.add(descriptor)
     return found
 
 
 def close_gloo() -> None:
-    """End gloo's connections as the end of this process would: a process that waits there for it gets an error."""
+    """Ends gloo's connections, as if this process had ended, so that processes that wait for it get an error."""
     for descriptor in _of_gloo:
         with contextlib.suppress(OSError):
             polled = re.findall(r"^tfd: *(\d+)", pathlib.Path(f"/proc/self/fdinfo/{descriptor}").read_text(), re.M)
             for connection in map(int, polled):
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection)) as end:
-                    end.getpeername()  # none of what listens, nor of a pipe
+                    end.getpeername()  # raises for listening sockets and pipes
                     end.shutdown(socket.SHUT_RDWR)
 
 
 def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:
-    """(coordinator address, number of processes, process id, local device ids) as JAX finds them."""
+    """Returns (coordinator address, number of processes, process id, local device ids) as JAX detects them."""
     detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
     local_device_ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
     return detect(None, None, None, local_device_ids, method, timeout)
 
 
 def uses_mutual_tls() -> bool:
-    """Whether JAX checks the name of the host at the other end of the connection."""
+    """True if JAX checks the name of the host at the other end of the connection."""
     return bool(getattr(jax.config, "jax_mtls_ca_file", None))
 
 
 def forget_distributed() -> None:
-    """In a forked child: have the interpreter end without JAX's part of the job, whose threads are in the parent."""
+    """Lets a forked child end without JAX's part of the job, because its threads are in the parent."""
     atexit.unregister(_api.clean_up)
     state = _distributed.global_state
     kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]
-    # As the thread pools of backends and of MLIR, which would join threads that are in the parent.
+    # Also keep the thread pools of backends and of MLIR, which would join threads that are in the parent.
     kept += [dict(vars(module)) for module in sys.modules.values()]
     state.preemption_sync_manager = state.client = state.service = None
-    kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
+    kept.append(kept)  # destroying them would wait for the other processes, so a cycle keeps them
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Compiled programs of JAX: compile one apart from JAX's caches, and find the mesh of a lowered one."""
+"""Compiles a JAX program without JAX's caches, and finds the mesh of a lowered program."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jaxlib.mlir import ir as _ir
 
 @functools.cache
 def devices_to_compile_for(count: int) -> list[Any]:
-    """CPU devices of a client of their own, for programs of more devices than there are, which only compile."""
+    """Returns CPU devices of a separate client, to compile programs for more devices than there are."""
     client: Any = _xla_client.make_cpu_client(num_devices=count)
     return list(client.devices())
 
 
 def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:
-    """Compile a `jax.stages.Lowered` with options of XLA, neither from the persistent compilation cache nor into it.
+    """Compiles a `jax.stages.Lowered` with options of XLA; neither reads nor writes the persistent compilation cache.
 
-    The cache's key leaves out where XLA dumps to, so a hit would dump nothing.
+    The key of the cache does not include the dump folder of XLA, so a hit would dump nothing.
     """
     module = lowered.compiler_ir("stablehlo").operation
     with module.context, _config.persistent_cache_min_compile_time_secs(float("inf")):
@@ -36,7 +36,7 @@ def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 
 def lowered_mesh(lowered: Any) -> dict[str, int]:
-    """The axes of the largest mesh that a lowered program names, in the order of its devices; empty without one."""
+    """Returns the axes of the largest mesh in a lowered program, in the order of its devices; empty without a mesh."""
     operations = lowered.compiler_ir("stablehlo").body.operations
     meshes = (str(each) for each in operations if each.operation.name == "sdy.mesh")
     found = [{name: int(size) for name, size in re.findall(r'"([^"]*)"=(\d+)', text)} for text in meshes]

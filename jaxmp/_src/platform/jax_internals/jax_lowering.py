@@ -1,4 +1,4 @@
-"""What a lowering rule asks of JAX: the mesh, the devices and the platform for which it runs."""
+"""Finds the mesh, the devices and the platform of a lowering, and wraps JAX's lowering rules."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from jax.interpreters import mlir as mlir
 from jaxmp._src.platform.jax_internals.jax_compat import ambient_mesh, under_known_flags
 
 LoweringContext = mlir.LoweringRuleContext
-# Takes and gives MLIR values.
+# A function of MLIR values that returns MLIR values.
 LoweringRule = Callable[..., Any]
 
-# JAX's own rules that lower what a shard_map holds, of scans and of sigmoid among them, are written for these flags.
+# JAX's rules for operations inside a shard_map, such as scans and sigmoid, are written for these flags.
 mlir.register_lowering(_shard_map.shard_map_p, under_known_flags(_mlir._lowerings[_shard_map.shard_map_p].rule))
 
 
 def require_devices(primitives: Collection[Primitive]) -> None:
-    """From here on a lowering of these serves only the devices for which it is made, and finds them (`lowering_mesh`).
+    """Ties future lowerings of these primitives to their devices, so that `lowering_mesh` finds the devices.
 
-    JAX forgets them inside a shard_map over an abstract mesh, as operands on a mesh of explicit axes bring it where no
-    jax.set_mesh is around.
+    JAX forgets the devices inside a shard_map over an abstract mesh. Operands on a mesh of explicit axes cause that
+    without jax.set_mesh.
     """
     known = _dispatch.prim_requires_devices_during_lowering
     if known.issuperset(primitives):
         return
     known.update(primitives)
-    _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
+    _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # it has answers for other programs
     _wrap(_shard_map.shard_map_p, _on_concrete_mesh)
 
 
@@ -47,15 +47,15 @@ _wrapped: set[tuple[Primitive, Callable[[LoweringRule], LoweringRule]]] = set()
 
 
 def _wrap(primitive: Primitive, wrapper: Callable[[LoweringRule], LoweringRule]) -> None:
-    """Put `wrapper` around JAX's rule of a primitive, once."""
+    """Puts `wrapper` around JAX's rule of a primitive, once."""
     if (primitive, wrapper) not in _wrapped:
         _wrapped.add((primitive, wrapper))
         mlir.register_lowering(primitive, wrapper(_mlir._lowerings[primitive].rule), cacheable=False)
 
 
 def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
-    """The rule of shard_map, in the scope of the mesh with its devices, where the program that is being lowered has
-    them."""
+    """Wraps the rule of shard_map so that it runs under the mesh with its devices, if the program that is being lowered
+    has devices."""
 
     @functools.wraps(rule)
     def lower(ctx: LoweringContext, *nodes: Any, mesh: Any, **params: Any) -> Any:
@@ -69,13 +69,13 @@ def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
     return lower
 
 
-# A call in a program's text that CPU devices share: axes span its groups.
+# A call in a program's text that CPU devices share: its groups span mesh axes.
 _SHARED_CALL = re.compile(r"@jaxmp_.* axes_(row|col) = dense<[^>]")
 
 
 def check_exported_programs() -> None:
-    """From here on an exported program whose ranks share calls is refused on CPU devices of several processes, where
-    they would wait for each other for ever."""
+    """Refuses, from now on, exported programs with calls that ranks share on CPU devices of several processes, because
+    the ranks would wait for each other forever."""
     require_devices([_export.call_exported_p])
     _wrap(_export.call_exported_p, _in_one_process)
 
@@ -97,20 +97,20 @@ def _in_one_process(rule: LoweringRule) -> LoweringRule:
 
 
 def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
-    """The mesh with its devices for which a lowering rule runs, or None where JAX does not know them yet."""
+    """Returns the mesh of a lowering with its devices, or None if JAX does not know the devices yet."""
     axes = ctx.module_context.axis_context
     mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
 def device_count(ctx: LoweringContext) -> int:
-    """The number of devices that the program which is being lowered is for."""
+    """Returns the number of devices of the program that is being lowered."""
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
 def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    """Returns the mesh of the global arrays in the program that is being lowered. Where JAX knows of none, it has one
-    axis of all devices."""
+    """Returns the mesh of the global arrays in the program that is being lowered. If JAX knows no mesh, the result has
+    one axis of all devices."""
     axes, count = ctx.module_context.axis_context, device_count(ctx)
     of_types = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in (*ctx.avals_in, *ctx.avals_out))
     known = [getattr(axes, "abstract_mesh", None), *of_types, ambient_mesh()]
@@ -121,22 +121,22 @@ def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.Abstra
 
 
 def is_for_export(ctx: LoweringContext) -> bool:
-    """Whether the program that is being lowered is to run elsewhere."""
+    """True if the program is being lowered for `jax.export`."""
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def platform(ctx: LoweringContext) -> str:
-    """The platform for which a lowering rule runs, the first of several for which there is no rule of their own."""
+    """Returns the platform of a lowering rule; the first one if the rule serves several."""
     return str((ctx.platforms or ctx.module_context.platforms)[0])
 
 
 def is_on_shards(ctx: LoweringContext) -> bool:
-    """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
+    """True if one device's part is being lowered: for one device, or inside a shard_map over every axis."""
     return manual_mesh(ctx) is not None or device_count(ctx) == 1
 
 
 def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-    """The mesh of a shard_map over every axis, for a lowering rule inside it; None elsewhere."""
+    """Returns the mesh of the shard_map around a lowering rule if it is over every axis, else None."""
     axes = ctx.module_context.axis_context
     if not isinstance(axes, _sharding_impls.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
         return None
@@ -144,15 +144,15 @@ def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.Abstra
 
 
 def program_name(ctx: LoweringContext) -> str:
-    """The name of the module that is being lowered."""
+    """Returns the name of the module that is being lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
 def lower_each_call(key: str) -> None:
-    """From here on JAX lowers a function once for each of its calls, if `next_index(ctx, key)` is asked in it.
+    """Makes JAX lower a function once per call, from now on, if the lowering asks `next_index(ctx, key)`.
 
-    Otherwise JAX lowers equal equations, and an inner jit, once for all of them, so that one index stands for several
-    instructions of the compiled program.
+    Otherwise JAX lowers equal equations, and calls of an inner jit, only once, so that several instructions of the
+    compiled program would have one index.
     """
     _numbered.add(key)
     _mlir._uncacheable_primitives.update(_mlir._lowerings)
@@ -163,13 +163,13 @@ def lower_each_call(key: str) -> None:
             _wrap(primitive, _lowering_body)
 
 
-# Primitives with rules that keep what they have lowered in `cached_primitive_lowerings`.
+# Primitives with rules that cache lowered functions in `cached_primitive_lowerings`.
 _KEEPING = ("jit", "core_call", "closed_call", "shard_map", "eval_jaxpr", "program_order")
 _numbered: set[str] = set()
 
 
 def _lowering_anew(rule: LoweringRule) -> LoweringRule:
-    """The rule, which keeps no function with an index in it."""
+    """Wraps a rule so that it does not cache functions that asked for an index."""
 
     @functools.wraps(rule)
     def lower(ctx: LoweringContext, *nodes: Any, **params: Any) -> Any:
@@ -178,7 +178,7 @@ def _lowering_anew(rule: LoweringRule) -> LoweringRule:
         lowered = rule(ctx, *nodes, **params)
         if [kept.get(key) for key in _numbered] != before:
             for key in list(kept)[nkept:]:
-                if not isinstance(key, str):  # those of next_index
+                if not isinstance(key, str):  # strings are keys of next_index
                     del kept[key]
         return lowered
 
@@ -191,13 +191,13 @@ _is_in_body: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_body",
 
 
 def is_in_body() -> bool:
-    """Whether what is being lowered is in a loop or branch of the program."""
+    """True if a loop or branch of the program is being lowered."""
     return _is_in_body.get()
 
 
 @contextlib.contextmanager
 def in_body(is_body: bool = True) -> Iterator[None]:
-    """Where `is_body`, what is lowered here is in a loop or branch."""
+    """A context that makes `is_in_body()` true, if `is_body`."""
     before = is_in_body()
     _is_in_body.set(before or is_body)
     try:
@@ -211,12 +211,12 @@ def _lowering_body(rule: LoweringRule) -> LoweringRule:
 
 
 def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:
-    """The scope of what an equation of `primitive` holds."""
+    """Returns the context for the body of an equation of `primitive`."""
     return in_body(primitive.name in _BODIES)
 
 
 def next_index(ctx: LoweringContext, key: str) -> int:
-    """How often this was asked in the module that is being lowered; the order of lowering is that of the program."""
+    """Counts calls with `key` in the module that is being lowered, from 0, in the order of the program."""
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
     return int(counters[key])

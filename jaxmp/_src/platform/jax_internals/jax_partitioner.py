@@ -1,4 +1,4 @@
-"""How XLA's partitioner asks Python about a custom call; it uses private parts of JAX, as `jax_compat` does."""
+"""Lets XLA's partitioner ask Python about a custom call. Uses private parts of JAX like `jax_compat`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from jaxmp._src.platform.jax_internals.jax_lowering import LoweringContext, in_b
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """An operand or result of a call that XLA's partitioner asks about: its global shape, its dtype, and the sharding
-    that XLA proposes."""
+    """An operand or result of a call that XLA's partitioner asks about: global shape, dtype and the sharding that XLA
+    proposes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -34,8 +34,8 @@ class Global:
 
     @property
     def tiles(self) -> np.ndarray | None:
-        """The devices, by position in the program, that hold each tile: a dimension for each of the array and a last
-        one of copies. None where the array is not cut into tiles."""
+        """The devices that hold each tile, by position in the program: one dimension per dimension of the array, and a
+        last dimension of copies. None if the array is not cut into tiles."""
         sharding = self.hlo_sharding
         are_copies = {*sharding.subgroup_types()} <= {_xla_client.OpSharding.Type.REPLICATED}
         if not are_copies or not sharding.is_tiled() or sharding.is_maximal():
@@ -46,10 +46,10 @@ class Global:
 
 @dataclasses.dataclass(frozen=True)
 class OnShards:
-    """What XLA's partitioner replaces a call by: `body` of one device's shards.
+    """The replacement of a call by XLA's partitioner: `body` of one device's shards.
 
-    `operands` and `results` are shardings on one mesh. `platform` and `x64` are what the program was lowered for.
-    `name` is that of the program which is made of the body; `is_in_body`: whether the call is in a loop or branch.
+    `operands`, `results`: shardings on one mesh. `platform`, `x64`: the settings with which the program was lowered.
+    `name`: the name of the program made of the body. `is_in_body`: the call is in a loop or branch.
     """
 
     body: Callable[..., Sequence[Any]]
@@ -61,17 +61,17 @@ class OnShards:
     is_in_body: bool
 
 
-# How the names of programs begin that `register_partitioner` makes of one device's part of a call; the call's number in
-# its program ends them.
+# The prefix of the names of programs that `register_partitioner` makes of one device's part of a call. The names end
+# with the call's number in its program.
 PARTITIONED = "jaxmp_partitioned_"
 
 
 def partitioned_call(
     ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str, contracted: str
 ) -> Sequence[Any]:
-    """The results of a custom call that XLA's partitioner replaces by what `register_partitioner` was told; shardings
-    propagate by `sharding_rule`, as that of `custom_partitioning`; along the index `contracted` last, as along what
-    JAX's own product contracts."""
+    """Emits a custom call that XLA's partitioner replaces as registered by `register_partitioner`, and returns its
+    results. Shardings propagate by `sharding_rule`, as for `custom_partitioning`; along the index `contracted` they
+    propagate last, as along the contraction of JAX's product."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
     sums = (contracted,) if contracted in sharding_rule else ()
@@ -87,11 +87,11 @@ def register_partitioner(
     partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards],
     propagated: Callable[[str, Sequence[Global]], Sequence[jax.sharding.NamedSharding]],
 ) -> None:
-    """Have XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target`, in any
-    program of this process. GSPMD, which reads no sharding rule, first asks `propagated(text, operands)` for the
+    """Makes XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target` in any
+    program of this process. GSPMD does not read sharding rules, so it first asks `propagated(text, operands)` for the
     shardings of results.
 
-    It may ask on any thread, and it asks about programs that this process has not traced.
+    The partitioner may ask on any thread, and about programs that this process has not traced.
     """
 
     def ask(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: bytes) -> Any:
@@ -114,7 +114,7 @@ def register_partitioner(
         try:
             found = propagated(text.decode(), list(map(_global, arg_shapes, arg_shardings)))
             shardings = [x._to_xla_hlo_sharding(len(like.dimensions())) for x, like in zip(found, shapes, strict=True)]
-        except Exception:  # would end the process; `ask` can raise
+        except Exception:  # an exception here would end the process; `ask` can raise
             shardings = [_xla_client.HloSharding.replicate()] * len(shapes)
         tupled = _xla_client.HloSharding.tuple_sharding
         return tupled(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
@@ -128,7 +128,7 @@ def register_partitioner(
         can_side_effecting_have_replicated_sharding=True,
     )
     register()
-    _xla_bridge.register_plugin_callbacks(register)  # a plugin, as that for CUDA, has its own table
+    _xla_bridge.register_plugin_callbacks(register)  # a plugin, for example CUDA's, has its own table
 
 
 def _global(shape: Any, hlo_sharding: Any) -> Global:
@@ -140,21 +140,21 @@ def _hlo_sharding(x: Global, sharding: jax.sharding.NamedSharding) -> Any:
 
 
 def _shards(arrays: Sequence[Global], hlo_shardings: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """One device's shards of arrays."""
+    """Returns the types of one device's shards of arrays."""
     shapes = (_xla_client.Shape.array_shape(x.dtype, x.shape) for x in arrays)
     tiles = (sharding.tile(shape).dimensions() for shape, sharding in zip(shapes, hlo_shardings, strict=True))
     return [jax.ShapeDtypeStruct(tuple(tile), x.dtype) for tile, x in zip(tiles, arrays, strict=True)]
 
 
 def in_text(kind: str, shape: tuple[int, ...], sharding: str) -> Global:
-    """An array as the text of an XLA program describes it: "f32", its global shape, "{replicated}"."""
+    """Builds a `Global` from the text of an XLA program: "f32", its global shape, "{replicated}"."""
     dtype = _xla_client.Shape.array_shape(_xla_client.PrimitiveType[kind.upper()], ()).numpy_dtype()
     found = _xla_client.HloSharding.from_string(sharding)
     return Global(shape, dtype, found.v3_to_v2_sharding() if hasattr(found, "v3_to_v2_sharding") else found)
 
 
 def part_of(call: OnShards, operands: Sequence[Global]) -> Jaxpr:
-    """What one device computes in place of a call."""
+    """Returns the jaxpr that one device computes instead of a call."""
     in_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(operands, call.operands, strict=True)]
     with _inside(call):
         part: Jaxpr = jax.make_jaxpr(call.body)(*_shards(operands, in_shardings)).jaxpr
@@ -163,8 +163,8 @@ def part_of(call: OnShards, operands: Sequence[Global]) -> Jaxpr:
 
 @contextlib.contextmanager
 def _inside(call: OnShards) -> Iterator[None]:
-    """The context in which the body of a call is traced and lowered."""
-    # With custom_jvp3 the trace holds primitives that JAX replaces later, in a step that this lowering does not take.
+    """A context for tracing and lowering the body of a call."""
+    # With custom_jvp3 the trace has primitives that JAX replaces in a later step, which this lowering does not have.
     custom_jvp3 = getattr(_config, "custom_jvp3", contextlib.nullcontext)(False)
     axes = _core.extend_axis_env_nd(call.operands[0].mesh.shape.items())
     with off_explicit_mesh(), jax.enable_x64(call.x64), axes, in_body(call.is_in_body), custom_jvp3:
@@ -175,7 +175,7 @@ def _inside(call: OnShards) -> Iterator[None]:
 def _lowered_on_shards(
     call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
 ) -> bytes:
-    """One device's part as a program in XLA's input; XLA relies on the types of its results."""
+    """Lowers one device's part to a program for XLA; checks the types of its results, because XLA relies on them."""
     mesh: Any = call.operands[0].mesh
     with _inside(call):
         jaxpr = jax.make_jaxpr(call.body)(*shards)

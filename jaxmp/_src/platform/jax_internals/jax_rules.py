@@ -1,5 +1,5 @@
-"""Rules of JAX's transformations that are found by primitive, beside those for derivatives, batches and lowerings; as
-`jax_compat` a user of `jax._src`."""
+"""Registers rules of JAX transformations by primitive, other than derivatives, batches and lowerings. Uses `jax._src`
+like `jax_compat`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from jax.interpreters import ad
 
 from jaxmp._src.platform.jax_internals import jax_compat
 
-# JAX's rule slices a cotangent without the cast that JAX asks for where jax_auto_pcast is off (0.10 to 0.12).
+# JAX's rule slices a cotangent without the cast that JAX requires if jax_auto_pcast is off (0.10 to 0.12).
 ad.primitive_transposes[_parallel.all_gather_invariant_p] = jax_compat.under_known_flags(
     ad.primitive_transposes[_parallel.all_gather_invariant_p]
 )
 
 
 def register_nan_checks(primitives: Iterable[Primitive]) -> None:
-    """Have the float checks of `jax.experimental.checkify` look for NaN in the results of `primitives`, and in those of
-    every shard_map that jaxmp makes.
+    """Makes the float checks of `jax.experimental.checkify` look for NaN in results of `primitives` and of jaxmp's
+    shard_maps.
 
-    Such a shard_map counts as one operation. JAX's own rule looks inside, and fails under an explicit mesh or after
-    another check (JAX 0.10 to 0.12).
+    Such a shard_map counts as one operation. JAX's rule looks inside, and fails under an explicit mesh or after another
+    check (JAX 0.10 to 0.12).
     """
     for primitive in primitives:
         _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
@@ -51,9 +51,9 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
 
 
 def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
-    """Have the user's checks of `checkify` find operands of `primitive` that `are_wrong(*operands, **params)`.
+    """Makes the user's checks of `checkify` fail if `are_wrong(*operands, **params)` is true for `primitive`.
 
-    The message has the first operand as {}.
+    `message` shows the first operand as {}.
     """
 
     nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
@@ -70,26 +70,26 @@ def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], m
 
 
 def _is_traced_by_jaxmp(traceback: Any) -> bool:
-    """Whether the innermost frame beside JAX's own is one of jaxmp."""
+    """True if the innermost frame outside JAX is in jaxmp."""
     own = os.path.dirname(jax.__file__) + os.sep
     files: list[str] = [] if traceback is None else [frame.file_name for frame in traceback.frames]
     return next((file for file in files if not file.startswith(own)), "").startswith(jax_compat.PACKAGE)
 
 
-# Sums over mesh axes, without and with types that say over which axes they vary.
+# Sums over mesh axes, for types without and with varying axes.
 PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
 
 
 def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:
-    """The jaxpr of a function of shards with these shapes and types, on mesh axes with these sizes."""
+    """Returns the jaxpr of a function of shards like `operands`, on mesh axes with these sizes."""
     with jax_compat.off_explicit_mesh(), _core.extend_axis_env_nd(axes):
         jaxpr: Any = jax.make_jaxpr(fn)(*operands)
     return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))
 
 
 def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
-    """Have `jax.checkpoint` ask its policy by `ask(policy, primitive, *types, **params)`; about `primitives` under
-    jax_remat3 too, which asks by rule, and is without one for shard_map before JAX 0.11."""
+    """Makes `jax.checkpoint` ask its policy by `ask(policy, primitive, *types, **params)`. Under jax_remat3, which asks
+    by rule, only about `primitives`, and only if it has a rule for shard_map (since JAX 0.11)."""
     split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
 
     def split_asking(*args: Any, policy: Any, **params: Any) -> Any:
@@ -104,7 +104,7 @@ def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> 
 def _saved(
     primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
 ) -> tuple[Any, Any, Callable[..., Any]]:
-    """(results, what is kept of them, a function of that and of the operands that has their values and derivatives)."""
+    """Returns (results, residuals, a function of residuals and operands that returns differentiable results)."""
 
     def recompute(_: Any, *operands: Any) -> Any:
         return primitive.bind(*operands, **params)

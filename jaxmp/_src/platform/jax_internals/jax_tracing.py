@@ -1,5 +1,5 @@
-"""Reading the jaxprs of a user's function and evaluating their equations, across JAX versions; with `jax_compat` and
-`jax_partitioner` the only user of `jax._src`."""
+"""Reads the jaxprs of a user's function and evaluates their equations, across JAX versions. Uses `jax._src` like
+`jax_compat`."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ Jaxpr = _core.Jaxpr
 
 
 def is_literal(v: Any) -> bool:
-    """Whether an operand of an equation is a constant in its place."""
+    """True if an operand of an equation is a constant instead of a variable."""
     return isinstance(v, _core.Literal)
 
 
 def is_unspecified(sharding: Any) -> bool:
-    """Whether a `jit` equation leaves a sharding to the compiler."""
+    """True if a `jit` equation leaves a sharding to the compiler."""
     return isinstance(sharding, _UnspecifiedValue)
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether an equation's parameter is a jaxpr, with its constants or without."""
+    """True if an equation's parameter is a jaxpr, with or without its constants."""
     return isinstance(value, (_core.Jaxpr, getattr(_core, "ClosedJaxpr", _core.Jaxpr)))
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """(a jaxpr, its constants); from JAX 0.12 on they are one object."""
+    """Returns (a jaxpr, its constants). From JAX 0.12 on they are one object."""
     return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
 def has_effects(eqn: _core.JaxprEqn) -> bool:
-    """Whether an equation does more than give results. JAX counts the use of a named axis as an effect too."""
+    """True if an equation has side effects. JAX also counts the use of a named axis as an effect; this does not."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
-    """The equations that the results need, or that have effects."""
+    """Returns the equations that the results need, or that have effects."""
     read_later = {v for v in results if not is_literal(v)}
     kept = []
     for eqn in reversed(equations):
@@ -64,7 +64,7 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
 
 
 def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
-    """The array that a variable of a jaxpr, or a literal, stands for."""
+    """Returns the array of a variable of a jaxpr or of a literal."""
     if not is_literal(v):
         return values[v]
     return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -86,9 +86,9 @@ def _is_array(x: Any) -> bool:
 
 
 class Traced:
-    """A function traced with arguments, which are pytrees: its `jaxpr` with `consts`, a function of `arrays`.
+    """A function traced with arguments, which are pytrees. Its `jaxpr` with `consts` is a function of `arrays`.
 
-    Leaves that are not JAX's arrays keep their values. `fn` and its caller get them as they are.
+    Leaves that are not JAX arrays keep their values: `fn` receives them, and its caller gets them back, unchanged.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -109,23 +109,23 @@ class Traced:
         self.jaxpr, self.consts = trace(of_arrays, [jax.typeof(x) for x in self.arrays], info)
 
     def result(self, values: Sequence[Any]) -> Any:
-        """Returns what `fn` returns, with the values that the jaxpr returns."""
+        """Returns the result of `fn`, from the values that the jaxpr returns."""
         found = iter(array_of(v, {}) if is_literal(v) else x for v, x in zip(self.jaxpr.outvars, values, strict=True))
         return jax.tree.unflatten(self._tree, [next(found) if _is_array(x) else x for x in self._results])
 
 
 def is_untraced() -> bool:
-    """Whether functions run without a trace here: under `jax.disable_jit`, unless a caller is traced to a jaxpr."""
+    """True under `jax.disable_jit`, unless a caller is being traced to a jaxpr: functions run without a trace here."""
     return is_jit_disabled() and not isinstance(_core.trace_ctx.trace, _pe.DynamicJaxprTrace)
 
 
 def is_type_of(aval: Any, x: Any) -> bool:
-    """Whether an array has this type, but for weak types."""
+    """True if an array has this type; weak types are ignored."""
     return bool(_core.typematch(aval, jax.typeof(x)))
 
 
 def manual_axes() -> frozenset[str]:
-    """The mesh axes over which the shard_map that is being traced is manual."""
+    """Returns the manual mesh axes of the shard_map that is being traced."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -133,7 +133,7 @@ _as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.Contex
 
 
 def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is traced has the line, the name stack, the mesh and the 64-bit types of an equation."""
+    """Returns a context that traces with the line, the name stack, the mesh and the 64-bit types of an equation."""
     stack = contextlib.ExitStack()
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
@@ -144,15 +144,15 @@ def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def equation_in_place() -> _core.JaxprEqn | None:
-    """Returns the equation as which something is being traced (`traced_as`), or None."""
+    """Returns the equation of the innermost `traced_as` context, or None."""
     return _as_equation.get()
 
 
 def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """The results of an equation, with some of its parameters replaced.
+    """Evaluates an equation, with some of its parameters replaced.
 
-    What varies already need not be made to: a call knows it of results whose type in JAX does not say it. Nor does an
-    eager number of one device get the type of a mesh, which JAX's cache of eager calls would give to others.
+    Skips a `pvary` of an operand that varies already, as results of jaxmp's calls may where JAX's types do not say so.
+    Skips an eager `reshard` from no mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type.
     """
     if eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace:
         is_auto = jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
@@ -172,10 +172,10 @@ def evaluate_each(
     *,
     are_plain: bool = False,
 ) -> None:
-    """Evaluates equations, of `values`, and `value_of` literals, into them.
+    """Evaluates equations on `values`, and `value_of` for literals, and adds their results to `values`.
 
-    Where the caller is traced to a jaxpr, those that `are_plain` are put into it as they stand, for their types are
-    known.
+    If the caller is being traced to a jaxpr and the equations `are_plain`, they are copied into it, because their types
+    are known.
     """
     trace, names = _core.trace_ctx.trace, _source_info_util.current_name_stack()
     is_staging = are_plain and isinstance(trace, _pe.DynamicJaxprTrace)
@@ -189,7 +189,7 @@ def evaluate_each(
 
 
 def _staged(trace: Any, names: Any, eqn: _core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | None:
-    """The results of an equation that is put into a jaxpr; None where its operands are of other types."""
+    """Copies an equation into a jaxpr and returns its results; None if its operands have other types there."""
     info = eqn.source_info.replace(name_stack=names + eqn.source_info.name_stack)
     arrays = (x if isinstance(x, _core.Tracer) else _dtypes.canonicalize_value(x) for x in operands)
     tracers = [trace.to_jaxpr_tracer(x, info) for x in arrays]
@@ -202,15 +202,15 @@ def _staged(trace: Any, names: Any, eqn: _core.JaxprEqn, operands: Sequence[Any]
 
 
 def is_plain(eqn: _core.JaxprEqn) -> bool:
-    """Whether an equation has no effects and holds no jaxpr."""
+    """True if an equation has no effects and no jaxpr among its parameters."""
     return not eqn.effects and not (eqn.params and any(True for _ in _core.jaxprs_in_params(eqn.params)))
 
 
 def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Evaluates plain equations, of `values` and into them; other equations read `outputs` of theirs.
+    """Evaluates plain equations on `values` and adds their results to `values`, or only the `outputs` that others read.
 
-    Where the caller differentiates, they are one jitted function that equal equations share, as for the functions of
-    `jax.numpy`: JAX differentiates that once.
+    If the caller is being transformed, for example differentiated, they become one jitted function that equal equations
+    share, so that JAX differentiates it once, like functions of `jax.numpy`.
     """
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
@@ -229,7 +229,7 @@ def _is_hashable(x: Any) -> bool:
 
 
 class _Segment:
-    """Equations that follow each other, which compare by what they compute."""
+    """Consecutive equations. Segments that compute the same are equal."""
 
     def __init__(self, equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any]) -> None:
         self.equations, self.outputs = equations, outputs
@@ -239,7 +239,7 @@ class _Segment:
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        numbers: dict[Any, int] = {}  # of values
+        numbers: dict[Any, int] = {}  # by variable
 
         def number(v: Any) -> Any:
             return _Constant(v) if isinstance(v, _core.Literal) else numbers.setdefault(v, len(numbers))
@@ -289,7 +289,7 @@ def evaluate_with_body(
     body: Callable[..., Any],
     rewritten: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Sequence[Any]:
-    """The results of a `custom_jvp_call` or `custom_vjp_call` that computes `body`, with `rewritten` of its rules."""
+    """Evaluates a `custom_jvp_call` or `custom_vjp_call` with `body` as its function and `rewritten` rules."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions = [body, *(rewritten(rule.call_wrapped) for rule in bound["subfuns"][1:])]
     bound["subfuns"] = tuple(
@@ -300,5 +300,5 @@ def evaluate_with_body(
 
 
 def is_mutable(aval: Any) -> bool:
-    """Whether this is the type of a mutable array, `jax.new_ref`."""
+    """True if this is the type of a mutable array (`jax.new_ref`)."""
     return isinstance(aval, _AbstractRef)

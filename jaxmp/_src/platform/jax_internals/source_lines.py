@@ -1,4 +1,4 @@
-"""How a line of a user's program is named: "train.py:41", and in a notebook "cell 5:2"."""
+"""Names a line of a user's program: "train.py:41", or "cell 5:2" in a notebook."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-# What IPython and its kernel call the file of a cell.
+# The file names that IPython and its kernel give to cells.
 _CELL = re.compile(r"<ipython-input-(?P<number>\d+)-.*>|.*[/\\]ipykernel_\d+[/\\]\d+\.py")
 
 # Installed libraries that run layers of a user's model: their lines are the same for all layers of a kind.
@@ -15,7 +15,7 @@ _LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?:equinox|flax|haiku|
 
 
 def line_name(file: str, line: int) -> str:
-    """The file's name and the line; of a notebook's cell the number of its execution, where IPython knows it."""
+    """Returns the file's name and the line; for a notebook's cell, the number of its execution if IPython knows it."""
     if (cell := _CELL.fullmatch(file)) is None:
         return f"{os.path.basename(file)}:{line}"
     number = cell["number"] or _execution_count(file)
@@ -24,12 +24,12 @@ def line_name(file: str, line: int) -> str:
 
 @functools.cache
 def is_of_library(file: str) -> bool:
-    """Whether a file belongs to a library of layers or optimizers, whose caller has the line that a user looks for."""
+    """True if a file belongs to a library of layers or optimizers; users look for the line that calls the library."""
     return _LIBRARY.fullmatch(file) is not None
 
 
 def _execution_count(file: str) -> str:
-    """ "5" for the file of the cell that IPython shows as In[5]; empty where it does not know."""
+    """Returns "5" for the file of the cell that IPython shows as In[5]; "" if IPython does not know the file."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     named = name_of(file) if name_of is not None else None  # ("Cell", "In[5]")

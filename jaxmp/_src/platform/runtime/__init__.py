@@ -1,1 +1,1 @@
-"""The extension, the libraries, the environment, JAX's versions and the other processes."""
+"""The extension, CUDA's libraries, the environment, logs, and utilities for arrays and text."""

@@ -1,4 +1,4 @@
-"""Equality of two arrays to the bit, and how far apart they are where they are not."""
+"""Compares two arrays bit by bit, and measures how far different elements are apart."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from numpy.typing import ArrayLike
 
 
 def assert_bitwise_equal(actual: ArrayLike, expected: ArrayLike, err_msg: str = "") -> None:
-    """Raise AssertionError unless two arrays have the same shape, the same dtype and the same bits.
+    """Raises AssertionError unless two arrays have the same shape, dtype and bits.
 
-    Stricter than equality: 0 and -0 differ, and so do NaNs of another sign or payload; equal NaNs are equal.
+    Stricter than equality: 0 and -0 differ, and so do NaNs of different sign or payload. NaNs of equal bits are equal.
 
     Args:
       actual, expected: arrays, or anything that `numpy.asarray` takes.
-      err_msg: what the message begins with.
+      err_msg: the beginning of the message.
 
     Raises:
-      AssertionError: says how many elements differ and where the first of them and the farthest apart are, with both
-        values in hexadecimal and the distance in units in the last place (how many numbers of the type lie between
-        them, plus one).
+      AssertionError: says how many elements differ, and shows the first of them and the two that are farthest apart,
+        with both values in hexadecimal and their distance in units in the last place (the count of numbers of the type
+        between them, plus one).
 
     >>> import numpy as np
     >>> assert_bitwise_equal(np.float32([1, 2]), np.float32([1, 2]))
@@ -50,20 +50,20 @@ def assert_bitwise_equal(actual: ArrayLike, expected: ArrayLike, err_msg: str = 
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
-    """Unsigned integers with the bits of `x`, one for each real number: shape (*x.shape, 1 or 2)."""
+    """Returns the bits of `x` as unsigned integers, one per real number: shape (*x.shape, 1 or 2)."""
     parts = 2 if np.iscomplexobj(x) else 1
     size = x.dtype.itemsize // parts
     return np.ascontiguousarray(x).reshape(-1).view(f"u{size}").reshape(*x.shape, parts)
 
 
 def distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Units in the last place between two arrays of one type, per real number."""
+    """Returns the units in the last place between two arrays of one type, per real number."""
     have, want = places(actual), places(expected)
     return np.asarray(np.maximum(have, want) - np.minimum(have, want))
 
 
 def places(x: np.ndarray) -> np.ndarray:
-    """The place of each real number among those of its type, -0 just below 0: its bits, in an order that ascends."""
+    """Returns the rank of each real number among all numbers of its type, as unsigned integers; -0 is just below 0."""
     bits = bits_of(x)
     sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     if jnp.issubdtype(x.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""The process's configuration: the only reader, and for one flag of XLA writer, of environment variables."""
+"""The configuration of the process. Only this module reads and sets environment variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VARIABLES = {
     ),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
-# Those of the tests, which the package does not read: no misspelt ones.
+# Variables of the tests. The package does not read them, but does not warn of them either.
 TEST_VARIABLES = (
     "JAXMP_FUZZ",
     "JAXMP_FUZZ_SEED",
@@ -47,7 +47,7 @@ TEST_VARIABLES = (
     "JAXMP_CUDA_WHEELS",
     "JAXMP_FAKES",
 )
-# From the most capable one down; csrc/hostmp/cpu/features.cc knows which of them a processor has.
+# From the most to the least capable; csrc/hostmp/cpu/features.cc finds which of them a processor has.
 INSTRUCTION_SETS = (
     "amx",
     "avx512_bf16",
@@ -60,7 +60,7 @@ INSTRUCTION_SETS = (
     "portable",
 )
 LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
-# What launchers tell the processes that they start: (rank, size).
+# Variables that launchers set in the processes that they start: (rank, size).
 _LAUNCHERS = {
     "mpi": (
         ("PMI_RANK", "PMI_SIZE"),
@@ -72,7 +72,7 @@ _LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What the variables of `VARIABLES` say, and one of NCCL's, parsed and checked."""
+    """The parsed and checked values of `VARIABLES` and of one variable of NCCL."""
 
     log: frozenset[str]
     plan_cache_size: int
@@ -87,13 +87,13 @@ class Config:
 
 @functools.cache
 def config() -> Config:
-    """The configuration, read once when first needed."""
+    """Returns the configuration; the first call reads it."""
     warn_of_unknown()
     return parse(os.environ)
 
 
 def parse(environ: Mapping[str, str]) -> Config:
-    """Parse `environ`; a value that means nothing is an error, never ignored."""
+    """Parses `environ`. Raises ValueError for an invalid value."""
 
     def read(name: str) -> str:
         return environ.get(name, VARIABLES[name][1]).strip()
@@ -120,7 +120,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         read("JAXMP_BLAS") or None,
         timeout,
         is_on("JAXMP_AGREEMENT"),
-        # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
+        # XLA:GPU ends a process if its devices wait for each other for 30 s before a program or 40 s in its first
         # collective (xla_gpu_executable_terminate_timeout and
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
@@ -131,12 +131,12 @@ def parse(environ: Mapping[str, str]) -> Config:
 
 
 def cache_folder() -> Path:
-    """Where jaxmp keeps what it has measured (XDG Base Directory Specification)."""
+    """Returns the folder of jaxmp's measurements (XDG Base Directory Specification)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"
 
 
 def environment() -> dict[str, str]:
-    """The variables of the environment that concern jaxmp, JAX and XLA, for people who look into a problem."""
+    """Returns the environment variables that concern jaxmp, JAX and XLA, for reports of problems."""
     prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
@@ -145,7 +145,7 @@ _named: set[str] = set()
 
 
 def warn_of_unknown(stacklevel: int = 2) -> None:
-    """Warn, once each, of variables that look like jaxmp's and are not: misspelt ones would do nothing, unseen."""
+    """Warns once of each unknown variable that begins with JAXMP, because a misspelt one has no effect."""
     known = (*VARIABLES, *TEST_VARIABLES)
     for name in sorted(name for name in os.environ if name.upper().startswith("JAXMP")):
         if name in known or name in _named:
@@ -157,7 +157,7 @@ def warn_of_unknown(stacklevel: int = 2) -> None:
 
 
 def parse_timeout(name: str, value: Any) -> float:
-    """`value` as a positive number of seconds."""
+    """Parses `value` as a positive number of seconds. Raises ValueError if it is not one."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):
@@ -168,7 +168,7 @@ def parse_timeout(name: str, value: Any) -> float:
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """("mpi" or "slurm", number of processes) where this process was started by one of them, else None."""
+    """Returns ("mpi" or "slurm", number of processes) if one of them started this process, else None."""
     environ = os.environ if environ is None else environ
     for name, variables in _LAUNCHERS.items():
         for rank, size in variables:
@@ -178,12 +178,12 @@ def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None
 
 
 def is_open_mpi_4() -> bool:
-    """Whether Open MPI before version 5 has started this process, by which JAX knows the address of rank 0."""
+    """True if Open MPI before version 5 started this process, so that JAX knows the address of rank 0."""
     return "OMPI_MCA_orte_hnp_uri" in os.environ
 
 
 def add_xla_flag(name: str, value: str) -> None:
-    """Give XLA a flag that the user has not given; XLA reads them once, when its first backend starts."""
+    """Sets a flag of XLA unless the user has set it. XLA reads its flags once, when its first backend starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if f"--{name}" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
@@ -191,7 +191,7 @@ def add_xla_flag(name: str, value: str) -> None:
 
 @contextlib.contextmanager
 def loopback_without_proxy() -> Iterator[None]:
-    """A context in which gRPC makes channels to 127.0.0.1 directly, also where the environment has a proxy for HTTP."""
+    """A context that lets gRPC connect to 127.0.0.1 directly, even if the environment has an HTTP proxy."""
     name = "no_grpc_proxy"  # gRPC reads it instead of no_proxy
     before = os.environ.get(name)
     if any(os.environ.get(proxy) for proxy in ("grpc_proxy", "https_proxy", "http_proxy")):

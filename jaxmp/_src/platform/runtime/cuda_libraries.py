@@ -1,7 +1,7 @@
-"""Where the real cuBLASMp is: its library, NCCL's and the driver's, found without opening any of them.
+"""Finds the libraries of the real cuBLASMp, of NCCL and of the driver, without opening them.
 
-Each is looked for where its wheel puts it and then left to the loader, which knows LD_LIBRARY_PATH and the system's
-folders. Opening them, and judging their versions, is the extension's part.
+Each is searched for in its wheel first and then left to the loader, which knows LD_LIBRARY_PATH and the system's
+folders. The extension opens them and checks their versions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-# The sonames. The wheels have these files alone, without links that end in .so.
+# The sonames. The wheels have only these files, without links that end in .so.
 CUBLASMP, NCCL, DRIVER = "libcublasmp.so.0", "libnccl.so.2", "libcuda.so.1"
-# CUDA's major version to the folder of cuBLASMp's wheel under nvidia/; NCCL's two wheels share one folder.
+# By CUDA's major version: the folder of cuBLASMp's wheel under nvidia/. NCCL's two wheels share one folder.
 _FOLDERS = {"cu13": "cublasmp/cu13/lib", "cu12": "cublasmp/cu12/lib"}
 _NCCL_FOLDER = "nccl/lib"
 _MAPS = "/proc/self/maps"
@@ -23,7 +23,7 @@ _MAPS = "/proc/self/maps"
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """Paths, or names that the loader looks up."""
+    """Paths of libraries, or names that the loader looks up."""
 
     cublasmp: str
     nccl: str
@@ -31,19 +31,19 @@ class Libraries:
 
 
 def find() -> Libraries:
-    """The libraries that this process would use.
+    """Returns the libraries that this process would use.
 
     Raises:
-      RuntimeError: cuBLASMp is installed for another CUDA than JAX's plugin, or this process has loaded another NCCL
-        than the one that cuBLASMp would use.
+      RuntimeError: cuBLASMp is installed for another CUDA version than JAX's plugin, or this process has loaded another
+        NCCL than the one that cuBLASMp would use.
     """
     roots = _wheel_roots()
     return Libraries(_find_cublasmp(roots), _find_nccl(roots), DRIVER)
 
 
 def installed() -> str:
-    """The wheel of cuBLASMp for JAX's CUDA, "nvidia-cublasmp-cu13-0.10.0", or "none"; equal in all processes of a job,
-    for it decides what they run."""
+    """Returns the wheel of cuBLASMp for JAX's CUDA version, "nvidia-cublasmp-cu13-0.10.0", or "none". It has to be
+    equal in all processes of a job, because it decides the calls that they run."""
     for major in _plugins():
         name = f"nvidia-cublasmp-{major}"
         try:
@@ -54,23 +54,23 @@ def installed() -> str:
 
 
 def _wheel_roots() -> list[Path]:
-    """The folders named nvidia on the import path, in its order; several wheels share one."""
+    """Returns the folders named nvidia on the import path, in its order. Several wheels share a folder."""
     spec = importlib.util.find_spec("nvidia")
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def _plugins() -> tuple[str, ...]:
-    """The CUDA versions that JAX has a plugin for, the newer one first."""
+    """Returns the CUDA versions of JAX's plugins, the newer one first."""
     return tuple(major for major in _FOLDERS if importlib.util.find_spec(f"jax_cuda{major[2:]}_plugin"))
 
 
 def majors() -> tuple[str, ...]:
-    """The CUDA versions to look for: those of JAX's plugins, or all where it has none."""
+    """Returns the CUDA versions to look for: the versions of JAX's plugins, or all if it has no plugin."""
     return _plugins() or tuple(_FOLDERS)
 
 
 def _find_cublasmp(roots: Iterable[Path]) -> str:
-    """The wheel's, for JAX's CUDA, or the loader's."""
+    """Returns cuBLASMp of the wheel for JAX's CUDA version, or else its soname for the loader."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
     for major in majors():
         if path := found[major]:
@@ -86,7 +86,7 @@ def _find_cublasmp(roots: Iterable[Path]) -> str:
 
 
 def _find_nccl(roots: Iterable[Path]) -> str:
-    """The wheel's NCCL, or the one that this process has loaded already, or the loader's."""
+    """Returns NCCL of the wheel, or else the one that this process has already loaded, or its soname for the loader."""
     wheel, loaded = _first_file(roots, _NCCL_FOLDER, NCCL), mapped_files("libnccl.so")
     if len(loaded) > 1:
         raise RuntimeError(
@@ -109,16 +109,16 @@ def _first_file(roots: Iterable[Path], folder: str, name: str) -> str:
 def _is_same_file(path: str, other: str) -> bool:
     try:
         return os.path.samefile(path, other)
-    except OSError:  # replaced since it was loaded, for one
+    except OSError:  # for example replaced since it was loaded
         return False
 
 
 def mapped_files(prefix: str) -> list[str]:
-    """The files in this process's memory whose names begin with `prefix`; none where the system does not tell."""
+    """Returns the files mapped by this process with names that begin with `prefix`; none if the system has no list."""
     try:
         lines = Path(_MAPS).read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
-    # address permissions offset device inode path, which may hold spaces
+    # address permissions offset device inode path; the path may contain spaces
     paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return sorted(path for path in paths if os.path.basename(path).startswith(prefix))

@@ -1,7 +1,7 @@
-"""Logging, by Python's `logging`: a logger for each topic, "jaxmp.plan" and others.
+"""Logging by Python's `logging`, with a logger for each topic: "jaxmp.plan" and others.
 
-A program that configures `logging` gets the lines where it sends others. JAXMP_LOG is a shortcut: the topics that it
-names are logged from DEBUG on, on stderr where nobody has said where to.
+The lines go to the handlers that the program configures. JAXMP_LOG is a shortcut: its topics are logged from DEBUG on,
+to stderr if no handler is configured.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import logging
 
 from jaxmp._src.platform.runtime.config import LOG_TOPICS, config
 
-# A library prints nothing that nobody asked for, but warnings; `logging.lastResort` shows those.
+# Unless asked, a library prints only warnings; `logging.lastResort` shows them.
 _FORMAT = "%(name)s: %(message)s"
 
 
 @functools.cache  # asked at every call that is lowered
 def logger(topic: str) -> logging.Logger:
-    """The logger of one of `config.LOG_TOPICS`."""
+    """Returns the logger of one of `config.LOG_TOPICS`."""
     assert topic in LOG_TOPICS, topic
     set_up()
     return logging.getLogger(f"jaxmp.{topic}")
@@ -25,7 +25,7 @@ def logger(topic: str) -> logging.Logger:
 
 @functools.cache
 def set_up() -> None:
-    """What JAXMP_LOG asks for, once."""
+    """Sets up the loggers of the topics in JAXMP_LOG, once."""
     for topic in config().log:
         named = logging.getLogger(f"jaxmp.{topic}")
         named.setLevel(logging.DEBUG)
@@ -33,4 +33,4 @@ def set_up() -> None:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter(_FORMAT))
             named.addHandler(handler)
-            named.propagate = False  # or a root handler that comes later would print each line again
+            named.propagate = False  # else a root handler that is added later would print each line again

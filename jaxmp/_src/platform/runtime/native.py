@@ -1,7 +1,7 @@
 """The compiled extension: loaded on first use, checked, and registered with XLA.
 
-Importing this module loads nothing. XLA's CPU client registers pending FFI targets before the types they
-use, which fails, so the registration waits until a lowering needs it: by then the client exists.
+Importing this module loads nothing. XLA's CPU client registers pending FFI targets before the types that they use,
+which fails. So registration waits until a lowering needs it, because the client exists by then.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ START_TARGET = "jaxmp_start_product"
 COLLECT_TARGET = "jaxmp_collect_product"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
-# The version of the boundary between this package and its extension: attributes, operands, functions.
+# The version of the interface between this package and its extension: attributes, operands, functions.
 ABI_VERSION = 18
 
 _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
-# Whether this process watches others, and is watched.
+# True if this process and the others of its job watch each other.
 has_barrier = False
-# The processes with which this one communicates through shared memory, itself among them; none where it shares none.
+# The processes that communicate through shared memory, including this one; empty if this one shares none.
 shared_processes: frozenset[int] = frozenset()
-# Seconds that a rank on a GPU waits for its peers, if cuBLASMp is not open yet; None: as configured.
+# Seconds that a rank on a GPU waits for its peers, set before cuBLASMp is opened; None: as configured.
 gpu_timeout: float | None = None
 _why_no_cublasmp: str | None = None
 _is_logging_plans = False
 
 
 def register() -> None:
-    """Make jaxmp's custom call known to XLA; further calls do nothing.
+    """Registers jaxmp's custom calls with XLA; further calls do nothing.
 
-    Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
-    elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
-    `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
-    that fails, the calls on them fail with the reason. Without one, programs for CUDA can be compiled, for machines
-    that have some.
+    Compiling a program that uses jaxmp does this automatically. Call it in a process that only runs programs compiled
+    elsewhere (`jax.export.deserialize`, a deserialised executable), before it runs them. It starts JAX's backend, so
+    call `jax.distributed.initialize` and similar functions first. If the process has CUDA devices, it opens cuBLASMp
+    too; if that fails, the calls on these devices fail with the reason. A process without CUDA devices can compile
+    programs for machines that have them.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -70,9 +70,9 @@ def register() -> None:
             _register_on("cpu", module.types(), module.registrations())
         if has_cuda:
             why_no_cublasmp()
-        if has_cuda or has_cpu:  # JAX's plugin, if there is one, has started: it may compile without a device
+        if has_cuda or has_cpu:  # JAX's CUDA plugin, if there is one, has started: it may compile without a device
             _register_on("CUDA", module.cuda_types(), module.cuda_registrations())
-        # With neither the program is being exported, not run here.
+        # With neither, the program is exported, not run here.
         _is_registered = has_cpu or has_cuda
 
 
@@ -84,17 +84,17 @@ def _register_on(platform: str, types: Mapping[str, Any], targets: Mapping[str, 
 
 
 def cuda_devices() -> list[Any]:
-    """This process's CUDA devices; it starts JAX's backend."""
+    """Returns this process's CUDA devices; starts JAX's backend."""
     return _devices("cuda")
 
 
 def has_cuda_devices() -> bool:
-    """Whether this process has CUDA devices, as far as its backend has started."""
+    """True if this process has CUDA devices; False if its backend has not started."""
     return jax_compat.backend_exists() and bool(cuda_devices())
 
 
 def card_capability() -> tuple[int, int] | None:
-    """The least compute capability among all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
+    """Returns the lowest compute capability of all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
     if not cuda_devices():
         return None
     everywhere = cuda_devices()[0].client.devices()
@@ -103,8 +103,8 @@ def card_capability() -> tuple[int, int] | None:
 
 
 def card_multiprocessors() -> int | None:
-    """The least number of multiprocessors among all CUDA devices of the job; None without any, or if one keeps it to
-    itself."""
+    """Returns the smallest number of multiprocessors of all CUDA devices of the job; None without devices, or if one
+    does not report it."""
     if not has_cuda_devices():
         return None
     counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
@@ -119,7 +119,7 @@ def _devices(platform: str) -> list[Any]:
 
 
 def why_no_cublasmp() -> str:
-    """Why this process cannot use the real cuBLASMp, or "" where it is open; asked once, the answer stays."""
+    """Opens the real cuBLASMp, once. Returns why this process cannot use it, or "" if it is open."""
     global _why_no_cublasmp
     with _lock:
         if _why_no_cublasmp is None:
@@ -149,12 +149,12 @@ def _open_cublasmp() -> str:
 
 
 def cublasmp_info() -> dict[str, str]:
-    """Paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
+    """Returns paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
     return dict(extension().cublasmp_info())
 
 
 def cublasmp_log() -> list[str]:
-    """What cuBLASMp said since the last call, if its topic was on when the library was opened; it is logged now."""
+    """Returns and logs cuBLASMp's log lines since the last call, if its topic was on when the library was opened."""
     lines = list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
     for line in lines:
         logs.logger("cublasmp").debug("%s", line)
@@ -162,22 +162,22 @@ def cublasmp_log() -> list[str]:
 
 
 def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
-    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" kernel and workspace bytes per
-    rank.
+    """Returns the plan of the call with these FFI attributes: nranks, algorithm, and for "host" kernel and workspace
+    bytes per rank.
 
-    Raises ValueError with the library's reason where it refuses the call.
+    Raises ValueError with the library's reason if it refuses the call.
     """
     plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
     return dict(extension().describe_plan(plain, library))
 
 
 def capabilities(library: str = "host") -> dict[str, bool]:
-    """What the library behind the custom call ("host" or "cublasmp") takes beyond cuBLASMp's documented forms."""
+    """Returns the calls that the library ("host" or "cublasmp") takes beyond cuBLASMp's documented ones."""
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
 def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
-    """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
+    """Starts to watch the other processes of the job. `peers` connects them and passes their sockets on."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout)
@@ -185,17 +185,16 @@ def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
 
 
 def stop_barrier() -> None:
-    """Close the sockets; calls that still wait fail."""
+    """Closes the sockets; calls that still wait fail."""
     global has_barrier, shared_processes
     extension().stop_barrier()
     has_barrier, shared_processes = False, frozenset()
 
 
 def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
-    """Publish `value` under `key` in JAX's store, or wait for what another process publishes there.
+    """Publishes `value` under `key` in JAX's store, or waits for the value that another process publishes.
 
-    NCCL ids travel this way between the processes of a group. JAX has a store wherever it has several processes,
-    whoever started them.
+    The processes of a group exchange NCCL ids this way. JAX always has a store if it has several processes.
     """
     client = jax_compat.distributed_client()
     if client is None:
@@ -213,34 +212,34 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
 
 
 def plan_cache_info() -> dict[str, int]:
-    """Counters of the plan cache: hits, misses, size, capacity."""
+    """Returns counters of the plan cache: hits, misses, size, capacity."""
     return dict(extension().plan_cache_info())
 
 
 def plan_cache_clear() -> None:
-    """Drop all cached plans and zero the counters; calls already compiled keep theirs."""
+    """Drops all cached plans and zeroes the counters; calls that are already compiled keep their plans."""
     extension().plan_cache_clear()
 
 
 def take_group_rows() -> tuple[float, float]:
-    """Of hostmp's products of groups since the last call: the rows of their largest and of their mean groups."""
+    """Returns the rows of the largest and of the mean groups in hostmp's products of groups since the last call."""
     largest, mean = extension().take_group_rows()
     return largest, mean
 
 
 def blas_info() -> dict[str, str]:
-    """Which library, which of its kernels for each dtype, and the instruction set of our own kernels."""
+    """Returns the BLAS library, the kernel for each dtype, and the instruction set of our own kernels."""
     return dict(extension().blas_info())
 
 
 @functools.cache
 def kernel_of(dtype: str) -> str:
-    """What multiplies operands of this type (the custom call's name of it) on the host, for people to read."""
+    """Describes the host's kernel for operands of this type, for messages. `dtype`: as named in the custom call."""
     return blas_info().get(dtype, "decoded to bf16")
 
 
 def extension() -> Any:
-    """The extension module, loaded, checked and configured on the first call."""
+    """Returns the extension module; the first call loads, checks and configures it."""
     global _loaded
     with _lock:
         if _loaded is None:
@@ -255,7 +254,7 @@ def extension() -> Any:
 
 
 def _follow_plan_log(module: Any) -> None:
-    """Have plans logged while somebody wants their lines."""
+    """Turns the log of plans on or off, as the level of its logger says."""
     global _is_logging_plans
     if (wanted := logs.logger("plan").isEnabledFor(logging.DEBUG)) != _is_logging_plans:
         module.set_plan_log(logs.logger("plan").debug if wanted else None)
@@ -295,7 +294,7 @@ def _limit_instruction_set(module: Any) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
+    """Returns the leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
     numbers = []
     for part in version.split("."):
         if not part.isdecimal():

@@ -1,4 +1,4 @@
-"""Tables of reports as text and as HTML."""
+"""Formats the tables of reports as text and as HTML."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with aligned columns."""
+    """Returns the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
 
 
 def as_html(tables: Iterable[Sequence[Sequence[str]]], notes: Iterable[str]) -> str:
-    """Tables with their headers, and lines below them."""
+    """Returns tables as HTML, with their headers, and `notes` as lines below them."""
     found = []
     for table in tables:
         head, *body = ([html.escape(cell) for cell in cells] for cells in table)

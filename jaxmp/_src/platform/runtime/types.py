@@ -1,6 +1,6 @@
-"""The types of what the layers pass to each other, for annotations.
+"""Types for annotations, shared by the layers.
 
-`jax.Array` stands for tracers too, and `int` for extents that may be symbolic.
+`jax.Array` includes tracers, and `int` includes extents that may be symbolic.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import numpy as np
 from jax.interpreters import ad
 
 Shape = tuple[int, ...]
-# The type of what is traced.
+# The type of a traced value.
 Aval = jax.core.ShapedArray
 # Operands or results of a call by name.
 Operands = dict[str, jax.Array]
 
-# What rules of differentiation take: tangents and cotangents may be symbolic zeros, and in a transposition the operands
-# whose cotangents are asked for have no value.
+# For rules of differentiation: tangents and cotangents may be symbolic zeros, and transposed operands have no values.
 Tangent = jax.Array | ad.Zero
 Operand = jax.Array | ad.UndefinedPrimal
-# What rules of vmap take and give: the batch dimension of each array, None where it has none.
+# For rules of vmap: the batch dimension of each array, None for an array without one.
 BatchDims = Sequence[int | None]
 
 
 class ArrayType(Protocol):
-    """What has a shape and a dtype: an array, or the type of one."""
+    """Anything with a shape and a dtype: an array, or the type of an array."""
 
     @property
     def shape(self) -> Shape: ...
@@ -37,5 +36,5 @@ class ArrayType(Protocol):
 
 
 def is_symbolic(*arrays: ArrayType) -> bool:
-    """Whether an extent of these arrays is symbolic; a custom call needs numbers."""
+    """True if an extent of these arrays is symbolic; a custom call needs numbers."""
     return not all(isinstance(extent, int) for x in arrays for extent in x.shape)

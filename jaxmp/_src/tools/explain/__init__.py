@@ -1,1 +1,1 @@
-"""What a traced program does, call by call, and what it costs."""
+"""Describes the calls of a traced program and their costs."""

@@ -1,4 +1,4 @@
-"""A function of any arguments as one of its arrays."""
+"""Turns a function of any arguments into a function of its arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax
 def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
-    """The arguments with None for what is no array, and `fn` as a function of them, which also returns what it changes.
+    """Returns the arguments with None for each leaf that is no array, and `fn` as a function of these arguments.
 
-    It has the argument names of `fn`, which the compiled program shows.
+    The function also returns arrays that `fn` puts into its arguments. It keeps the argument names of `fn`.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
@@ -34,7 +34,7 @@ def split_arrays(
 
 
 def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """`fn`, of arrays alone, whose result is the arrays of its result."""
+    """Wraps `fn`, a function of arrays, so that it returns a list of the arrays in its result."""
 
     @functools.wraps(fn, updated=())
     def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
@@ -44,5 +44,5 @@ def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether this is an array or the type of one; np.float32 has attributes of the same names."""
+    """True for an array or the type of an array. False for np.float32, which has attributes of the same names."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)

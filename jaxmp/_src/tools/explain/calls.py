@@ -1,4 +1,4 @@
-"""Why a call of jaxmp moves data: how its operands and its result lie."""
+"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME_READS = "needed where every device uses the result; if the result is shard
 
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
-    """The calls that read what other devices hold, and why they do."""
+    """Yields the calls that read data of other devices, with their causes."""
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:
@@ -29,7 +29,7 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 
 def beside_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
-    """Why a collective runs that jaxmp has put beside a call, as the row of the collective or of the call says."""
+    """Returns the cause of a collective that jaxmp added to a call, from the row of the collective or of the call."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):
@@ -45,7 +45,7 @@ def axes_of(row: Row) -> tuple[str, ...]:
 
 
 def _sites(origins: Origins) -> Iterator[Place]:
-    """The calls in the program ahead of XLA's partitioner: their first operands are a and b."""
+    """Yields the calls in the program before XLA's partitioner. Their first operands are a and b."""
     for computation in origins.program.whole.computations.values() if origins.program.whole else ():
         for each in computation.instructions.values():
             is_partitioned = "jaxmp_partitioned" in each.attribute("custom_call_target")
@@ -68,7 +68,7 @@ def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
     is_gradient = site is not None and "transpose(" in site[1].op_name
     sums = f"{'the gradient of ' * is_gradient}this product sums {values.which(dims)}"
     have = f": {values.describe(dims)}" * bool(dims)
-    # Where devices read the operands of others instead, as on CPUs of one process, partial sums do not move.
+    # If devices read operands of other devices instead, as on CPUs of one process, partial sums do not move.
     reads = row.implementation == "host" or row.determinism != "run_to_run"
     adds = "each device reads what it needs of the others' operands" if reads else "the call adds the partial sums"
     less = "each device reads less of the operands" if reads else "a reduce-scatter moves half"

@@ -1,8 +1,8 @@
-"""Why XLA communicates: the operation of the user's program that needs another sharding than its operands have.
+"""Explains why XLA communicates: an operation of the user's program needs another sharding than its operands have.
 
-One sentence serves all operations: "sort wants dimension 0 of x whole, but data shards it" for one that runs along a
-dimension, "this product sums dimension 1 of x, which model shards" for one that adds parts, and "add has data on
-dimension 1, but data shards dimension 0 of x" for the rest.
+There are three kinds of sentences: "sort wants dimension 0 of x whole, but data shards it" for operations along a
+dimension, "this product sums dimension 1 of x, which model shards" for operations that add parts, and "add has data on
+dimension 1, but data shards dimension 0 of x" for other operations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.search import Cause, Search, chain
 from jaxmp._src.tools.explain.values import Edge, Values, joined, shard
 
-# JAX's collectives, which a program writes itself.
+# JAX's collectives, which a program calls explicitly.
 _WRITTEN = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"}
 _WRITTEN |= {"reduce_scatter", "unreduced_reduce_scatter", "ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast"}
 _PRODUCTS = ("dot", "convolution")
@@ -40,7 +40,7 @@ _EXTENTS = "take extents that the axis divides, as of heads, or shard another di
 
 
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
-    """Why a collective of the compiled program runs, for one of its operands."""
+    """Returns why a collective of the compiled program moves one of its operands."""
     program = origins.program
     module, axes = program.compiled, program.axes(collective)
     if collective.primitive in _WRITTEN:
@@ -68,11 +68,11 @@ def _written(collective: Instruction, line: str) -> Cause:
 
 class _Causes(Search):
     def sum(self) -> Cause:
-        """Partial sums, or other partial results, of an operation whose operands are sharded."""
+        """Returns the cause of a collective that reduces partial results of an operation with sharded operands."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
-        # What a user's own backward function reduces is no sum that a gradient adds.
+        # A reduction in a user's own backward function is no sum that JAX's gradient adds.
         is_gradient = is_backward(source) and name not in ("reduce_max", "reduce_min") and not self._spreads(source)
         if source.opcode in _PRODUCTS or name in ("dot_general", "conv_general_dilated"):
             dims = self._summed(places)
@@ -111,9 +111,9 @@ class _Causes(Search):
         )
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
-        """The sharded dimensions that the likeliest product sums."""
+        """Returns the sharded dimensions that the likeliest product sums."""
         products = [place for place in places if place[1].opcode in _PRODUCTS]
-        # Another of the name has a result of other extents.
+        # Another product of this name may have a result of other extents.
         for found in (products, self.program.named(self.source)):
             sums = ([dim for i in (0, 1) for dim in summed(*place, i) if self.axes_of(dim)] for place in found)
             if dims := max(sums, key=len, default=[]):
@@ -121,7 +121,7 @@ class _Causes(Search):
         return [dim for place in products[:1] for i in (0, 1) for dim in summed(*place, i)]
 
     def _spreads(self, reduction: Instruction) -> bool:
-        """Whether a reduction's result returns to the shape that it had, as in a norm and its gradient."""
+        """True if the result of a reduction is broadcast to the shape of its operand, as in a norm and its gradient."""
         for place, at in self.program.wholes(reduction)[: reduction.opcode == "reduce"]:
             extents, size, reached = place.operands(at)[0].shapes[0], math.prod(at.shapes[0][1]), [at]
             for each in reached:
@@ -132,14 +132,14 @@ class _Causes(Search):
         return False
 
     def accumulates(self) -> bool:
-        """Whether a loop adds what the collective gives to a value that it carries."""
+        """True if a loop adds the result of the collective to a value that it carries."""
         readers = [reader for reader, _ in self.readers() if reader is not None and reader.opcode == "add"]
         terms = (term for reader in readers for term in self.computation.operands(reader))
         carries = (each for term in terms for each in chain(self.computation, term))
         return not self.is_entry and any(each.opcode == "parameter" for each in carries)
 
     def move(self) -> Cause:
-        """Data that goes to other devices, for the operation that reads it first."""
+        """Returns the cause of a collective that moves data: the operation that reads the data first."""
         reader, through = next(self.readers(), (None, self.collective))
         made = self.module.line(self.source) or self.module.line(self.collective)
         leaves = self.returned(through) if reader is None and self.is_entry else ([], None, False)
@@ -180,14 +180,14 @@ class _Causes(Search):
     # Words -------------------------------------------------------------------------------------------------------
 
     def _has(self, who: str, found: Edge, result: Dim) -> str:
-        """ "add has data on dimension 1, but data shards dimension 0 of x"."""
+        """Returns text like "add has data on dimension 1, but data shards dimension 0 of x"."""
         dims = (self.every.sharded(*found[:2], i) for i in range(len(found[1].operands)) if i != found[2])
         others = (f"{joined(self.origins.axes(dim))} on {self.dims([dim])}" for each in dims for dim in each)
         has = self.result(result) or next(others, f"{self.over} on no dimension")
         return f"{who} ha{'ve' if 's of ' in who else 's'} {has}, but {self.operand(found)}"
 
     def _whole(self, who: str, found: Edge | None, dims: Sequence[Dim]) -> str:
-        """ "sort wants dimension 0 of x whole, but data shards it"."""
+        """Returns text like "sort wants dimension 0 of x whole, but data shards it"."""
         what = self.dims(dims) or (self.origins.name(value(*found))[0] if found else "an operand")
         axes = self.axes_of(dims[0]) if dims else ()
         return f"{who} wants {what} whole, but {shard(axes) if axes else f'XLA splits over {self.over}'} it"
@@ -195,17 +195,17 @@ class _Causes(Search):
     # Operations along a dimension --------------------------------------------------------------------------------
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
-        """The partitioner's own moves around an operation that it does not split, maybe in a loop."""
+        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
-        turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # for itself
+        turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
         edge = self.edge(self.source if is_own else self.collective) if turned or leaves else None
         if (leaves and not edge) or (edge and self.worked(edge)):
             return self._along(_named(self.collective), edge, line)
         return None
 
     def _along(self, name: str, found: Edge | None, line: str) -> Cause:
-        """An operation with a dimension that it does not split."""
+        """Returns the cause for an operation that needs a dimension whole."""
         if found is None:
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
@@ -218,8 +218,8 @@ class _Causes(Search):
         return Cause("whole", text, "; or ".join(filter(None, (self.shard_another(dims), other))), line)
 
     def _unsplit(self, name: str, found: Edge, line: str) -> Cause:
-        """An operation that XLA splits along none of its dimensions, or not along these."""
-        # Of a lookup or a scatter the indices, which JAX has made of the user's, are last.
+        """Returns the cause for an operation that XLA does not split, or not along these dimensions."""
+        # The indices of a lookup or scatter come last, because JAX has computed them from the user's indices.
         numbers = sorted(range(len(found[1].operands)), key=lambda i: i == 1)
         have = filter(None, (self.every.describe(self.every.sharded(*found[:2], i)) for i in numbers))
         text = f"XLA does not split {name} over {self.over}, but {joined([*dict.fromkeys(have)][:2])}"
@@ -228,7 +228,7 @@ class _Causes(Search):
         return Cause("whole", text, remedy if self.sharded(*found[:2], 0) else self.every.shard_another(dims), line)
 
     def _for_cut(self, each: Instruction) -> Cause | None:
-        """A slice of one element along a sharded dimension, which XLA moves where a reshape drops that dimension."""
+        """Returns the cause for a slice of one element along a sharded dimension that a reshape drops, or None."""
         for place, whole in self.program.wholes(each)[: each.primitive in ("squeeze", "reshape")]:
             below = place.operands(whole)[0]
             if below.opcode == "slice" and any(at.extents[at.dim] == 1 for at in self.sharded(place, whole, 0)):
@@ -266,7 +266,7 @@ class _Causes(Search):
             return Cause(
                 "product", f"{who} sums {', with '.join(sides)}", remedy or "give both the same axes there", line
             )
-        if not self.sharded(*found) and self.axes != (every := (*self.program.mesh,)):  # a further step of a move
+        if not self.sharded(*found) and self.axes != (every := (*self.program.mesh,)):  # a later step of a move
             return dataclasses.replace(self, axes=every)._product(found, line)
         kept = [each for each in self.sharded(place, product, 1 - side) if each not in other]
         if kept and mine_k.isdisjoint(self.axes):
@@ -280,10 +280,10 @@ class _Causes(Search):
         remedy = f"give {asked[0].partition(' of ')[2]} the sharding of this product's operands" if asked else _HIDES
         return Cause("product", self._has(who, found, result), remedy, line)
 
-    # What asks for a sharding ------------------------------------------------------------------------------------
+    # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """What asks for the result of a user to be sharded so."""
+        """Returns the cause if a constraint, a loop or the program's results ask for an operation's sharding."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None
@@ -295,7 +295,7 @@ class _Causes(Search):
         return self._result(self.sharded(*found), met, line)
 
     def _constraint(self, found: Edge | None, asks: Place) -> Cause:
-        """What asks for a sharding: the user in `found`, or one that it leads to."""
+        """Returns the cause for `asks`, a constraint on the user in `found` or on a value that the user leads to."""
         who = "the gradient's " * is_backward(asks[1]) + asker(*asks)
         text = self._has(who, found, Dim(*asks, "", 0)) if found else f"{who} has another sharding over {self.over}"
         remedy = "ask for the sharding that the array has, or make the array with the sharding that this asks for"
@@ -342,7 +342,7 @@ class _Causes(Search):
 
 
 def _has_reduce_scatters() -> bool:
-    """Whether XLA makes a reduce-scatter of a sum with a sharded result; on CPUs it sums for every device, and cuts."""
+    """True if XLA turns a sum with a sharded result into a reduce-scatter. On CPUs it all-reduces and slices."""
     return jax_compat.default_platform() != "cpu"
 
 

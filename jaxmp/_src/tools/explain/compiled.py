@@ -1,4 +1,4 @@
-"""What `explain(fn, compiled=True)` returns: every collective and product of a compiled program, with its cause."""
+"""The result of `explain(fn, compiled=True)`: every collective and product of a compiled program, with its cause."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from jaxmp._src.tools.explain.table import Explanation, short_type
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A collective or a product of a compiled program, or what a call of jaxmp moves, on one device.
+    """A collective or product of a compiled program, or the data that a call of jaxmp moves, on one device.
 
     Attributes:
       kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
         "collective-permute", "collective-broadcast"; "dot" for a product; "jaxmp all-reduce" and the like for a call.
-      line: the line that wants it, "train.py:41", or with its caller "train.py:41 -> norm:12"; else empty.
-      axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
+      line: the line that needs it, "train.py:41", or with its caller "train.py:41 -> norm:12"; "" if unknown.
+      axes: the mesh axes of the devices that communicate; empty for a product, or if the mesh is unknown.
       nbytes: bytes that a device receives each time; 0 for a product.
       count: how often the program runs it; None in a loop without a known number of iterations.
       shape: the result's type as XLA writes it.
-      cause, remedy: why it runs, and what to do where something can be done, in words.
+      cause, remedy: why it runs, and how to avoid it if that is possible, in words.
       cause_kind: the cause in one word: "whole" (an operation needs a dimension whole), "product", "reduction",
         "reshape", "elementwise", "constraint", "out_shardings", "carry", "gradient", "recomputed", "written", "jaxmp"
         or "unplaced".
       flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
-      round: a name that a collective shares with others which do not need it, nor it them, so that one could do both.
-      behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
-      is_hidden: whether XLA has put other work between its start and its end.
+      round: a name shared by collectives that do not depend on each other, so that one collective could do all of them.
+      behind: lines of products that do not depend on the collective, nor it on them, so that both could run together.
+      is_hidden: XLA has put other work between its start and its end.
     """
 
     kind: str
@@ -68,20 +68,20 @@ class Operation:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the program cannot do without it, such as a gradient's sum over the batch."""
+        """True if the program cannot do without it, such as a gradient's sum over the batch."""
         return self.remedy.startswith("needed")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledExplanation:
-    """A compiled program: `str` gives the table, and notebooks show it.
+    """A compiled program. `str` gives its table, and notebooks show it.
 
     Attributes:
       rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program,
-        and for each call of jaxmp that reads what other devices hold.
+        and for each call of jaxmp that reads data of other devices.
       calls: the `Explanation` of its jaxmp calls.
-      memory: a `Memory`, or None where the platform does not tell.
-      hardware: the machine whose memory it has to fit, or None.
+      memory: a `Memory`, or None if the platform does not report it.
+      hardware: the machine that the memory is compared with, or None.
     """
 
     rows: tuple[Operation, ...]
@@ -96,7 +96,7 @@ class CompiledExplanation:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a device receives, in all collectives and in calls of jaxmp that read what other devices hold.
+        """Bytes that a device receives, in all collectives and in calls of jaxmp that read data of other devices.
 
         A loop without a known number of iterations counts once.
         """
@@ -104,11 +104,11 @@ class CompiledExplanation:
 
     @property
     def bytes_hidden(self) -> int:
-        """Bytes that a device receives while it computes: in a call of jaxmp, or where XLA overlaps a collective."""
+        """Bytes that a device receives while it computes: in calls of jaxmp, and in collectives that XLA overlaps."""
         return sum(_total(row) for row in self.collectives if row.is_hidden)
 
     def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
-        """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
+        """Returns the bytes that a device receives, grouped by `key(row)`, for example `lambda row: row.line`."""
         sums: dict[Any, int] = {}
         for row in self.collectives:
             sums[key(row)] = sums.get(key(row), 0) + _total(row)
@@ -159,7 +159,7 @@ class CompiledExplanation:
 
 
 def compile_program(lowered: Any) -> tuple[Any, Program]:
-    """A `jax.stages.Lowered`, compiled, and what XLA tells of it."""
+    """Compiles a `jax.stages.Lowered`. Returns it, and its program, also from before and after XLA's partitioner."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
@@ -167,7 +167,7 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
 
 
 def settled_program(lowered: Any) -> Module | None:
-    """A `jax.stages.Lowered` with the shardings that XLA settles, where its first call stops XLA
+    """Returns a `jax.stages.Lowered` with the shardings that XLA settles; its first call stops the compilation
     (`partitioner.explaining`)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -183,11 +183,11 @@ def _compile(lowered: Any, folder: str) -> Any:
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
-    """The rows of a compiled program; `calls` has those of jaxmp's calls."""
+    """Explains a compiled program. `calls`: the rows of jaxmp's calls."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))
-    # Calls that move data beside their products, and not by a collective of XLA, do so through shared memory.
+    # If no collective of XLA belongs to jaxmp, "host+xla" calls move their data through shared memory.
     apart = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
     for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *apart):
         extents = ",".join(map(str, row.local_shapes[2]))
@@ -198,13 +198,13 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
 
 
 def _dumped(folder: str, when: str) -> Module | None:
-    """The module ahead of XLA's partitioner, or behind it; None where no partitioner ran."""
+    """Returns the module "before" or "after" XLA's partitioner; None if no partitioner ran."""
     found = sorted(Path(folder).glob(f"*{when}_spmd-partitioning*.txt"))
     return Module(max(found, key=lambda file: file.stat().st_size).read_text()) if found else None
 
 
 def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
-    """The program's mesh, of the shardings of its arguments and results, or of its own text."""
+    """Returns the program's mesh, from the shardings of its arguments and results, or else from its text."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
             return dict(sharding.mesh.shape)
@@ -215,7 +215,7 @@ def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
 
 
 def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> Iterator[Operation]:
-    """`left` has, by line, why `fuse` has left a product to XLA."""
+    """Yields the rows of a program. `left`: by line, why `fuse` left a product to XLA."""
     program, module = origins.program, origins.program.compiled
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
@@ -238,9 +238,9 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
-    """(type, bytes that a device receives) of each array that a collective moves; XLA combines several in one.
+    """Returns (type, bytes that a device receives) of each array of a collective; XLA combines several arrays in one.
 
-    As a ring or direct sends move them; an all-reduce is a reduce-scatter and an all-gather.
+    Bytes are counted for a ring or direct sends; an all-reduce counts as a reduce-scatter and an all-gather.
     """
     groups = hlo.groups(each, ndevices)
     p = max(map(len, groups), default=1)
@@ -254,14 +254,14 @@ def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[t
 
 
 def _flops(computation: Computation, dot: Instruction) -> int:
-    """2 m n k of a device's product; a complex one counts 4 real ones."""
+    """Returns 2 m n k of a device's product; a complex product counts 4 real ones."""
     (kind, shape), *_ = computation.operands(dot)[0].shapes
     k = math.prod(shape[i] for i in dot.summed)
     return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
 
 
 class _Independent:
-    """Which products of a computation do not depend on a collective, nor the collective on them."""
+    """Finds the products of a computation that do not depend on a collective and on which it does not depend."""
 
     def __init__(self, module: Module, computation: Computation) -> None:
         self._computation, self._order = computation, list(computation.instructions.values())
@@ -272,7 +272,7 @@ class _Independent:
 
     @functools.cached_property
     def _related(self) -> list[int]:
-        """For each instruction a bit for each product that it needs, or that needs it."""
+        """For each instruction, bits of the products that it depends on or that depend on it."""
         needs, serves = ([self._bits.get(i, 0) for i in range(len(self._order))] for _ in range(2))
         operands = [[self._place[name] for name in each.operands] for each in self._order]
         for i, found in enumerate(operands):
@@ -285,7 +285,7 @@ class _Independent:
 
     @functools.cached_property
     def _chains(self) -> list[int]:
-        """The length of the longest chain of collectives, each needing the one before, from each instruction on."""
+        """For each instruction, the length of the longest chain of dependent collectives that starts there."""
         found = [0] * len(self._order)
         for i, each in reversed([*enumerate(self._order)]):
             found[i] += each.kind in COLLECTIVES
@@ -302,7 +302,7 @@ class _Independent:
         return tuple(dict.fromkeys(filter(None, lines)))
 
     def is_hidden(self, collective: Instruction) -> bool:
-        """Whether work stands between the start and the end of a collective."""
+        """True if there is work between the start and the end of a collective."""
         at = self._place[collective.name]
         if not collective.opcode.endswith("-start"):
             return False
@@ -312,7 +312,7 @@ class _Independent:
 
 
 def _multiplies(module: Module, each: Instruction) -> bool:
-    """Whether an instruction is a product, or holds one."""
+    """True if an instruction is a product, or a fusion with a product."""
     if each.opcode == "fusion":
         return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
     return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
@@ -322,9 +322,9 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
-    """A row for all of one line, kind and kind of cause, with what they receive and run together; those needed last.
+    """Merges rows of equal line, kind, axes and kind of cause, and adds their bytes and counts. Needed rows come last.
 
-    A cause or a remedy has a line for each that differs in more than the numbers of layers.
+    Causes and remedies are joined by `_joined`.
     """
     alike: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
@@ -342,7 +342,7 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """At most three different texts, each on a line."""
+    """Joins at most three different texts, one per line. Texts that differ only in numbers of layers are one text."""
     alike: dict[str, set[str]] = {}
     for text in texts:
         alike.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
@@ -351,7 +351,7 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def _narrow(table: list[list[str]]) -> list[list[str]]:
-    """The table in 80 columns, as far as the ends of the files' names and of the types allow."""
+    """Shortens names of lines and types so that the table has 80 columns if possible; each keeps 12 characters."""
     for column, least in ((0, 12), (3, 12)):
         width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
         most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))
@@ -367,7 +367,7 @@ def _cells(row: Operation) -> list[str]:
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
-    """The lines below a row; `remedies` has those that a row above has told."""
+    """Yields the lines below a row. `remedies`: the remedies that rows above have shown."""
     for text in row.cause.splitlines():
         yield f"{text}{'; hidden behind other work' * row.is_hidden}"
     for text in row.remedy.splitlines():
@@ -384,7 +384,7 @@ def _total(row: Operation) -> int:
 
 
 def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
-    """Raise AssertionError with the table of the collectives that are not allowed."""
+    """Raises AssertionError with the table of the collectives that are not allowed, if there are any."""
     rows = tuple(row for row in explanation.rows if row.kind in COLLECTIVES and not _is_allowed(row, allowed))
     if rows:
         found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)

@@ -1,4 +1,4 @@
-"""`explain`: what each matmul of a program will do."""
+"""`explain`: shows how each matmul of a program will be computed."""
 
 from __future__ import annotations
 
@@ -44,27 +44,26 @@ def explain(
 def explain(
     fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
 ) -> Callable[..., Any]:
-    """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
+    """Prints and returns one row per jaxmp call of `fn`, forward or (for a gradient function) backward.
 
-    `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
-    they are, and runs nothing.
-    Where XLA's partitioner decides the patterns of calls (auto axes, no shardings given), XLA settles the shardings of
-    the lowered program, and compiles nothing.
+    `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), keeps its other arguments as
+    they are, and runs nothing. If XLA's partitioner decides the patterns of calls (auto axes, no shardings given), XLA
+    settles the shardings of the lowered program, but compiles nothing.
 
     Args:
       fn: a function of arrays, jitted or not, or a gradient function.
-      quiet: whether to return without printing.
-      hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
+      quiet: return without printing.
+      hardware: predict the time of each call on this machine (docs/cost.md): "this", which
         `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
-      compiled: whether to compile `fn` and show every collective of the program, XLA's own included, with its cause,
-        and the memory that the program needs (docs/notebooks/why.md); works on any program of JAX.
+      compiled: compile `fn`, and show every collective of the program, including XLA's, with its cause, and the memory
+        that the program needs (docs/notebooks/why.md). Works on any program of JAX.
 
     Returns:
-      A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
-      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions. With `compiled`
-      it returns a `CompiledExplanation`, with `.rows`, `.memory`, and `.calls`, the `Explanation`.
+      A function of the same arguments that prints the table and returns an `Explanation` with `.rows`, the totals
+      `.flops` and `.bytes_moved`, and the predictions `.times` and `.seconds`. With `compiled` it returns a
+      `CompiledExplanation` with `.rows`, `.memory`, and `.calls`, the `Explanation`.
 
-    Raises: TypeError where `fn` is no function; ValueError for unknown hardware; and what `fn` raises.
+    Raises: TypeError if `fn` is no function; ValueError for unknown hardware; errors of `fn`.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
@@ -83,17 +82,17 @@ def explain(
 def assert_no_collectives(
     fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = ()
 ) -> Callable[..., CompiledExplanation]:
-    """Compile `fn` and fail where the program has a collective that is not allowed.
+    """Compiles `fn` and fails if the program has a collective that is not allowed.
 
     Args:
       fn: a function of arrays, jitted or not.
-      allowed: kinds of collectives, "all-reduce", or kinds with the one mesh axis over which they may run,
+      allowed: kinds of collectives, "all-reduce", or kinds with the only mesh axis that they may use,
         ("all-reduce", "data").
 
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.
-    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function or `allowed` is
-      no list; ValueError where `allowed` names no kind of collective.
+    Raises: AssertionError with the table of the other collectives; TypeError if `fn` is no function or `allowed` is no
+      list; ValueError if `allowed` has an unknown kind of collective.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -131,7 +130,7 @@ def _function(name: str, fn: Any) -> Callable[..., Any]:
 
 
 class _Explained:
-    """`explain(fn)`, whose text says how it is called."""
+    """The function that `explain(fn)` returns. Its `repr` says how to call it."""
 
     def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None, compiled: bool) -> None:
         functools.update_wrapper(self, fn, updated=())
@@ -164,10 +163,10 @@ class _Explained:
         return explanation
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function, traced; a compiled one with its own shardings, donation and names of arguments if it can."""
+        """Traces the function. With `compiled` it keeps its shardings, donation and argument names if possible."""
         if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
             traced = self._fn.trace(*args, **kwargs)
-            if hasattr(traced, "jaxpr"):  # a jit of nnx has stages of its own
+            if hasattr(traced, "jaxpr"):  # a jit of nnx has other stages
                 return traced
         if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
             return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""XLA's programs, read from their text: instructions, the lines that they come from, and how often each runs.
+"""Reads XLA's programs from their text: instructions, their lines in the user's program, and how often they run.
 
-The grammar is that of xla/hlo/parser (HloParser); `compiled.as_text()` of JAX prints it.
+The grammar is defined by xla/hlo/parser (HloParser); `compiled.as_text()` of JAX prints it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmp._src.platform.jax_internals import source_lines
 
-# Instructions that pass their operand on in another order, place or type.
+# Instructions that return their operand in another order, place or type.
 MOVES = {"bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element"}
 MOVES |= {"optimization-barrier", "reshape", "transpose", "tuple", "slice", "dynamic-slice", "opt-barrier", "pad"}
 COLLECTIVES = (
@@ -36,11 +36,11 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
-@dataclasses.dataclass(eq=False)  # frozen ones are made in three times the time, and programs have 10,000s
+@dataclasses.dataclass(eq=False)  # frozen ones take three times as long to create, and programs have 10,000s
 class Instruction:
-    """One instruction: `operands` are names of others of its computation, `attributes` the text behind them.
+    """One instruction. `operands`: names of instructions in its computation. `attributes`: the text after them.
 
-    `parts` has for each operand which part of a tuple it is, or "" for a whole value; for a parameter its number.
+    `parts`: for each operand its index in a tuple, or "" for a whole value; for a parameter its number.
     """
 
     name: str
@@ -53,23 +53,23 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
+        """JAX's name of the equation, "jit(step)/transpose(jvp())/dot_general"; for a parameter the argument's name."""
         return _op_name(self.attributes)
 
     @property
     def is_argument(self) -> bool:
-        """Whether it has the name of one of the program's arguments."""
+        """True if it has the name of one of the program's arguments."""
         return bool(self.op_name) and "/" not in self.op_name
 
     @property
     def primitive(self) -> str:
-        """The primitive of JAX's equation, or the empty string: arguments have names without a slash."""
+        """The primitive of JAX's equation; "" for arguments, because their names have no slash."""
         name = self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
         return "jit" if self.opcode == "copy" and name.startswith("jit(") else name  # an inner jit asks for a sharding
 
     @property
     def kind(self) -> str:
-        """The opcode; of the parts of an asynchronous operation that of the whole."""
+        """The opcode; for the start of an asynchronous operation the opcode of the operation."""
         return self.opcode.removesuffix("-start")
 
     @property
@@ -78,7 +78,7 @@ class Instruction:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(type, extents) of the result, or of each part of a tuple."""
+        """(type, extents) of the result, or of each part of a tuple, as a list."""
         return _shapes(self.type)
 
     @property
@@ -100,7 +100,7 @@ class Instruction:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is XLA's own product, or cuBLAS's that XLA has made of one."""
+        """True for XLA's product, and for a call of cuBLAS into which XLA has turned one."""
         target = self.attribute("custom_call_target") if self.opcode == "custom-call" else ""
         return self.opcode == "dot" or target.startswith('"__cublas')
 
@@ -111,7 +111,7 @@ class Instruction:
         return _ints(found[1]) if found else self.numbers("lhs_contracting_dims")
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute, without the braces around it, or the empty string."""
+        """Returns the text of an attribute without the braces around it, or ""."""
         return _attribute(self.attributes, name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 class Computation:
-    """The instructions in the order of the text; a scheduled module runs them so."""
+    """The instructions in the order of the text. A scheduled module runs them in this order."""
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name, self._lines = name, lines
@@ -172,7 +172,7 @@ class Computation:
 
     @functools.cached_property
     def multiplies(self) -> bool:
-        """Whether an instruction is a product."""
+        """True if an instruction is a product."""
         return any(" dot(" in line or "__cublas" in line for line in self._lines)
 
     def operands(self, of: Instruction) -> list[Instruction]:
@@ -188,7 +188,7 @@ class Frame(NamedTuple):
 
 
 class Module:
-    """A program of XLA from its text; what no one asks for is not read."""
+    """A program of XLA from its text, parsed lazily."""
 
     def __init__(self, text: str) -> None:
         self.entry, self._text = "", text
@@ -200,15 +200,15 @@ class Module:
             self.computations[name] = Computation(name, lines)
             self.entry = name if head.startswith("ENTRY ") else self.entry
         self._stacks, self._callers = _frames(header)
-        # For each argument whether XLA chooses its sharding.
+        # For each argument: True if XLA chooses its sharding.
         chosen = re.search(r"allow_spmd_sharding_propagation_to_parameters=\{([^}]*)\}", header)
         self.chooses_arguments = [flag == "true" for flag in chosen[1].split(",")] if chosen else []
-        # Whether XLA chooses the shardings of results.
+        # True if XLA chooses the shardings of results.
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
     def line(self, of: Instruction) -> str:
-        """The user's line of an instruction, as `innermost`, behind the line that calls it where several do, and where
-        its function does nothing but ask for a sharding.
+        """Returns the user's line of an instruction (`innermost`). The line that calls it comes first if several lines
+        do, or if the function only asks for a sharding.
 
         "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
         """
@@ -224,16 +224,16 @@ class Module:
         return f"{outer} -> " + (f"{name}:{line}" if file == caller.file else inner)
 
     def innermost(self, of: Instruction) -> str:
-        """ "train.py:41": the innermost line that no library of layers has, or the empty string."""
+        """Returns the innermost line outside libraries of layers, "train.py:41", or ""."""
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
 
     def _asks(self, frame: Frame) -> bool:
-        """Whether a function does nothing but ask for a sharding, as every trainer has one."""
+        """True if a function only asks for a sharding. Most trainers have such a function."""
         return _function(frame) not in self._working
 
     @functools.cached_property
     def _working(self) -> set[tuple[Any, ...]]:
-        """The functions that do more."""
+        """The functions that do more than ask for a sharding."""
         named = set(re.findall(r'op_name="[^"]*/(\w+)"[^}]*stack_frame_id=(\d+)', self._text))
         frames = {int(frame) for name, frame in named if name not in ("sharding_constraint", "reshard")}
         return {_function(frame) for each in frames for frame in self._stacks.get(each, ())}
@@ -245,9 +245,9 @@ class Module:
         return self._stacks.get(int(found[1]), ()) if found else ()
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
-        """The computations that the program runs, from the entry, and how often; None where a loop does not tell.
+        """Yields (computation, how often the program runs it) from the entry on; None if a loop's count is unknown.
 
-        Of fused ones those with a product.
+        Fused computations are included if they have a product.
         """
         computation = self.computations[name or self.entry]
         yield computation, count
@@ -259,12 +259,12 @@ class Module:
 
 
 def _function(frame: Frame) -> tuple[Any, ...]:
-    """A function by its file and name, or of several without a name by the line."""
+    """Returns a key of a function: its file and name, or for a lambda its file and line."""
     return frame[:2] if "<lambda>" in frame.function else frame[::2]
 
 
 def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
-    """The computations that an instruction runs, and how often each; none that it applies to elements."""
+    """Returns (computation, how often) for each that an instruction runs as a whole, not element by element."""
     if instruction.opcode == "while":
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         return [(instruction.attribute("body").lstrip("%"), int(trips[1]) if trips else None)]
@@ -278,7 +278,7 @@ def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
 
 
 def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
-    """The devices that communicate with each other, by their numbers within the program."""
+    """Returns the groups of devices that communicate with each other, by their numbers in the program."""
     if pairs := instruction.attribute("source_target_pairs"):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
     found = re.search(
@@ -289,7 +289,7 @@ def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ..
     if found is None:
         return ()
     if found["mesh"]:
-        # A part of an axis is 'x':(2)4: of size 4, with 2 times as many devices ahead of it.
+        # A part of an axis is 'x':(2)4: of size 4, after a part of size 2.
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
         ids = _iota(found["ids"]) if found["ids"] else np.arange(math.prod(sizes.values()))
         within = {n: (int(a or 1), int(b or sizes[n])) for n, a, b in re.findall(_AXIS, found["axes"])}
@@ -307,7 +307,7 @@ def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ..
 
 
 def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """For each dimension the mesh axes that shard it, from the sharding of an instruction; None where it has none.
+    """Returns the mesh axes that shard each dimension, from the sharding of an instruction; None if it has none.
 
     A tuple has no such list; ask for the sharding of one of its parts.
     """
@@ -327,7 +327,7 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
 
 
 def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes along which the devices of a group, or of a pair, differ; None for devices that the mesh lacks."""
+    """Returns the mesh axes along which the devices of a group or pair differ; None if the mesh lacks a device."""
     size = math.prod(mesh.values())
     if not found or not mesh or any(device >= size for group in found for device in group):
         return None
@@ -336,7 +336,7 @@ def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[st
 
 
 def _iota(text: str) -> np.ndarray:
-    """Device numbers from "[2,4]T(1,0)": counted up in this shape, then transposed."""
+    """Returns device numbers from "[2,4]T(1,0)": an iota of this shape, transposed."""
     shape, _, order = text.partition("T")
     dims = _ints(shape)
     ids = np.arange(math.prod(dims)).reshape(dims)
@@ -353,7 +353,7 @@ def _bits(kind: str) -> int:
 
 
 def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Frame]]]:
-    """The user's frames from the innermost, by the numbers of them all; the lines that lead directly to a line."""
+    """Returns (the user's frames from the innermost on, by frame number; the frames that directly call each frame)."""
 
     def table(title: str, entry: str) -> list[Any]:
         found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", header, re.M | re.S)
@@ -363,7 +363,7 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
     located = table("FileLocations", r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)")
     locations = {at: Frame(files[file], int(line), functions[function]) for at, file, function, line in located}
     stacks: dict[int, Sequence[Frame]] = {}
-    # The text counts parents from 1 and tells them first; 0 or none stands for the outermost.
+    # The text counts parents from 1 and lists them first; 0 or none means outermost.
     frames = table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
     for at, location, parent in frames:
         stacks[int(at)] = (locations[location], *stacks.get(int(parent or 1) - 1, ()))
@@ -373,14 +373,14 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
         for i, frame in enumerate(stack := stacks[innermost]):
             callers[frame].update(stack[i + 1 : i + 2])
             outer[frame].update(stack[i + 2 :])
-    # What jax.checkpoint runs again lacks some frames between.
+    # Operations that jax.checkpoint recomputes lack some frames between.
     return stacks, {frame: found - outer[frame] for frame, found in callers.items()}
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """One frame a function: JAX writes those around a loop several times for what is in its body.
+    """Keeps one frame per function, because JAX repeats the frames around a loop for operations in its body.
 
-    A call of an exported function has the frames of its export inside its own. Of a function in both, the call's stays.
+    A call of an exported function has the frames of the export inside its own; of a function in both, it keeps its own.
     """
     frames: dict[Any, Frame] = {}
     ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
@@ -391,7 +391,7 @@ def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    if found := _PLAIN.match(line):  # most lines, in a third of the time
+    if found := _PLAIN.match(line):  # matches most lines and takes a third of the time
         root, name, kind, opcode, inner, attributes = found.groups()
     elif head := _HEAD.match(line):
         root, name = head.groups()
@@ -410,7 +410,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the bracket that opens at `at` closes; texts in quotes count for nothing."""
+    """Returns the position at which the bracket that opens at `at` closes; ignores texts in quotes."""
     depth, quoted = 0, False
     for found in _BRACKET.finditer(text, at):
         token = found[0]

@@ -1,4 +1,4 @@
-"""The memory of a compiled program on one device, and the arrays that take most of it."""
+"""The memory of a compiled program on one device, and its largest arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of one device that lives when most memory is in use: its bytes, type, and the line that makes it."""
+    """An array that one device holds at the peak of memory: its bytes, its type, and the line that makes it."""
 
     nbytes: int
     shape: str
@@ -23,13 +23,13 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device, as XLA has assigned them (`compiled.memory_analysis()`).
+    """Bytes of one device, as assigned by XLA (`compiled.memory_analysis()`).
 
     Attributes:
-      peak: arguments, results and temporaries together, less what results share with donated arguments (aliased).
-      largest: the largest buffers that live where the schedule needs most, at most ten.
-      donatable: bytes of results that donated arguments of the same type could hold and do not.
-      saved_for_gradient: bytes that live there and come from a forward pass; `jax.checkpoint` computes them again.
+      peak: arguments, results and temporaries together, less results in donated arguments (`aliased`).
+      largest: the largest buffers at the peak of the schedule, at most ten.
+      donatable: bytes of results that donated arguments of the same type could hold, but do not.
+      saved_for_gradient: bytes at the peak from a forward pass; `jax.checkpoint` would recompute them.
     """
 
     peak: int
@@ -63,7 +63,7 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
 
 
 def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """The instructions whose results live where the schedule holds most bytes."""
+    """Returns the instructions with results that live when the schedule holds the most bytes."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
     alias: dict[str, str] = {}
@@ -93,7 +93,7 @@ def _largest(module: Module, computation: Computation) -> list[Instruction]:
 
 
 def _matching(module: Module) -> int:
-    """Bytes of results that have an argument of the same type each."""
+    """Returns the bytes of results that can be paired with an argument of the same type."""
     entry = module.computations[module.entry]
     free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
     results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]
@@ -118,7 +118,7 @@ def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
     if memory.largest:
         listed = (f"{size_of(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
         notes.append(f"largest then: {', '.join(listed)}")
-    least = memory.peak / 100  # below that nothing is worth a line
+    least = memory.peak / 100  # less is not worth a line
     if memory.donatable >= least > 0:
         notes.append(f"donate_argnums could save {size_of(memory.donatable)}: results have the types of arguments")
     if memory.saved_for_gradient >= least > 0:
@@ -127,7 +127,7 @@ def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
 
 
 def shape_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """The type without its layout; of a tuple its first part and how many there are."""
+    """Returns the type without its layout; for a tuple its first part and the number of parts."""
     (kind, extents), *others = shapes or [("token", ())]
     return f"{kind}[{','.join(map(str, extents))}]{f' x{len(others) + 1}' * bool(others)}"
 

@@ -1,4 +1,4 @@
-"""What operations need of a sharding: which of them want neighbours or a whole dimension, and which hand data on."""
+"""The needs of operations: which need neighbours or a whole dimension, and which only pass data on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instru
 from jaxmp._src.tools.explain.origins import ASKING, value
 
 _OF_MATRICES = {"cholesky", "triangular_solve", "eigh", "svd", "lu", "qr"}
-# Operations that XLA computes whole where a dimension that they do not need whole is sharded.
+# Operations that XLA computes whole even if the sharded dimension is not one that they need whole.
 UNSPLIT = {"sort", "top_k", "approx_top_k", "argmax", "argmin", "reduce", "fft", "rev", *_OF_MATRICES}
 # Operations with a dimension along which they need neighbours, or all of it.
 ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "slice", "split", "dynamic_slice", *UNSPLIT}
 ALONG |= {"dynamic_update_slice", "concatenate", "pad", "roll", "gather", "scatter", "scatter-add"}
 ALONG |= {"conv_general_dilated", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"}
-# What moves less than they do.
+# Ways to move less than these operations.
 _ALIGNED = "keep the extents (jnp.roll and a mask), so that no more than the borders of shards move"
 _MASKED = "use a mask, jnp.where(jnp.arange(n) == i, ...), which each device applies to its shard"
 _VMAPPED = "jax.vmap over it, so that each device indexes in its own shard"
@@ -27,11 +27,11 @@ OTHERWISE = {
     "dynamic_update_slice": _MASKED,
     "top_k": "take the top_k of each shard in jax.shard_map, and of what the shards give the top_k again",
 }
-# Functions of jax.numpy that other operations make up.
+# Functions of jax.numpy that consist of other operations.
 NAMED = {"_roll_static": "roll", "_roll_dynamic": "roll", "_pad": "pad"}
-# What a window over a whole dimension computes; JAX makes windows of these.
+# The functions that a window over a whole dimension computes. JAX turns them into windows.
 _CUMULATIVE = {"reduce_window_sum": "cumsum", "reduce_window_max": "cummax", "reduce_window_min": "cummin"}
-# XLA's operation for a primitive that the partitioner emits for itself too.
+# XLA's operations for primitives that the partitioner also emits on its own.
 _OWN = {
     "reshape": "reshape",
     "tile": "reshape",
@@ -43,7 +43,7 @@ _OWN = {
 
 
 def otherwise(name: str, place: Computation, each: Instruction) -> str:
-    """What moves less than an operation, or the empty string."""
+    """Returns a way to move less than an operation, or ""."""
     indexed = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(each.opcode, "")
     if len(each.numbers(indexed)) > 1:
         return _ALIGNED if len(value(place, each, 1).extents) < 2 else _VMAPPED  # x.at[1:-1].set, or x.at[i, j]
@@ -51,7 +51,7 @@ def otherwise(name: str, place: Computation, each: Instruction) -> str:
 
 
 def worked_along(place: Computation, each: Instruction) -> Collection[int] | None:
-    """The dimensions of the first operand that an operation needs whole, or neighbours along; None where none tells."""
+    """Returns the dimensions of operand 0 that an operation needs whole, or with neighbours; None if unknown."""
     extents = value(place, each, 0).extents
     rank = len(extents)
     if each.primitive in _OF_MATRICES:
@@ -82,15 +82,15 @@ def _window(each: Instruction) -> list[str]:
 
 
 def cumulative(name: str, each: Instruction) -> str:
-    """The function whose windows, "size=1x64 pad=0_0x63_0", reach over whole dimensions that the result keeps."""
+    """Returns "cumsum" or the like if the windows, "size=1x64 pad=0_0x63_0", cover whole dimensions; else `name`."""
     extents = zip(_window(each), each.shapes[0][1], strict=False)
     return _CUMULATIVE.get(name, name) if all(size in ("1", str(extent)) for size, extent in extents) else name
 
 
 def hands_on(user: Instruction) -> bool:
-    """Whether an instruction only hands its operand on, as the partitioner emits it around a collective."""
+    """True if an instruction only passes its operand on, as the partitioner emits it around a collective."""
     if user.primitive in ASKING and user.opcode == "copy":
         return False
-    # The program's own reshapes and cuts are no such ones.
+    # The program's own reshapes and slices do not count.
     moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
     return moves and _OWN.get(user.primitive) != user.opcode

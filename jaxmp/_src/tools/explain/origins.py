@@ -1,4 +1,4 @@
-"""Where the sharding of a dimension begins: the arguments, constraints and results that ask for it."""
+"""Finds the origin of a dimension's sharding: the arguments, constraints and results that ask for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
 from jaxmp._src.tools.explain.partitioned import Program
 
-# Operations that ask for a sharding, and what a user writes for them.
+# Operations that ask for a sharding, and how a user writes them.
 ASKING = {
     "sharding_constraint": "with_sharding_constraint",
     "reshard": "reshard",
@@ -22,19 +22,19 @@ ASKING = {
     "call_exported": "{}_shardings of the exported function",
     "jit": "{}_shardings of an inner jax.jit",
 }
-# A program's own changes of shape, which have names of their own.
+# Changes of shape by the program itself, which are named as results.
 OWN = {"reshape", "slice", "split", "pad", "dynamic_slice"}
 SLICE_OF_SCAN = re.compile(r"while/body/(?:jit\(dynamic_index_in_dim\)/)?dynamic_slice$")
-# Scopes of JAX's own.
+# JAX's scopes.
 _OF_JAX = re.compile(
     "while|body|cond|scan|branch_.*|call.*|closed_call|checkpoint|remat.*|custom_.*|shard_map|eval_jaxpr|vmap|jvp"
 )
-# Operations with dimensions that do not lie as those of their operands in the same order.
+# Operations with dimensions in another order than their operands.
 _MAPPED = {"broadcast", "transpose", "reshape", "dot", "reduce", "convolution", "gather", "scatter"}
 
 
 class Dim(NamedTuple):
-    """A dimension of an instruction's result, of whole arrays; `part` says which part of a tuple."""
+    """A dimension of an instruction's result, in the program of whole arrays. `part`: the index in a tuple, or ""."""
 
     computation: Computation
     instruction: Instruction
@@ -48,23 +48,23 @@ class Dim(NamedTuple):
 
 
 class Origins:
-    """The origins of shardings in a program ahead of the partitioner."""
+    """Finds the origins of shardings in a program before XLA's partitioner."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self._known: dict[tuple[Dim, str], tuple[str, ...]] = {}
 
     def axes(self, at: Dim) -> tuple[str, ...]:
-        """The mesh axes that shard a dimension."""
+        """Returns the mesh axes that shard a dimension."""
         dims = self.program.dims(*at[:3])
         return dims[at.dim] if at.dim < len(dims) else ()
 
     def of(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """At most two origins of this axis: where the values come from, or else what asks for them so."""
+        """Returns at most two origins of this axis: producers of the values, or else consumers that ask for it."""
         return self.producers(at, axis) or self.consumers(at, axis)
 
     def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
-        """The arguments, or constraints, that give the dimension to what it is computed from."""
+        """Returns at most two arguments or constraints that give the dimension this axis."""
         stack, below = [start], dict[Dim, list[Dim]]()
         while stack:
             at = stack[-1]
@@ -80,29 +80,27 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """An argument, what asks for a sharding itself, or what the body of a loop gives to its carry."""
+        """Returns the origin if the value is an argument, asks for a sharding itself, or is a loop's carry."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
-            self._known[at, axis] = ()  # the body leads back to here
+            self._known[at, axis] = ()  # ends the recursion, because the body leads back here
             is_loop = self.program.callers[at.computation.name][1].opcode == "while"
             return self.producers(at._replace(instruction=at.computation.root), axis) if is_loop else ()
         if each.opcode == "parameter" and each.is_argument and at.computation.name == self._module.entry:
             is_chosen = any(self._module.chooses_arguments[int(each.parts[0]) :][:1])
             return () if is_chosen else (f"dimension {at.dim} of {each.op_name}",)
-        # A shard_map asks for its manual axes alone.
+        # A shard_map asks only for its manual axes.
         users = at.computation.users[each.name] if each.primitive == "shard_map" else []
         manual = "".join(user.sharding.partition("manual")[2] for user in users)
-        is_own = f"'{axis}'" in manual or "=" not in manual  # without names all of them
+        is_own = f"'{axis}'" in manual or "=" not in manual  # without names: all axes
         if each.primitive in ASKING and (is_own or not users):
             line = self._module.line(each)
             return (asker(at.computation, each) + f" in {line}" * bool(line),)
         return ()
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
-        """What the value meets first on its way to the results: an operand that has it so, a constraint or a result.
-
-        With the line `where` it meets an operand.
-        """
+        """Returns what the value meets first on its way to the results: an operand with this axis, a constraint or a
+        result. `where`: add the line where it meets an operand."""
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""
@@ -110,7 +108,7 @@ class Origins:
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
-        """That dimension of what it meets, or of the results."""
+        """Returns the dimension of the first user with an origin of this axis, or of the program's result, or None."""
         waiting, seen = [start], {start}
         while waiting and len(seen) < 500:
             at = waiting.pop(0)
@@ -134,15 +132,15 @@ class Origins:
     def _chooses_results(self) -> bool:
         return self.program.compiled.chooses_results
 
-    # Which dimensions lie in the same place ----------------------------------------------------------------------
+    # Corresponding dimensions ------------------------------------------------------------------------------------
 
     def operands(self, at: Dim) -> Iterator[Dim]:
-        """The dimensions of operands that this one is computed from, element by element."""
+        """Yields the dimensions of operands that correspond to this one, element by element."""
         place, each, part, index = at
         if each.opcode == "parameter":
             if place.name in self.program.callers:
                 outer, caller = self.program.callers[place.name]
-                # A branch has its own operand behind the one that chooses.
+                # The operands of the branches follow the operand that chooses the branch.
                 branches = [name for name, _ in hlo.called_by(caller)] if caller.opcode == "conditional" else []
                 number = 1 + branches.index(place.name) if branches else int(each.parts[0])
                 yield Dim(outer, outer.operands(caller)[number], part or caller.parts[number], index)
@@ -166,7 +164,7 @@ class Origins:
                 yield below._replace(dim=found)
 
     def users(self, at: Dim) -> Iterator[Dim]:
-        """The dimensions of results that are computed from this one."""
+        """Yields the dimensions of results that are computed from this one."""
         place, each, part, index = at
         for user in place.users[each.name]:
             if user.opcode == "tuple":
@@ -181,7 +179,7 @@ class Origins:
             yield Dim(outer, caller, part, index)
 
     def _partners(self, at: Dim) -> Iterator[Dim]:
-        """The dimensions that products sum together with this one."""
+        """Yields the dimensions that products sum together with this one."""
         for user in at.computation.users[at.instruction.name]:
             for side in range(2 * (user.opcode == "dot")):
                 mine, other = (summed(at.computation, user, i) for i in (side, 1 - side))
@@ -190,15 +188,15 @@ class Origins:
     # Names -------------------------------------------------------------------------------------------------------
 
     def name(self, at: Dim) -> tuple[str, int]:
-        """("x", or "the result of mul (train.py:41)"; the dimension there): a value, behind what hands it on."""
+        """Returns (name, dimension) of the value that is passed on to `at`: "x", "the result of mul (train.py:41)"."""
         top = at
         while True:
             each, primitive = at.instruction, at.instruction.primitive
-            top = top if each.op_name == top.instruction.op_name else at  # one operation of JAX's is several of XLA's
+            top = top if each.op_name == top.instruction.op_name else at  # one JAX operation is several XLA operations
             is_inner = each.opcode == "parameter" and at.computation.name in self.program.callers
             if is_inner and self._changes(at):
                 return f"the loop's carry ({self._module.line(self.program.callers[at.computation.name][1])})", at.dim
-            # JAX turns the gradient of a product's second operand.
+            # JAX transposes the gradient of a product's second operand.
             if each.opcode == "transpose" and is_backward(each) and at.computation.operands(each)[0].opcode == "dot":
                 primitive, below = at.computation.operands(each)[0].primitive, []
                 break
@@ -218,20 +216,20 @@ class Origins:
         ), top.dim
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
-        """The first dimension of an operand, ahead of what takes a device's part of it."""
+        """Returns the first dimension of an operand, before a shard_map takes a device's part of it."""
         at = value(place, user, number)
         while at.instruction.opcode == "custom-call" and at.instruction.primitive == "shard_map":
             at = value(place, at.instruction, 0)
         return at
 
     def line(self, place: Computation, each: Instruction) -> str:
-        """The user's line; of a slice that a scan takes the loop's, as JAX traces such slices once for many scans."""
+        """Returns the user's line; for a slice of a scan the loop's line, because JAX traces such slices only once."""
         if SLICE_OF_SCAN.search(each.op_name) and place.name in self.program.callers:
             each = self.program.callers[place.name][1]
         return self._module.line(each)
 
     def _changes(self, at: Dim) -> bool:
-        """Whether a loop gives another value of its own to this parameter."""
+        """True if a loop changes the value of this parameter."""
         end = at._replace(instruction=at.computation.root)
         while end.instruction.opcode in MOVES and (below := next(self.operands(end), None)) is not None:
             end = below
@@ -239,29 +237,28 @@ class Origins:
 
 
 def is_backward(each: Instruction) -> bool:
-    """Whether an instruction is of a gradient, and not of a forward pass that jax.checkpoint runs again."""
+    """True if an instruction belongs to a gradient, and not to a forward pass that jax.checkpoint recomputes."""
     return "transpose(" in each.op_name and "rematted_computation" not in each.op_name
 
 
 def is_call(each: Instruction) -> bool:
-    """Whether an instruction is of a call of jaxmp, or brings its operands to it."""
+    """True if an instruction belongs to a call of jaxmp, or brings operands to it."""
     return "jit(jaxmp_call)" in each.op_name
 
 
 def asker(place: Computation, each: Instruction) -> str:
-    """What a user writes for an instruction that asks for a sharding."""
-    # What leaves a function comes from operations of its own, or out of a shard_map's manual part.
+    """Returns how a user writes an instruction that asks for a sharding."""
+    # A result of a function comes from operations inside it, or out of a shard_map's manual part.
     is_out = any(operand.op_name.startswith(f"{each.op_name}/") for operand in place.operands(each))
     is_out |= any("ShardToFull" in near.attributes for near in (each, *place.users[each.name]))
     return "a call of jaxmp" if is_call(each) else ASKING[each.primitive].format("out" if is_out else "in")
 
 
 def function(place: Computation, each: Instruction, primitive: str) -> str:
-    """What computes a value: a function of jax.numpy or jax.nn that a primitive ends, or that, or a layer, it is in.
-
-    A layer is a module of Flax linen's or a scope that the user has named.
+    """Names what computes a value: a function of jax.numpy or jax.nn if the primitive is its last one, else the
+    primitive, with the function or layer that it is in. A layer is a Flax linen module or a scope named by the user.
     """
-    # Inside a shard_map JAX names no scope.
+    # Inside a shard_map JAX has no names of scopes.
     primitive = primitive or (each.opcode not in MOVES and each.op_name) or each.opcode
     outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")
     inner = scope.rpartition("(")[2].rstrip(")").lstrip("_")
@@ -275,12 +272,12 @@ def function(place: Computation, each: Instruction, primitive: str) -> str:
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:
-    """The first dimension of an operand."""
+    """Returns the first dimension of an operand."""
     return Dim(computation, computation.instructions[user.operands[number]], user.parts[number], 0)
 
 
 def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
-    """The dimensions of an operand that a product or a convolution sums."""
+    """Returns the dimensions of an operand that a product or convolution sums."""
     dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
     if dot.opcode == "convolution":
         labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
@@ -289,7 +286,7 @@ def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
 
 
 def _same_place(at: Dim, below: Dim, number: int) -> int | None:
-    """The dimension of an operand that lies as dimension `at` of the result, or None."""
+    """Returns the dimension of an operand that corresponds to dimension `at` of the result, or None."""
     each, index = at.instruction, at.dim
     rank, extents = len(at.extents), below.extents
     if each.opcode not in _MAPPED:
@@ -325,7 +322,7 @@ def _same_place(at: Dim, below: Dim, number: int) -> int | None:
 
 
 def _of_lookup(each: Instruction, index: int, number: int, rank: int, operand_rank: int) -> int | None:
-    """As `_same_place`, for the table and the indices of a gather or a scatter."""
+    """Does `_same_place` for the table and the indices of a gather or scatter."""
     is_gather = each.opcode == "gather"
     tables = each.numbers("operand_batching_dims" if is_gather else "input_batching_dims")
     indices = each.numbers("start_indices_batching_dims" if is_gather else "scatter_indices_batching_dims")

@@ -1,4 +1,4 @@
-"""A program ahead of and behind XLA's partitioner: which instruction of one is which of the other."""
+"""Matches the instructions of a program before and after XLA's partitioner."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
 
-# For each dimension of an array the mesh axes that shard it; () where none does.
+# For each dimension of an array the mesh axes that shard it; () if none shards the array.
 Dims = tuple[tuple[str, ...], ...]
 Place = tuple[Computation, Instruction]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled program, and the same ahead of and behind XLA's partitioner, where XLA has told them.
+    """A compiled program, and the program before (`whole`) and after (`parts`) XLA's partitioner, if XLA ran it.
 
-    Ahead of it each instruction is of whole arrays and has the sharding that was decided for it. Behind it each
-    collective lies beside the operation that it serves; later passes fuse both.
+    Before it, each instruction is on whole arrays and has its decided sharding. After it, each collective is next to
+    the operation that it serves; later passes fuse both.
     """
 
     compiled: Module
     mesh: Mapping[str, int]
     whole: Module | None = None
     parts: Module | None = None
-    # What `wholes`, `dims` and `axes` have told, by what was asked.
+    # Caches of `wholes`, `dims` and `axes`.
     _alike: dict[Any, tuple[list[Place], dict[str, int]]] = dataclasses.field(default_factory=dict)
     _dims: dict[tuple[str, str], Dims] = dataclasses.field(default_factory=dict)
     _axes: dict[Instruction, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Program:
 
     @functools.cached_property
     def _partitioned(self) -> dict[str, list[Place]]:
-        """The collectives behind the partitioner by their channels, their names in JAX, and those of their operands."""
+        """The collectives after the partitioner, by channel, by their names in JAX, and by the names of operands."""
         found: dict[str, list[Place]] = {}
         for computation in self.parts.computations.values() if self.parts else ():
             for each in computation.instructions.values():
@@ -59,9 +59,9 @@ class Program:
         return self._axes[collective]
 
     def wholes(self, part: Instruction) -> list[Place]:
-        """The instructions of whole arrays that one behind the partitioner may come from, the likeliest first.
+        """Returns the instructions on whole arrays that one after the partitioner may come from, the likeliest first.
 
-        Layers that one line makes are told from each other by their order.
+        Layers of one line are distinguished by their order.
         """
         if not part.op_name:
             return []
@@ -77,11 +77,11 @@ class Program:
         return found[at:] + found[:at]
 
     def named(self, part: Instruction) -> list[Place]:
-        """All of the name and the opcode of one behind the partitioner."""
+        """Returns the instructions on whole arrays with the name and opcode of one after the partitioner."""
         return self._wholes.get((origin(part), part.opcode), [])
 
     def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
-        """The type and extents of an instruction, or of its first part, on one device."""
+        """Returns the type and extents of an instruction, or of its first part, on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]
         return [
             (kind, tuple(n // m for n, m in zip(extents, by, strict=False)) if by else extents)
@@ -89,25 +89,25 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """For each dimension of a whole array the axes that shard it."""
+        """Returns the axes that shard each dimension of a whole array."""
         text = of.sharding
         if (text, part) not in self._dims:
-            texts = list(split(text)) if text.startswith("{") else [text]  # of a tuple
+            texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
             at = int(part or len(texts)) if text.startswith("{") else 0
             dims = (hlo.sharded(texts[at], self.mesh) or ()) if at < len(texts) else ()
             self._dims[text, part] = dims if any(dims) else ()
         return self._dims[text, part]
 
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
-        """The collective behind the partitioner that one of the compiled program was, as far as names tell."""
+        """Returns the collective after the partitioner that became one of the compiled program, or None; by names."""
         size = computation.operands(collective)[operand].nbytes
 
-        # The products of a layer's gradient have one name.
+        # The products in a layer's gradient have the same name.
         def alike(place: Place) -> tuple[bool, bool]:
             return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
 
         for key in keys(computation, collective, operand):
-            # Later passes make a reduce-scatter of an all-reduce.
+            # Later passes turn an all-reduce into a reduce-scatter.
             kinds = {"all-reduce", "reduce-scatter"} if "reduce" in collective.kind else {collective.kind}
             found = [place for place in self._partitioned.get(key, ()) if place[1].kind in kinds]
             found = [place for place in found if all(alike(place))] if key.startswith("in ") else found
@@ -117,7 +117,7 @@ class Program:
 
     @functools.cached_property
     def callers(self) -> dict[str, Place]:
-        """By the name of a computation who runs it: a loop, a branch or a call."""
+        """For each computation's name the loop, branch or call that runs it."""
         return {
             name: (computation, each)
             for computation in (self.whole.computations.values() if self.whole else ())
@@ -127,7 +127,7 @@ class Program:
 
 
 def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
-    """The instructions by their names in JAX and their opcodes, and by their names alone."""
+    """Returns the instructions by (name in JAX, opcode), and by (name in JAX, "")."""
     found: dict[tuple[str, str], list[Place]] = {}
     for computation in module.computations.values() if module else ():
         for each in computation.instructions.values():
@@ -138,11 +138,11 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
-    """What tells a collective from others, in every version of a program, the surest first.
+    """Returns keys that identify a collective in every version of a program, the most reliable one first.
 
-    The last is where the operation lies that makes its operand, which XLA may have put in the place of another.
+    The last key is the scope and frame of the operation that makes its operand; XLA may have replaced that operation.
     """
-    is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # others XLA has combined
+    is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # XLA has combined others
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)
     names = [origin(collective), f"of {origin(made)}" if made.op_name else ""]
@@ -152,22 +152,22 @@ def keys(computation: Computation, collective: Instruction, operand: int) -> lis
 
 
 def source(computation: Computation, collective: Instruction, operand: int) -> Instruction:
-    """The operation whose result a collective takes; the collective itself where that is an argument."""
+    """Returns the operation that computes a collective's operand; the collective itself if that is an argument."""
     at = collective
     part = operand
     while at is collective or at.opcode in MOVES | {"select"} or at.kind in COLLECTIVES:
         if not at.operands:
             break
-        # A lookup in a part of a table gives values where it finds them, and else zeros.
+        # A lookup in a part of a table selects the values that it finds, or zeros.
         if at.opcode == "select":
             part = 2 if computation.operands(at)[1].opcode == "broadcast" else 1
         at, index = operand_of(computation, at, part)
-        part = int(index or 0) * (at.kind in COLLECTIVES)  # of several arrays that XLA has combined
+        part = int(index or 0) * (at.kind in COLLECTIVES)  # if XLA has combined several arrays
     return at if at.op_name and at.opcode != "parameter" else collective
 
 
 def operand_of(computation: Computation, at: Instruction, number: int) -> tuple[Instruction, str]:
-    """What an operand is, and which part of it, through the tuples that hold it."""
+    """Returns (operand, its part), looking through tuples and barriers."""
     found, part = computation.instructions[at.operands[number]], at.parts[number]
     part = at.attribute("index") if at.opcode == "get-tuple-element" else part
     while part and found.opcode in ("tuple", "opt-barrier", "optimization-barrier", "get-tuple-element"):
@@ -178,13 +178,13 @@ def operand_of(computation: Computation, at: Instruction, number: int) -> tuple[
 
 
 def origin(instruction: Instruction) -> str:
-    """JAX's name of an equation with its frame, which together tell it from others."""
+    """Returns JAX's name of an equation with its frame, which identify it together; "" without a name."""
     frame = instruction.attributes.rpartition("stack_frame_id=")[2].partition("}")[0]
     return f"{instruction.op_name}:{frame}" if instruction.op_name else ""
 
 
 def split(text: str) -> Iterator[str]:
-    """The parts of "{a}, {b}", without their braces."""
+    """Yields the parts of "{a}, {b}" without their braces."""
     depth = start = 0
     for i, letter in enumerate(text):
         if letter == "{":

@@ -1,4 +1,4 @@
-"""What `explain` says of one call."""
+"""One row of `explain`."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ class Row:
     """One call, or one collective that jaxmp added, as every rank runs it.
 
     Attributes:
-      operation: "matmul", "matmul+epilog", "ragged_dot", or for what runs next to the calls "all_gather", "all_to_all",
-        "reduce_scatter", "all_reduce", "collective_permute".
-      count: how often the program runs it (the trip counts of enclosing scans, multiplied); of a batch that both
-        operands have, also its extent, whether it is one product or one call per index.
-      global_shapes, local_shapes: of a, b and d, as stored, all groups together, and per device; of a collective, what
-        a device has after it and ahead of it. Inside a shard_map with check_vma=False the global shapes are those of
-        one group's product.
-      dtypes: "a x b -> d", the scale modes of a and b where they have scales, and gelu_aux's type where it is not d's.
-      accumulator: the type in which products are summed.
-      determinism: the level asked for: "run_to_run", "batch" or "topology".
+      operation: "matmul", "matmul+epilog" or "ragged_dot"; for a collective "all_gather", "all_to_all",
+        "reduce_scatter", "all_reduce" or "collective_permute".
+      count: how often the program runs it (the trip counts of enclosing scans, multiplied). If both operands have a
+        batch, also times its extent, both as one product and as one call per index.
+      global_shapes, local_shapes: of a, b and d, as stored, of all groups together and per device; for a collective,
+        the shape after it and the shape that a device has before it. Inside a shard_map with check_vma=False the global
+        shapes are the shapes of one group's product.
+      dtypes: "a x b -> d", the scale modes of a and b if they have scales, and gelu_aux's type if it is not d's.
+      accumulator: the type of sums.
+      determinism: the requested level: "run_to_run", "batch" or "topology".
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
       epilog: name of the epilog.
-      implementation, why: which implementation serves it and the rule that chose it.
-      algorithm: the library's algorithm and kernel, where a plan can be made here.
+      implementation, why: the implementation and the rule that chose it.
+      algorithm: the library's algorithm and kernel, if a plan can be made here.
       flops: floating-point operations of all groups together each time (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers each time.
-      workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.
+      workspace: bytes per rank; 0 for cuBLASMp, because its workspace is known only when the call first runs.
       compute: cuBLAS's compute type.
-      comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
+      comm, layout: the call's communication options and block-cyclic layouts; empty if it has none.
       extents, local_extents: (m, k, n) of the whole product, and of the shards of a and b that a device holds (rows of
         a, a's part of k, columns of b); empty for a collective.
-      ndevices: how many devices run it, all groups together.
-      transfers: what a rank receives, by the axes over which it does, where devices have memories of their own: of
-        `bytes_moved`, which on "host" counts whole operands, the part that a call over links moves.
-      chunks: into how many the call is cut between machines, so that its communication overlaps the product.
-      mesh: every axis of the mesh as (name, size), of which the last varies fastest from device to device.
-      placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n), each as (of its rows, of its columns), as
-        the call computes them; empty for a collective, and where the mesh is not known. Of a matrix for each group,
-        as (of the groups, of its columns).
-      line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is;
-        for a layer of Flax, Equinox or Haiku, the line that calls the layer.
+      ndevices: number of devices that run it, in all groups together.
+      transfers: the transfers that a rank receives if devices do not share memory. `bytes_moved` of "host" counts whole
+        operands; a call over links moves only these transfers.
+      chunks: number of chunks of a call between machines, so that its communication overlaps the product.
+      mesh: every axis of the mesh as (name, size); the last axis varies fastest from device to device.
+      placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n) in the call, each as (axes of its rows,
+        axes of its columns); for an array with a matrix per group, (axes of the groups, axes of its columns). Empty for
+        a collective, or if the mesh is unknown.
+      line: the line of the program that calls it, "train.py:41". For a gradient, the line of the forward call; for a
+        layer of Flax, Equinox or Haiku, the line that calls the layer.
     """
 
     operation: str
@@ -81,20 +81,20 @@ class Row:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether a, b and d are matrices, not one for each group."""
+        """True if a, b and d are matrices; False if an array has a matrix per group."""
         return self.operation != "ragged_dot"
 
     @property
     def contraction(self) -> str:
-        """What each mesh axis splits, and along which index it shards op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
+        """The index that each axis splits, and its indices of op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
         return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement and self.has_matrices else ""
 
     def time(self, hardware: Hardware) -> CallTime | None:
-        """The predicted time of one run; None where extents are symbols, where XLA partitions as it likes, and for a
-        type that the machine has no rate for.
+        """Predicts the time of one run; None if extents are symbolic, if XLA partitions the product, or if the machine
+        has no rate for the type.
 
-        On a machine of its own memories a call of the host implementation counts as one of cuBLASMp, which overlaps its
-        transfers. On devices that share a processor it reads the operands of its peers in place.
+        On devices that share a processor, the host implementation reads the operands of its peers in place. On other
+        machines it counts as cuBLASMp, which overlaps its transfers.
         """
         if not isinstance(self.flops, int) or (self.pattern == "XLA's" and self.ndevices > 1):
             return None

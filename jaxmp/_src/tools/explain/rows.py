@@ -1,4 +1,4 @@
-"""The rows of `explain`: what each product of a program will do, read off its jaxpr."""
+"""Builds the rows of `explain` from a jaxpr: how each product of a program will be computed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxmp._src.tools.explain.row import Row
 
 # The primitive of `jax.lax.with_sharding_constraint`.
 _CONSTRAINT = "sharding_constraint"
-# What runs beside the calls, by primitive, and why.
+# Why a collective runs next to the calls, by primitive.
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
@@ -48,7 +48,7 @@ _COMMUNICATES = {
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
 }
-# And where the scope says it better.
+# The same by scope, which is more precise.
 _SCOPES = {
     bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
     ragged.SCOPE: "completes sums of products of groups, over k or over ranks that have other groups, or gathers their "
@@ -59,7 +59,7 @@ _SCOPES = {
     "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
     "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
 }
-# The pattern of a call under auto axes, until the partitioner has been asked.
+# The pattern of a call under auto axes until the partitioner chooses it.
 UNSETTLED = "?"
 UNSETTLED_BATCH = "? of a batch"
 
@@ -73,11 +73,11 @@ def rows_of(
     is_ours: bool = False,
     dims: tuple[Dim, ...] = (),
 ) -> Iterator[Row]:
-    """Rows of `jaxpr` and all it contains, which runs `count` times.
+    """Yields the rows of `jaxpr`, which runs `count` times, and of the jaxprs in it.
 
-    `line` is of the user's program, from where the jaxpr is called. One that `is_ours` may be in JAX's cache since it
-    was called from another line, so its own equations do not know. `dims` are those of the enclosing shard_map that
-    several axes share.
+    `line`: the user's line that calls the jaxpr. `is_ours`: the jaxpr may be in JAX's cache from a call at another
+    line, so the lines of its equations are not used. `dims`: the dimensions of the enclosing shard_map that several
+    axes shard.
     """
     gathered: dict[int, frozenset[str]] = {}
     constraints: dict[int, Any] = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
@@ -90,7 +90,7 @@ def rows_of(
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = math.prod(a.shape[: spec.batch])
-            if spec.asked_of_library:  # call by call
+            if spec.asked_of_library:  # one call per index
                 (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.batch:
@@ -125,7 +125,7 @@ def rows_of(
 
 
 def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
-    """The row of an equation in a call that XLA's partitioner has settled, if it multiplies or communicates."""
+    """Yields the row of an equation in a call that XLA's partitioner has settled, if it multiplies or communicates."""
     eqn, scopes, types = one.eqn, (str(one.eqn.source_info.name_stack),), [v.aval for v in one.eqn.invars]
     if eqn.primitive in GROUPED:
         yield grouped_row(eqn.params["spec"], [*types, eqn.outvars[0].aval], line, count)
@@ -137,20 +137,20 @@ def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
 
 
 def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
-    """Whether an equation is a collective that jaxmp adds."""
+    """True if an equation is a collective that jaxmp adds."""
     return _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in scopes)
 
 
 def _collective_name(eqn: Any) -> str:
-    """The name of lax's collective that an equation is, or stands for in a job of processes; else the primitive's."""
+    """Returns the name of the lax collective of an equation, also for jaxmp's primitives; else the primitive's name."""
     if eqn.primitive is reshard_p:
         return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
     return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
-    """Note by `id` over which axes the results of an equation were gathered: there they are equal, whatever their types
-    say."""
+    """Records by `id` the axes along which an equation's results were gathered. The results are equal along them, even
+    if their types vary."""
     if _collective_name(eqn).startswith("all_gather"):
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
@@ -173,8 +173,8 @@ def matmul_row(
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
     dims: tuple[Dim, ...] = (),
 ) -> Row:
-    """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
-    dimensions around it that several axes share."""
+    """Returns the row of a product of shards like `a` and `b`. `varying`: the axes along which each differs between
+    ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)
@@ -191,7 +191,7 @@ def matmul_row(
     is_complex = np.issubdtype(out, np.complexfloating)
     operand = low_precision.operand_type(a.dtype, b.dtype)
     compute = precisions.find(spec.precision, operand, where.platform)
-    # Gathered, an all-reduced product is computed by every rank.
+    # If operands are gathered, every rank computes an all-reduced product.
     is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
     rows, cols = outside = shards.outside(spec, varying)
@@ -234,9 +234,9 @@ def matmul_row(
 
 
 def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
-    """The row of a product of groups of rows, of operands and a result of these types.
+    """Returns the row of a product of groups of rows. `avals`: the types of x, w, bounds and the result.
 
-    Its operations are those of all rows, whichever groups they are in; on a mesh those of all devices together.
+    Its operations count all rows, in any group; on a mesh, of all devices together.
     """
     x, w, bounds, d = avals
     with naming(spec.function + f" at {line}" * bool(line)):
@@ -275,7 +275,7 @@ def _scales(spec: MatmulSpec) -> str:
 
 
 def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
-    """A product of global arrays that XLA partitions."""
+    """Returns the row of a product of global arrays that XLA partitions."""
     a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
     (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
     k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
@@ -304,7 +304,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
 
 
 def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
-    """A product that `fuse` has left as it was."""
+    """Returns the row of a product that `fuse` did not change."""
     operation = eqn.primitive.name.removesuffix("_wrapper")
     return dataclasses.replace(
         _row_of_xla(eqn, line, count),
@@ -318,7 +318,7 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
 def _communication_row(
     eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
 ) -> Iterator[Row]:
-    """The row of a collective over the mesh `over`; no row where a reshard only takes a part of what each rank has.
+    """Yields the row of a collective over the mesh `over`; no row if each rank only keeps a part of its data.
 
     On automatic axes a reshard is a constraint that follows another one, `constraint`.
     """

@@ -1,4 +1,4 @@
-"""A collective of a compiled program, who reads what it gives, and which values of whole arrays they want otherwise."""
+"""Finds the readers of a collective in a compiled program, and the values that they want in another sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxmp._src.tools.explain.values import Edge, Values
 
 
 class Cause(NamedTuple):
-    """Why a collective runs: `kind` for programs, the words for people, and the line of the operation that wants it."""
+    """Why a collective runs: `kind` in one word, `text` and `remedy` in words, `line` of the operation that asks."""
 
     kind: str
     text: str
@@ -25,7 +25,7 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Values):
-    """A collective in its computation, and the axes over which it communicates."""
+    """A collective in its computation, and the axes of its devices."""
 
     module: Module
     computation: Computation
@@ -41,7 +41,7 @@ class Search(Values):
         return self.computation.name == self.module.entry
 
     def readers(self) -> Iterator[tuple[Instruction | None, Instruction]]:
-        """(who reads what the collective gives, None where it leaves the computation; by way of which instruction)."""
+        """Yields (reader of the collective's result, or None if it leaves the computation; the instruction read)."""
         waiting, seen = [self.collective], {self.collective.name}
         while waiting:
             at = waiting.pop(0)
@@ -57,7 +57,7 @@ class Search(Values):
                 yield None, at
 
     def edge(self, reader: Instruction, through: Instruction | None = None) -> Edge | None:
-        """The value of whole arrays that the reader, or what leads to it, wants with another sharding than it has."""
+        """Returns the first value that the reader, or a move before it, wants in another sharding; else its operand."""
         first: Edge | None = None
         for place, user in self.program.wholes(reader):
             joins = place.operands(user) if user.opcode == "concatenate" else []
@@ -73,17 +73,17 @@ class Search(Values):
         return first
 
     def worked(self, found: Edge) -> list[Dim]:
-        """The sharded dimensions that an operation needs whole, of the array that it writes to, or looks up in."""
+        """Returns the sharded dimensions that an operation needs whole, of the array that it updates or looks up."""
         dims = self.sharded(*found[:2], found[2] * (found[1].opcode == "concatenate"))
         along = worked_along(*found[:2])
         return [each for each in dims if along is None or each.dim in along]
 
     def is_along(self, found: Edge) -> bool:
-        """Whether that is why XLA moves data, as far as the operation tells."""
+        """True if `worked` explains why XLA moves data, or if the operation's first operand is not sharded."""
         return bool(self.worked(found)) or not self.sharded(*found[:2], 0)
 
     def returned(self, through: Instruction) -> tuple[list[Dim], Dim | None, bool]:
-        """(the sharded dimensions of the whole array that is returned there; the result; whether both differ)."""
+        """Returns (sharded dimensions of the returned array; the program's result; True if their shardings differ)."""
         if (whole := self.program.whole) is None:
             return [], None, True
         place, root = whole.computations[whole.entry], self.computation.root
@@ -98,9 +98,9 @@ class Search(Values):
         return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def consumer(self, found: Edge) -> Dim | None:
-        """What asks for the result of a user: a constraint, a loop or the program's results.
+        """Returns what asks for the sharding of a user's result: a constraint, a loop or the program's results.
 
-        Of a result that the axes do not shard, or shard though no operand has it so.
+        Considers only results that the axes do not shard, or that get their sharding from no operand.
         """
         (place, user, _), whole = found, self.program.whole
         assert whole is not None
@@ -130,21 +130,21 @@ class Search(Values):
         return result if is_chosen else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
-        """A value in the branches of a conditional."""
+        """Yields the parameters for a value in the branches of a conditional."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
             inner = self.program.whole.computations[name]  # type: ignore[union-attr]
             if place.operands(user)[1 + i] is at:
                 yield from ((inner, each) for each in inner.instructions.values() if each.opcode == "parameter")
 
     def _is_so(self, place: Computation, user: Instruction, number: int) -> bool:
-        """Whether an operand is sharded as the result of its user, by where it comes from."""
+        """True if an operand is sharded like the result of its user, and the sharding comes from its producers."""
         at, dims = value(place, user, number), self.program.dims(place, user)
         every = ((at._replace(dim=i), axis) for i, axes in enumerate(dims) for axis in axes)
         return dims == self.program.dims(*at[:3]) and any(self.origins.producers(*each) for each in every)
 
 
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
-    """An instruction, and what it hands on."""
+    """Yields an instruction, and the instructions before it that pass data on to it."""
     yield at
     while at.operands and hands_on(at):
         at, _ = partitioned.operand_of(computation, at, 0)

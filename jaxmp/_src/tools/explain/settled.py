@@ -1,4 +1,4 @@
-"""The calls whose pattern XLA's partitioner chooses, by the shardings in the program that it is given."""
+"""Finds the patterns that XLA's partitioner chooses for calls, from the shardings in the program before it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_ro
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
-    """The rows of a program, with those that the partitioner settles in their places as far as shapes tell; `whole`
-    is the program before it, None on one device."""
+    """Replaces unsettled rows by the rows that the partitioner settles, matched by shape. `whole`: the program before
+    the partitioner; None on one device."""
     settled = list(_settled(whole)) if whole is not None else []
     left, found = list(settled), []
     for row in rows:
@@ -32,7 +32,7 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
 
 
 def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
-    """Each row, and into how many parts the mesh divides its batch."""
+    """Yields (row, number of parts into which the mesh splits its batch)."""
     products = functools.cache(partitioner.settled)
     for computation, count in whole.executed():
         for each in computation.instructions.values():
@@ -47,7 +47,7 @@ def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:
-    """The result of an instruction, or the parts of a tuple."""
+    """Returns the result of an instruction, or the parts of a tuple."""
     text = each.sharding or "replicated"
     shardings = split(text) if text.startswith("{") else [text]
     pairs = zip(each.shapes, shardings, strict=True)
@@ -55,17 +55,17 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
 
 
 def _is_part_of(settled: Row, row: Row) -> bool:
-    """Whether a settled call may be this one, or its transpose."""
+    """True if a settled call may be this one, or its transpose."""
     if row.operation == "ragged_dot":
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
-    plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
+    plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog after it
     same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
     same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
     return same and settled.extents in (row.extents, row.extents[::-1])
 
 
 def _on_one_device(row: Row, has_batches: bool) -> Row:
-    """A row that the partitioner had nothing to say of: a product on one device, or a batch that XLA partitions."""
+    """Completes a row that the partitioner did not settle: a product on one device, or a batch that XLA partitions."""
     if row.pattern == UNSETTLED_BATCH and has_batches:
         why = "a batch, which XLA partitions (auto axes, no in_shardings); the shapes per device are its own"
         row = dataclasses.replace(row, implementation="xla", why=why, algorithm="lax.dot_general", workspace=0)

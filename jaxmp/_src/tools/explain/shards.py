@@ -1,4 +1,4 @@
-"""Where the shards of a row of `explain` lie: mesh axes, transfers of collectives, shapes per device."""
+"""The shards of a row of `explain`: mesh axes, shardings around reshards, shapes per device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """The axes along which groups have other rows of a, and other columns of b. Along axes of both they are a batch."""
+    """Returns the axes along which groups have different rows of a and columns of b, without axes of both (a batch)."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
@@ -24,7 +24,7 @@ def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) 
 
 
 def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] = ()) -> tuple[tuple[Dim, Dim], ...]:
-    """The axes of op(a), op(b) and d, rows and columns: the axes of the group by its pattern, and those `outside`.
+    """Returns the axes of rows and columns of op(a), op(b) and d: `outside` axes, and the group's axes by its pattern.
 
     Axes of one dimension are in the order of one of the `known` dimensions, or the axes of the group come last.
     """
@@ -39,7 +39,7 @@ def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] =
 
 
 def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
-    """The axes that shard x, w and the result of groups of rows; of matrices those of groups and of columns."""
+    """Returns the axes that shard x, w and the result; for an array with a matrix per group, (groups, columns)."""
     if not spec.splits:
         return ()
     axes = dict(spec.splits)
@@ -48,38 +48,38 @@ def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
 
 
 def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """(m, k, n) of a product of groups of rows."""
+    """Returns (m, k, n) of a product of groups of rows; for a contraction the rows are its k."""
     return (k, m, n) if spec.is_contraction else (m, k, n)
 
 
 def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of x, w and the result of groups of rows, as stored."""
+    """Returns the shapes of x, w and the result of groups of rows, as stored."""
     if spec.is_contraction:
         return (m, k), (m, n), (groups, k, n)
     return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)
 
 
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
-    """The dimensions of operands and results of a shard_map that several mesh axes share; none of other equations."""
+    """Returns the dimensions of a shard_map's operands and results that several mesh axes shard; () for others."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"]) if eqn.primitive.name == "shard_map" else ()
     return tuple(entry for spec in specs for entry in spec if isinstance(entry, tuple) and len(entry) > 1)
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:
-    """The number of devices of an array's mesh."""
+    """Returns the number of devices of an array's mesh."""
     mesh = aval.sharding.mesh
     return 1 if mesh.empty else math.prod(mesh.shape.values())
 
 
 def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
-    """Shape per device; inside shard_map that is the type's own."""
+    """Returns the shape per device; inside shard_map, the shape of the type."""
     mesh = aval.sharding.mesh
     is_local = mesh.empty or mesh.manual_axes
     return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
 
 
 def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
-    """The shardings ahead of a reshard and behind it; None for a constraint that follows no other, `constraint`."""
+    """Returns the shardings before and after a reshard; None for a constraint that follows no other (`constraint`)."""
     if eqn.primitive is reshard_p:
         have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
         return have, want

@@ -1,4 +1,4 @@
-"""What `explain` returns: the rows of a program, and how they are shown."""
+"""The result of `explain`: the rows of a program, and their table."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from jaxmp._src.tools.explain.row import Row
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The rows of a program in the order in which it runs them; `str` gives the table, and notebooks show it.
+    """The rows of a program in the order of the program. `str` gives the table, and notebooks show it.
 
-    The table has, per row, the line of the program; the operation with its epilog, or with c; the pattern with the axes
-    that share it; m x k x n of the whole product, and where that is other of the shards of a device; the types of a, b
-    and d, and in brackets that of their sums where it is other than d's; the level of determinism, if there is one; who
-    computes it, if not always the same; 10^9 floating-point operations of all devices together, and 10^6 bytes that
-    each device reads from others, each time. A column that says nothing in any row is left out. `rows` has everything.
-    Below it stands for each pattern what a mesh axis splits: "mk,kn->mn  x: n (m n n)" is an axis x whose ranks divide
-    the columns n, and which shards op(a) along m, op(b) along n and d along n.
+    The table has, per row: the line of the program; the operation with its epilog, or with c; the pattern with its
+    axes; m x k x n of the whole product, and of a device's shards if they differ; the types of a, b and d, and in
+    brackets the type of sums if it is not d's; the level of determinism, if there is one; the implementation, if rows
+    differ in it; 10^9 floating-point operations of all devices together, and 10^6 bytes that each device reads from
+    others, each time. Empty columns are left out; `rows` has everything. Below the table, a line per pattern shows the
+    index that each mesh axis splits: "mk,kn->mn  x: n (m n n)" means that the ranks of axis x divide the columns n, and
+    that x shards op(a) along m, op(b) along n and d along n.
 
     Attributes:
-      rows: a row for each call, and for each collective beside the calls.
-      logged: what cuBLASMp said of the calls that ran since the last explanation, where JAXMP_LOG has "cublasmp": which
-        algorithm it used, overlapped or not.
-      calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
-      left: how many products of a function that `jaxmp.fuse` has rewritten stay JAX's; each has a row with the reason.
-      flops: floating-point operations of all of them, on all devices together.
+      rows: a row for each call, and for each collective that jaxmp adds to the calls.
+      logged: cuBLASMp's log of the calls that ran since the last explanation, if JAXMP_LOG has "cublasmp": the
+        algorithm, overlapped or not.
+      calls, collectives: the number of calls, and of collectives added to them, that the program runs on each rank.
+      left: the number of products that `jaxmp.fuse` left to JAX in a function; each has a row with the reason.
+      flops: floating-point operations of all rows, on all devices together.
       hardware: the machine that `explain` was asked about, or None; then there are no times.
       times: the predicted time of one run of each row, a `CallTime` with `.compute`, `.memory`, `.link`, `.exposed`,
-        `.total` and `.bound`; None where nothing can be said.
-      seconds, exposed_seconds: of all rows, in turn; and what of their communication no product hides.
-      utilisation: the share of that time in which the machine computes at its rate.
-      bytes_moved, bytes_in_calls: bytes that one rank reads from its peers in all, and those that calls read, which
-        overlap them with their products.
+        `.total` and `.bound`; None if it cannot be predicted.
+      seconds, exposed_seconds: the time of all rows one after another, and of communication that no product hides.
+      utilisation: the share of that time that the arithmetic needs at the machine's rate.
+      bytes_moved, bytes_in_calls: bytes that one rank reads from its peers in all, and in calls, which overlap them
+        with their products.
     """
 
     rows: tuple[Row, ...]
@@ -105,7 +105,7 @@ class Explanation:
         return sum(row.count * part(time) for row, time in zip(self.rows, self.times, strict=True) if time)
 
     def _table(self) -> list[list[str]]:
-        """The header and the cells, with those of the predicted times where there are some."""
+        """Returns the header and the cells, with predicted times if there is a machine."""
         table = _table(self.rows)
         if self.hardware is None:
             return table
@@ -122,7 +122,7 @@ class Explanation:
         return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 
     def _notes(self) -> list[str]:
-        """Who computes, why and how, once for all rows that are alike; and what cuBLASMp logged."""
+        """Returns lines below the table: the prediction, patterns, implementations with reasons, and cuBLASMp's log."""
         workspaces: dict[str, int] = {}
         for row in self.rows:
             reason = f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}"
@@ -135,7 +135,7 @@ class Explanation:
         return [*self._prediction(), *splits, *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
 
     def _prediction(self) -> list[str]:
-        """One line about the times: how long, how much of it is communication, on what, and for how much of it."""
+        """Returns a line about the times: the machine, the total, exposed communication, utilisation and gaps."""
         if self.hardware is None:
             return []
         unknown = sum(time is None for time in self.times)
@@ -164,7 +164,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _in_units(number: Any, unit: float) -> str:
-    """`number` divided by `unit`, empty for 0; of symbolic extents the expression."""
+    """Returns `number` divided by `unit` as text; "" for 0, the expression for symbolic extents."""
     if not isinstance(number, int):
         return f"({number})/{unit:.0e}"
     return _number(number / unit) if number else ""
@@ -175,7 +175,7 @@ def _number(value: float) -> str:
 
 
 def _remarks(row: Row) -> str:
-    """What a call has beyond most: a compute type other than the full one, communication options, a layout."""
+    """Returns the unusual options of a call: a reduced compute type, communication options, a layout."""
     compute = "" if row.compute in ("", "32F", "64F") else row.compute
     named = (("compute type", compute), ("communication", row.comm), ("block-cyclic", row.layout))
     return "".join(f"; {name} {value}" for name, value in named if value)
@@ -185,41 +185,41 @@ def _remarks(row: Row) -> str:
 
 
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
-    """The header and the cells, less the columns that say nothing."""
+    """Returns the header and the cells without empty columns."""
     columns = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS.items()]
     kept = [[header, *cells] for header, cells in columns if any(cells) and not (header == "by" and _is_alike(rows))]
     return [list(cells) for cells in zip(*kept, strict=True)]
 
 
 def _is_alike(rows: tuple[Row, ...]) -> bool:
-    """Whether one implementation computes every product, which the notes below the table name."""
+    """True if one implementation computes every product; the notes below the table name it."""
     return len({row.implementation for row in rows if _is_call(row)}) == 1
 
 
 def _operation(row: Row) -> str:
-    """The operation with its epilog, or with C, and how often it runs."""
+    """Returns the operation with its epilog, or with C, and how often it runs."""
     operation = row.operation.replace("+epilog", "+c" if row.epilog == "NONE" else f"+{row.epilog.lower()}")
     return operation + (f" x{row.count}" if row.count > 1 else "")
 
 
 def _pattern(row: Row) -> str:
-    """The pattern, and the axes over which ranks share it."""
+    """Returns the pattern, and the axes of the ranks that share it."""
     return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
 
 
 def _whole(row: Row) -> str:
-    """m x k x n of a product, or the shape of what a collective gives."""
+    """Returns m x k x n of a product, or the shape of a collective's result."""
     return "x".join(map(str, row.extents or row.global_shapes[0]))
 
 
 def _local(row: Row) -> str:
-    """The same of a device's shards, or the shape of what a collective takes, where that is other."""
+    """Returns m x k x n of a device's shards, or the shape of a collective's operand; "" if equal to `_whole`."""
     text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
     return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
 
 
 def _dtypes(row: Row) -> str:
-    """The types of a, b and d, and of their sums, where they differ."""
+    """Returns the types of a, b and d, and of their sums, if they differ."""
     types, *rest = row.dtypes.split(", ")
     short, sums = [short_type(name) for name in re.split(" x | -> ", types)], short_type(row.accumulator)
     text = short[0] if len(set(short)) == 1 else " -> ".join([" x ".join(dict.fromkeys(short[:2])), short[-1]])
@@ -227,7 +227,7 @@ def _dtypes(row: Row) -> str:
 
 
 def short_type(dtype: str) -> str:
-    """The name of a type as JAX prints it in a jaxpr."""
+    """Returns the name of a type as JAX prints it in a jaxpr."""
     return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
 
 

@@ -1,4 +1,4 @@
-"""How some mesh axes shard values, how operations need them, and both in words."""
+"""Compares how mesh axes shard values with how operations need them, and puts both in words."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxmp._src.tools.explain.hlo import MOVES, Computation, Instruction
 from jaxmp._src.tools.explain.origins import ASKING, Dim, Origins, is_backward, summed, value
 from jaxmp._src.tools.explain.partitioned import Program
 
-# A user of a value, in its computation, and which operand the value is.
+# (computation, a user of a value, the number of the operand that is the value).
 Edge = tuple[Computation, Instruction, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """Values of whole arrays as some mesh axes shard them."""
+    """Answers how the mesh axes `axes` shard values of whole arrays."""
 
     origins: Origins
     axes: tuple[str, ...]
@@ -30,27 +30,27 @@ class Values:
 
     @property
     def every(self) -> Values:
-        """The same for all axes of the mesh."""
+        """`Values` for all axes of the mesh."""
         return Values(self.origins, (*self.program.mesh,))
 
     def axes_of(self, at: Dim) -> tuple[str, ...]:
-        """The axes, out of these, that shard a dimension."""
+        """Returns the axes in `axes` that shard a dimension."""
         return tuple(axis for axis in self.origins.axes(at) if axis in self.axes)
 
     def axes_in(self, dims: Iterable[Dim]) -> set[str]:
-        """All axes that shard one of these."""
+        """Returns all mesh axes that shard one of `dims`."""
         return {axis for each in dims for axis in self.origins.axes(each)}
 
     def all(self, at: Dim) -> list[Dim]:
-        """The dimensions of a value that the axes shard."""
+        """Returns the dimensions of a value that the axes shard."""
         return [each for i in range(len(at.extents)) if self.axes_of(each := at._replace(dim=i))]
 
     def sharded(self, place: Computation, user: Instruction, number: int) -> list[Dim]:
-        """The dimensions of an operand that the axes shard."""
+        """Returns the dimensions of an operand that the axes shard."""
         return self.all(value(place, user, number)) if number < len(user.operands) else []
 
     def differs(self, place: Computation, user: Instruction, number: int) -> bool:
-        """Whether the axes shard a dimension of an operand that its user does not want so."""
+        """True if the axes shard a dimension of an operand in another way than its user needs."""
         wants = dict[int, set[str]]()
         operand = value(place, user, number)
         for i in range(len(user.shapes[0][1]) if user.shapes else 0):
@@ -58,7 +58,7 @@ class Values:
             for below in self.origins.operands(above):
                 if below[:3] == operand[:3]:
                     wants.setdefault(below.dim, set()).update(self.origins.axes(above))
-        if user.opcode == "reduce":  # sums parts where they are
+        if user.opcode == "reduce":  # sums parts on each device
             wants |= {i: set(self.axes) for i in user.numbers("dimensions")}
         if user.opcode == "dot":
             for mine, other in zip(*(summed(place, user, i) for i in (number, 1 - number)), strict=True):
@@ -68,7 +68,7 @@ class Values:
     # Words -------------------------------------------------------------------------------------------------------
 
     def dims(self, dims: Iterable[Dim]) -> str:
-        """ "dimension 1 of x (from dimension 0 of w)": dimensions, and what shards them over the axes."""
+        """Describes dimensions and the origin of their sharding: "dimension 1 of x (from dimension 0 of w)"."""
         texts = dict[str, None]()
         for each in dims:
             name, index = self.origins.name(each)
@@ -77,7 +77,7 @@ class Values:
         return joined(texts)
 
     def origin(self, each: Dim, name: str = "") -> str:
-        """ " (from dimension 0 of w)": where the sharding of a dimension begins, if not at `name`, or ""."""
+        """Describes the origin of a dimension's sharding, " (from dimension 0 of w)"; "" if it is `name` or unknown."""
         producers = [name for axis in self.axes_of(each) for name in self.origins.producers(each, axis)]
         axes = () if producers else self.axes_of(each)
         consumers = [name for axis in axes for name in self.origins.consumers(each, axis, where=True)]
@@ -85,11 +85,11 @@ class Values:
         return f" ({'from' if producers else 'to meet'} {joined(named)})" * bool(named)
 
     def describe(self, dims: Iterable[Dim]) -> str:
-        """ "model shards dimension 1 of x"."""
+        """Returns text like "model shards dimension 1 of x"."""
         return joined([f"{shard(axes)} {self.dims(alike)}" for axes, alike in self._by_axes(dims).items()])
 
     def which(self, dims: Iterable[Dim]) -> str:
-        """ "dimension 1 of x, which model shards"."""
+        """Returns text like "dimension 1 of x, which model shards"."""
         splits = f"XLA splits over {self.over}"
         by_axes = self._by_axes(dims).items()
         texts = [f"{self.dims(alike)}, which {shard(axes) if axes else splits}" for axes, alike in by_axes]
@@ -102,7 +102,7 @@ class Values:
         return by_axes
 
     def operand(self, found: Edge) -> str:
-        """What shards an operand, or what it is computed from where only that is sharded."""
+        """Describes the sharding of an operand, or of a value that it is computed from if only that is sharded."""
         if text := self.describe(self.sharded(*found)):
             each, is_turned = found[0].operands(found[1])[found[2]], False
             while each.opcode in MOVES and each.operands and not is_turned:
@@ -115,7 +115,7 @@ class Values:
         return self.describe(dims) or f"XLA splits {self.origins.name(at)[0]} over {self.over}"
 
     def result(self, at: Dim, *, origins: bool = True) -> str:
-        """ "model on dimension 0 (from dimension 0 of w)": how a result, or what asks for it, is sharded, or ""."""
+        """Describes the sharding of a result or a constraint, "model on dimension 0 (from dimension 0 of w)", or ""."""
         dims = self.all(at) or self.every.all(at)
         axes = (joined(self.axes_of(each) or self.origins.axes(each)) for each in dims)
         is_made = origins and at.instruction.primitive not in ASKING
@@ -123,26 +123,26 @@ class Values:
         return joined([f"{a} on dimension {d.dim}{o}" for a, d, o in zip(axes, dims, made, strict=True)])
 
     def begins(self, dims: Iterable[Dim]) -> list[str]:
-        """Where the shardings of dimensions begin."""
+        """Returns the origins of the shardings of dimensions."""
         names = (name for each in dims for axis in self.axes_of(each) for name in self.origins.of(each, axis))
         return [*dict.fromkeys(names)]
 
     def leave_whole(self, dims: Iterable[Dim]) -> str:
-        """The remedy that leaves a dimension whole, where its sharding begins."""
+        """Returns the remedy that leaves a dimension whole at the origin of its sharding."""
         names = self.begins(dims)[:2]
         if arrays := [name for name in names if name.startswith("dimension")]:
             return f"leave {joined(arrays)} whole"
         return f"change {joined(names)}" if names else "leave this dimension whole"
 
     def shard_another(self, dims: Sequence[Dim]) -> str:
-        """The remedy that shards another dimension of the array."""
+        """Returns the remedy that shards another dimension of the array."""
         axes = self.axes_in(dims) & {*self.axes}
         is_other = axes and any(len(each.extents) > 1 for each in dims)
         return self.leave_whole(dims) + (f"; shard another dimension over {joined(axes)}" if is_other else "")
 
 
 def shard(axes: Collection[str]) -> str:
-    """ "data and model shard"."""
+    """Returns "data and model shard" or "data shards"."""
     return f"{joined(axes) or 'devices'} shard{'s' * (len(axes) == 1)}"
 
 
