@@ -19,7 +19,7 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """A gather inside shard_map: of dimension `dimension` over `axes`."""
+    """A gather of dimension `dimension` over `axes`, inside shard_map."""
 
     axes: tuple[str, ...]
     dimension: int

@@ -46,7 +46,7 @@ class Product:
     activation: ActivationName | None = None
     preactivation: Any = None  # set if other equations read it too
     c: Any = None
-    before: Product | None = None  # this product without its activation, or without c
+    before: Product | None = None  # the product without its activation or c
 
     @property
     def x(self) -> Operand:
@@ -264,7 +264,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         if len(others) != 1 or jax_tracing.is_literal(others[0]):
             break
         value, along = repeated(graph, others[0], parts, [[(i,)] for i in range(len(shape))])
-        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: blocks of a dimension
+        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: along blocks of a dimension
         scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
         rows, operand = len(shape) - 1, product.x.value.aval
         if scale.varying == (rows,):

@@ -150,7 +150,7 @@ class Contraction:
         return {axis: Role(*indices) for axis, indices in found.items()}
 
     def is_grid_role(self, role: Role) -> bool:
-        """True if one operand is sharded along a contracted index and the other operand along a free index."""
+        """True if one operand is sharded along a contracted index and the other operand along an index of d."""
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
@@ -216,7 +216,7 @@ class Contraction:
 
     @functools.cached_property
     def role(self) -> Role:
-        """The role of the axes that communicate. Empty for a grid of blocks, because its axes have several roles."""
+        """The role of the axes that communicate. Empty if none does, or for a grid of blocks with its several roles."""
         of_all = (role for role in self.roles.values() if role.communicates)
         return Role() if self.is_block_grid else next(of_all, Role())
 
@@ -275,7 +275,7 @@ class Contraction:
 
     @functools.cached_property
     def dimension(self) -> int:
-        """The position, among the rows, of the row that is gathered or scattered; 0 if none is."""
+        """The position, among the row dimensions, of the dimension that is gathered or scattered; 0 if none is."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
     @functools.cached_property

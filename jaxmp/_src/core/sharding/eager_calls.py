@@ -27,7 +27,7 @@ def _empty(key: Hashable) -> Entry:
     return []
 
 
-# Keyed also by JAX's configuration. Traced calls and parts of calls have a cache of their own, to keep eager calls.
+# Keyed also by JAX's configuration. Traced calls and parts of calls have their own cache and evict no eager calls.
 kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(_empty) for _ in range(2))
 
 

@@ -77,7 +77,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     left_out: Dim = sum(front, ())
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
     if has_mask and results[0].shape[-1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
-        left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
+        left_out += columns  # each shard of the mask is padded, and the shape here cannot depend on the shards
     if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
         left_out += rows  # XLA would complete the sums over these axes
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each[spec.batch :]) for each in dims]

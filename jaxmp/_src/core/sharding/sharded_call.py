@@ -81,7 +81,7 @@ class XlaCall:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedCall:
-    """A planned call on global arrays."""
+    """A planned call on global arrays. `is_empty`: d has no elements."""
 
     spec: MatmulSpec
     numbers: DimensionNumbers | None
