@@ -1,1 +1,1 @@
-"""A function transformation: the products of a function, and the communication around them, become jaxmp's calls."""
+"""A function transformation: turns a function's products, and the communication around them, into calls of jaxmp."""

@@ -1,4 +1,4 @@
-"""What stands between a product and a collective, where no call takes in both."""
+"""Names the operations between a product and a collective that keep one call from doing both."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from jaxmp._src.fuse.graph import PRODUCTS, Graph
 from jaxmp._src.fuse.products import SUMS, Product
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
-# What users write for the collectives.
+# The names of the collectives in users' programs.
 _WRITTEN = {"reduce_scatter": "psum_scatter", "psum_invariant": "psum", "all_gather_invariant": "all_gather"}
 _JITS = ("jit", "pjit")
 _GATHERS = ("all_gather", "all_gather_invariant", "reshard")
 _SUMS = ("reduce_scatter", *SUMS)
-# What may come after a sum over ranks as well as before it, in words.
+# Linear operations, which may come before or after a sum over ranks, in users' words.
 _LINEAR = {
     **dict.fromkeys(("mul", "div", "neg"), "a factor"),
     **dict.fromkeys(("slice", "dynamic_slice", "split"), "a slice"),
@@ -29,13 +29,13 @@ _LINEAR = {
     "rev": "a reversal",
     "pvary": "",
 }
-# The same of functions of jax.numpy.
+# The same for functions of jax.numpy.
 _FUNCTIONS = {"_roll_static": "a roll", "_roll_dynamic": "a roll", "_where": "a mask", "_pad": "padding"}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A way from a value to a collective: the equation next to the value, and the rest of the way."""
+    """A path from a value to a collective: the equation next to the value, and the rest of the path."""
 
     collective: Any
     equation: Any = None
@@ -43,12 +43,12 @@ class _Step:
 
 
 class Between:
-    """What stands between the products and the collectives of a graph."""
+    """The paths between the products and the collectives of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._equations = graph.equations
-        self._before: dict[Any, _Step] = {}  # by what is computed from a gather
-        self._after: dict[Any, _Step] = {}  # by what a sum is linear in
+        self._before: dict[Any, _Step] = {}  # key: a value computed from a gather
+        self._after: dict[Any, _Step] = {}  # key: a value that a sum over ranks is linear in
         for eqn in graph.equations:
             if eqn.primitive.name in _GATHERS:
                 self._before |= dict.fromkeys(eqn.outvars, _Step(eqn))
@@ -68,8 +68,8 @@ class Between:
             known |= dict.fromkeys(targets, _Step(step.collective, eqn, step))
 
     def reason(self, product: Product) -> str:
-        """Returns the reason for which no call takes in a gather before a product or a sum over ranks after it, or
-        nothing where there is none."""
+        """Returns why no call does the gather before a product or the sum over ranks after it. Returns "" if there is
+        no such collective, or if the product's call communicates already."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
         step = before or self._after.get(self._equations[product.index].outvars[0])
@@ -88,7 +88,7 @@ class Between:
 
 
 def _word(eqn: Any) -> str | None:
-    """What a user calls a linear equation; None of others."""
+    """Returns the user's word for a linear equation; None for other equations."""
     name = eqn.primitive.name
     return _FUNCTIONS.get(str(eqn.params.get("name"))) if name in _JITS else _LINEAR.get(name)
 

@@ -1,4 +1,4 @@
-"""Equations that hold other jaxprs, with these rewritten."""
+"""Evaluates equations that contain jaxprs, with these jaxprs rewritten."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from jax import lax
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
-# The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
+# Takes (jaxpr, its constants, *its arguments) and returns the jaxpr's results.
 Evaluate = Callable[..., list[Any]]
 Function = Callable[..., Any]
 
 
 class Functions:
-    """Jaxprs as functions that `evaluate` them, one for each jaxpr, so that JAX traces and compiles it once."""
+    """Turns jaxprs into functions, one for each jaxpr, so that JAX traces and compiles each jaxpr once."""
 
     def __init__(self, evaluate: Evaluate) -> None:
         self.evaluate = evaluate
         self._known: dict[Any, Function] = {}
-        self._jaxprs: list[Any] = []  # whose ids are keys
+        self._jaxprs: list[Any] = []  # kept alive, because their ids are keys
 
     def of(self, closed: Any) -> Function:
-        """The function of a jaxpr."""
+        """Returns the function of a jaxpr."""
         if id(closed) not in self._known:
             self._jaxprs.append(closed)
             jaxpr, consts = jax_tracing.open_jaxpr(closed)
@@ -34,7 +34,7 @@ class Functions:
         return self._known[id(closed)]
 
     def jitted(self, params: dict[str, Any]) -> Function:
-        """The function of a `jit` equation, jitted with its options."""
+        """Returns the function of a `jit` equation, jitted with the equation's options."""
         f = self.of(params["jaxpr"])
         key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
         if key not in self._known:
@@ -61,7 +61,7 @@ class Functions:
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation's jaxprs hold what a call may replace, or it may have that in a rule of differentiation."""
+    """True if an equation's jaxprs, or its custom VJP rule, may contain something that a call can replace."""
     if str(eqn.params.get("name", "")).startswith("jaxmp"):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
@@ -72,7 +72,7 @@ def has_products(eqn: Any) -> bool:
 
 
 def products_in(eqn: Any) -> Iterator[Any]:
-    """Yields the products that an equation is or holds."""
+    """Yields the equation itself if it is a product, else the products in its jaxprs."""
     if eqn.primitive.name in PRODUCTS:
         yield eqn
     elif not str(eqn.params.get("name", "")).startswith("jaxmp"):
@@ -82,7 +82,7 @@ def products_in(eqn: Any) -> Iterator[Any]:
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation with its jaxprs as `functions`. Raises UnknownError where nobody knows it."""
+    """Returns an equation's results, with its jaxprs run by `functions`. Raises UnknownError if it has no rule."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         raise UnknownError(f"{eqn.primitive.name} is left as it is")
@@ -121,7 +121,7 @@ def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eq
 
 
 def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    if set(params) - {"branches"}:  # by platform
+    if set(params) - {"branches"}:  # a choice by platform
         return _as_it_stands(functions, params, operands, eqn)
     branches = [functions.of(branch) for branch in params["branches"]]
     return lax.switch(operands[0], branches, *operands[1:])
@@ -129,13 +129,13 @@ def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     f = functions.of(params["jaxpr"])
-    if params["differentiated"]:  # in a backward pass: what keeps its operations apart from the forward ones stays
+    if params["differentiated"]:  # in a backward pass: keep its operations apart from the forward ones
         return _as_it_stands(functions, params, operands, eqn)
     return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=params["policy"])(*operands)
 
 
 def _as_it_stands(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """The results of an equation that stays, with its jaxprs rewritten."""
+    """Returns the results of an equation that keeps its primitive, with its jaxprs rewritten."""
 
     def rewritten(closed: Any) -> Any:
         before, _ = jax_tracing.open_jaxpr(closed)
@@ -160,10 +160,10 @@ def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], e
 
 
 def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
-    """What a rule of differentiation gives, with its products rewritten. Its zeros and flags stay as they are."""
+    """Returns the result of a differentiation rule, with its products rewritten and its zeros and flags unchanged."""
     try:
         traced = jax_tracing.Traced(rule, args, {})
-    except Exception:  # the user's, as of a rule that asks for values
+    except Exception:  # raised by the user's rule, which may need concrete values
         return rule(*args)
     return traced.result(functions.evaluate(traced.jaxpr, traced.consts, *traced.arrays))
 

@@ -1,4 +1,4 @@
-"""Products as calls of jaxmp."""
+"""Emits products as calls of jaxmp."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxmp._src.fuse.products import Product
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `fuse` was asked for."""
+    """The options of `fuse`."""
 
     level: Level
     implementation: Implementation | None
@@ -38,7 +38,7 @@ class Options:
 
 
 def inputs(product: Product) -> tuple[Any, ...]:
-    """The values that a product's call takes."""
+    """Returns the values that a product's call takes."""
     extra = (product.bias, product.c)
     scales = (scale.value for scale in product.scales)
     return (product.x.value, product.w.value, *(v for v in extra if v is not None), *scales)
@@ -49,7 +49,7 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-    """The results of a product, by one call, which refuses in the words of `lax.dot_general`."""
+    """Returns a product's results, from one call. Errors use the operand names of `lax.dot_general`."""
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
         d, *rest = _call(product, options, x, w, *extra)
@@ -87,7 +87,7 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
-    """A product's scales as its call takes them: that of rows as a's, of columns as b's, and others as what is left."""
+    """Returns the scales of a product's call: a row scale is a's, a column scale b's, a scalar takes the free place."""
     rows = product.result.aval.shape[:-1]
     found: dict[str, jax.Array] = {}
     for scale, value in sorted(zip(product.scales, values, strict=True), key=lambda each: not each[0].varying):
@@ -100,7 +100,7 @@ def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
 
 
 def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
-    """The cotangent of gelu's argument `aux`: a product that the epilog multiplies by the derivative."""
+    """Returns the cotangent of gelu's argument `aux`: the epilog multiplies the product by the derivative."""
     given = _shared(product, options) | {
         "epilog": Epilog.DGELU,
         "epilog_inputs": {"gelu_aux": aux},
@@ -111,12 +111,12 @@ def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array)
 
 
 def _in_type(operand: Operand, x: jax.Array) -> jax.Array:
-    """An operand in the type in which it is multiplied; weak where it was, for its cotangent is then as JAX's."""
+    """Casts an operand to the type of the product. A weak type stays weak, so that the cotangent is JAX's."""
     return x if x.dtype == operand.dtype else x.astype(operand.dtype)
 
 
 def _shared(product: Product, options: Options) -> dict[str, Any]:
-    """Options of every call."""
+    """Returns the options that every call takes."""
     return {
         "precision": product.precision,
         "preferred_element_type": product.dtype,
@@ -127,7 +127,7 @@ def _shared(product: Product, options: Options) -> dict[str, Any]:
 
 
 def out_sharding(aval: Any) -> P | None:
-    """The sharding of a result whose type has one."""
+    """Returns the spec of a result on explicit axes; None for other results and inside shard_map."""
     return aval.sharding.spec if is_explicit(aval) and not aval.sharding.mesh.manual_axes else None
 
 
@@ -148,7 +148,7 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """A product of (rows, k) and (k, columns), to which the dimensions are joined."""
+    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns)."""
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
     of_d = options.pop("out_sharding")
@@ -161,7 +161,7 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-    """x as a matrix of these dimensions."""
+    """Returns x as a matrix, with these dimensions joined to its rows and its columns."""
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):
@@ -171,14 +171,14 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
 
 
 def _joined_axes(entries: Sequence[Any]) -> Any:
-    """The axes of dimensions that become one, of which a rank then holds one piece."""
+    """Returns the axes of joined dimensions. Raises NotAvailable if a rank would not hold one contiguous piece."""
     if any(entries[1:]):
         raise NotAvailable("ranks hold joined dimensions interleaved")
     return entries[0] if entries else None
 
 
 def _axes_of(x: jax.Array, dimension: int) -> Any:
-    """The explicit axes over which a dimension is sharded, or None."""
+    """Returns the explicit axes that shard a dimension, or None."""
     aval = jax.typeof(x)
     spec = aval.sharding.spec.partitions if is_explicit(aval) else ()
     return spec[dimension] if dimension < len(spec) else None

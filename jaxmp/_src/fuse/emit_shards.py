@@ -1,14 +1,14 @@
-"""Products inside shard_map that ranks of a named axis share, as calls of jaxmp.
+"""Emits products that ranks of a named axis share, inside shard_map, as calls of jaxmp.
 
-Dimensions fold into rows, columns and k of matrices. Let g be the operand that is gathered, o the other one. Of the
-calls that gather as wanted, the one is taken that copies least:
+Dimensions fold into rows, columns and k of matrices. Let g be the gathered operand and o the other one. If
+several of these calls can do the gather, the call that copies the fewest elements is taken:
 
     g gathered along stored rows, o stored (rows, k)        grid of one column, g is its b: result (of o, of g)
     g gathered along stored columns, o stored (k, columns)  grid of one row, g is its a: result (of g, of o)
     g gathered along its free dimension                     all_gather_matmul: result (of g, of o)
 
-A shard of g may be transposed ahead of a grid, and the result behind a call. FSDP is the first line: x (m, k) times the
-gather of w, (k/P, n) or (n/P, k). Gradients of a grid are grids; one of an all-gather gathers anew, beside a call.
+A shard of g may be transposed before a grid, and the result after a call. FSDP is the first line: x (m, k) times the
+gather of w, (k/P, n) or (n/P, k). Gradients of a grid are grids; a gradient of an all-gather repeats the gather.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """An operand as stored, and folded: (rows, k) if `has_rows_first`, else (k, columns)."""
+    """An operand as stored, and folded to a matrix: (rows, k) if `has_rows_first`, else (k, columns)."""
 
     operand: Operand
     stored: jax.Array
@@ -56,7 +56,7 @@ class _Matrix:
         return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
     def along(self, dimension: int) -> _Matrix:
-        """With `dimension` for the folded rows: the others stay in front of them, where they are slower."""
+        """Makes `dimension` the rows of the matrix. Free dimensions before it become leading dimensions."""
         free = self.operand.free
         if dimension == free[0] or dimension not in free:
             return self
@@ -66,7 +66,7 @@ class _Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """A call that gives a product, (free dimensions of a, of b), and how many elements are copied ahead of it."""
+    """A call that computes a product, (free dimensions of a, of b). `copied`: how many elements are copied first."""
 
     function: Callable[..., Any]
     a: _Matrix
@@ -75,7 +75,7 @@ class _Way:
     copied: int = 0
 
     def __call__(self, c: jax.Array | None = None, **options: Any) -> Any:
-        """The result of the call; `c` is of the shape of the product's result, whose last dimension are the columns."""
+        """Returns the result of the call. `c` has the shape of the product's result, with the columns last."""
         a, b = self.a.folded, self.b.folded
         if c is not None and a.ndim == 2:
             c = c.reshape(math.prod(c.shape[:-1]), c.shape[-1])
@@ -89,7 +89,7 @@ class _Way:
 
 
 def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> list[jax.Array]:
-    """The results of a product of (x, w, bias, c): d, and what its activation is applied to where that is read too."""
+    """Returns a product's results from (x, w, bias, c): d, and the activation's argument if other equations read it."""
     x, w, bias, c = operands
     if product.activation and product.activation not in ("relu", "gelu"):
         raise NotAvailable("no epilog applies this activation")
@@ -118,7 +118,7 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
 
 
 def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.Array | None) -> list[jax.Array]:
-    """The results of a product whose columns are the rows of its call, which has another bias."""
+    """Adds bias and c to d and applies the activation, because a transposed call adds its bias along the rows."""
     if bias is not None:
         d = d + bias.reshape((1,) * (d.ndim - 1) + bias.shape)
     if c is not None:
@@ -128,7 +128,7 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
 
 
 def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
-    """The calls that gather g; `is_first`: its free dimensions come first in the product's result."""
+    """Returns the calls that gather g. `is_first`: g's free dimensions come first in the product's result."""
     gather = g.operand.gather
     assert gather is not None
     axes, free, ways = gather.axes, g.operand.free, []
@@ -140,14 +140,14 @@ def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
         a, b, grid = (o, matrix, (axes, ())) if o.has_rows_first else (matrix, o, ((), axes))
         ways.append(_Way(block_matmul, a, b, grid, copied))
     if is_free:
-        # The gradient of a call that gives the result transposed copies what it gathers.
+        # If a call returns the result transposed, its gradient copies the gathered operand.
         copied = 0 if is_first else g.folded.size * lax.axis_size(axes)
         ways.append(_Way(all_gather_matmul, g.along(gather.dimension), o, axes, copied))
     return ways
 
 
 def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _Way:
-    """The call that sums over ranks as an equation does."""
+    """Returns the call that does an equation's sum over ranks."""
     if eqn.primitive.name != "reduce_scatter":
         return _Way(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
     names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.operand.free)

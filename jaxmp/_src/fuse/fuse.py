@@ -1,4 +1,4 @@
-"""`fuse`: a function whose products, and the communication around them, are jaxmp's calls."""
+"""`fuse` turns a function's products, and the communication around them, into calls of jaxmp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_TAG = "jaxmp.fuse"  # of what Flax remembers of a call
+_TAG = "jaxmp.fuse"  # the tag of Flax's context during a call
 _REMEDY = "jaxmp.fuse: pass a module to the fused function as an argument; a module that it closes over cannot change"
 
 
@@ -34,30 +34,30 @@ def fuse(
     epilogs: bool = True,
     strict: bool = True,
 ) -> Callable[Args, Result]:
-    """A function that computes what `fn` does, with its products and what stands around them as calls of jaxmp.
+    """Returns a function that computes what `fn` does, with products and operations around them as calls of jaxmp.
 
-    `fn` is traced and knows nothing of jaxmp. A product becomes a call where it communicates (gathers, sums over
-    devices; by explicit shardings or inside `jax.shard_map`), where its bias, activation or addition become its epilog,
-    where jaxmp is faster, or where `determinism` asks for its bits. Everything else stays as it is: `jaxmp.explain` of
-    the function names each product that does, and why.
+    `fn` is traced and needs no change for jaxmp. A product becomes a call in four cases: it communicates (gathers or
+    sums over devices, by explicit shardings or inside `jax.shard_map`); its bias, activation or addition become its
+    epilog; jaxmp is faster; or `determinism` asks for a level. Everything else stays as it is. `jaxmp.explain` of the
+    function names each product that stays, and why.
 
     It composes with jit, grad, vmap, scan, cond, remat and custom rules. `grad(fuse(fn))` fuses more than
-    `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`: each call
-    traces `fn` again, as `jax.checkpoint` does: what `fn` changes has to be an argument and a result, a `jax.Ref`, or
-    an object of Flax NNX that is an argument. Under `jax.disable_jit`, `fn` runs as it is.
+    `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`, because
+    each call traces `fn` again, as with `jax.checkpoint`. State that `fn` changes has to be an argument and a result, a
+    `jax.Ref`, or an object of Flax NNX that is an argument. Under `jax.disable_jit`, `fn` runs as it is.
 
     Args:
-      fn: a function of pytrees, with objects of Flax NNX in them. Leaves that are not `jax.Array`s keep their values.
+      fn: a function of pytrees, also with objects of Flax NNX. Leaves that are not `jax.Array`s keep their values.
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
-      epilogs: whether to take in biases, activations, additions and scalar factors.
-      strict: whether a product that does not keep the level asked for by `determinism` is an error. With False JAX
-        computes that product alone, and a warning names its line and the reason.
+      epilogs: whether calls also do biases, activations, additions and scalar factors.
+      strict: whether a product that does not keep the level of `determinism` is an error. If False, JAX computes that
+        product, and a warning names its line and the reason.
 
     Returns:
       A function with the signature, results, types and shardings of `fn`.
 
-    Raises: TypeError where `fn` is no function; ValueError for an unknown option; NotImplementedError, which names the
-      line of each, for products that do not keep the level; and what `fn` raises.
+    Raises: TypeError if `fn` is no function; ValueError for an unknown option; NotImplementedError, with the line of
+      each product, for products that do not keep the level; and what `fn` raises.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> def layer(x, w):
@@ -85,7 +85,7 @@ def fuse(
 
 
 def _evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
-    """Traces a function of pytrees, and returns its result with the products of the trace as calls."""
+    """Traces a function of pytrees and returns its result, computed with the trace's products as calls."""
     traced = jax_tracing.Traced(fn, args, kwargs)
     return traced.result(Rewriter(options).evaluate(traced.jaxpr, traced.consts, *traced.arrays))
 
@@ -93,10 +93,10 @@ def _evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _with_state(
     nnx: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Any:
-    """As `_evaluated`, for arguments and results that may be objects of Flax NNX, which change in place.
+    """Extends `_evaluated` to arguments and results with objects of Flax NNX, which change in place.
 
-    Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it.
-    An argument that `fn` does not change is not updated: its objects may be of another trace, as jit's static ones are.
+    Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it. An
+    argument that `fn` does not change is not updated: its objects may belong to another trace, as static arguments do.
     """
     errors = sys.modules["flax.errors"]
 

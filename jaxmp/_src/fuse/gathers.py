@@ -1,9 +1,9 @@
-"""Which gathers products take in, so that the gathered value is never made.
+"""Decides which gathers become part of a call, so that the gathered array is never materialised.
 
-A gather stays where something else than products reads it, where no call gathers so, and where the collective behind
-its products moves more: a call does one of both. With several readers each call would gather anew. Where calls read
-the shards of other ranks in place that costs nothing; elsewhere the model of time (docs/cost.md) compares it with one
-gather ahead of local products.
+A gather stays if an operation other than a product reads it, if no call can do it, or if the collective after its
+products moves more bytes (a call does one or the other). If several products read a gather, each call repeats it. That
+costs nothing if calls read other ranks' shards in place. Otherwise the cost model (docs/cost.md) compares it with one
+gather before local products.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Indices of the gathers that products take in, and of products that then gather what others gather too; why a
-    product that reads another gather has none in its call, of `rewrite.REASONS`."""
+    """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather. `why`:
+    for each product that reads a gather that stays, by index, a key of `rewrite.REASONS`."""
 
     taken: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -37,7 +37,7 @@ class Choice:
 
 
 def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
-    """The gathers that the products `dots` take in."""
+    """Chooses the gathers that become part of the calls of the products `dots`."""
     readers: dict[int, list[int]] = {}
     why: dict[int, str] = {}
     for dot in dots:
@@ -46,7 +46,7 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
             why[dot] = "gather"
     taken: set[int] = set()
     again: set[int] = set()
-    busy: set[int] = set()  # whose call gathers by name already
+    busy: set[int] = set()  # products with a call that gathers by name already
     for i in sorted((i for i in readers if _is_gather(graph.equations[i])), key=lambda i: -_received(graph, i)):
         reason = _why_stays(graph, i, readers[i], busy, implementation)
         if reason:
@@ -60,7 +60,7 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
 
 
 def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
-    """Indices of the gathers, of any kind, that give a product's operands, perhaps in another shape."""
+    """Returns the indices of the gathers before a product, also through casts, transposes and reshapes."""
     found = []
     for v in graph.equations[dot].invars:
         while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*PASSES, "reshape"):
@@ -71,7 +71,7 @@ def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
 
 
 def _is_gather(eqn: Any) -> bool:
-    """Whether calls gather so: along a dimension that every rank has whole afterwards."""
+    """True if a call can do this gather: afterwards every rank holds the whole dimension."""
     if eqn.primitive.name == "reshard":
         if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             return False
@@ -83,7 +83,7 @@ def _is_gather(eqn: Any) -> bool:
 
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
-    """The reason for which a gather is not taken in, or the empty string."""
+    """Returns why a gather stays (a key of `rewrite.REASONS`), or ""."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"
@@ -101,7 +101,7 @@ def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implem
 
 
 def _ends(graph: Graph, v: Any) -> list[int]:
-    """Who reads a value, behind casts and transposes."""
+    """Returns the equations that read a value, looking through casts and transposes, by index."""
     ends: list[int] = []
     for i in graph.readers(v):
         if i != RESULT and graph.equations[i].primitive.name in PASSES:
@@ -112,7 +112,7 @@ def _ends(graph: Graph, v: Any) -> list[int]:
 
 
 def _operand_behind(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
-    """(the operand of a product that a gather gives, or None where more stands between, the other one)."""
+    """Returns (gathered operand, other operand). The first is None if other operations follow the gather."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
     sides = [
@@ -125,14 +125,14 @@ def _operand_behind(graph: Graph, dot: int, gather: int) -> tuple[Operand | None
 
 
 def _takes(operand: Operand | None) -> bool:
-    """Whether a call gathers this operand: by a reshard, which its layout sees to, or along rows, columns or k."""
+    """True if a call can gather this operand: by a reshard, through its layout, or along rows, columns or k."""
     if operand is None or operand.gather is None:
         return operand is not None
     return operand.is_flat and operand.folds(operand.gather.dimension)
 
 
 def _received(graph: Graph, i: int) -> int:
-    """Bytes that a rank receives in a gather."""
+    """Returns the bytes that a rank receives in a gather."""
     eqn: Any = graph.equations[i]
     x, y = eqn.invars[0].aval, eqn.outvars[0].aval
     received: int = math.prod(y.shape) - math.prod(x.shape)
@@ -142,8 +142,8 @@ def _received(graph: Graph, i: int) -> int:
 
 
 def _summed(graph: Graph, dot: int) -> int:
-    """Bytes that a rank receives in the collective behind a product, which its call could do instead; a ring's, as in
-    docs/cost.md."""
+    """Returns the bytes that a rank receives in the collective after a product that its call could do, counted for a
+    ring (docs/cost.md)."""
     eqn = collective_behind(graph, dot)
     if eqn is None:
         return 0
@@ -158,12 +158,12 @@ def _summed(graph: Graph, dot: int) -> int:
 
 
 def reads_in_place(implementation: Implementation | None) -> bool:
-    """Whether calls read the shards of other ranks where they lie."""
+    """True if calls read other ranks' shards in place: CPU devices of one process, without XLA's implementation."""
     return jax_compat.default_platform() == "cpu" and jax.process_count() == 1 and implementation != "xla"
 
 
 def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
-    """The machine of which calls hide their transfers, by its data sheet, which every process of a job has alike."""
+    """Returns the GPU's data sheet, the same in every process, if calls overlap their transfers there; else None."""
     if jax_compat.default_platform() not in ("cuda", "gpu") or implementation == "xla":
         return None
     kind = jax.devices()[0].device_kind.lower()
@@ -171,7 +171,7 @@ def overlapping_machine(implementation: Implementation | None) -> Hardware | Non
 
 
 def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
-    """Whether calls that each gather take less time than one gather and local products."""
+    """True if calls that each gather take less time than one gather and local products."""
     if reads_in_place(implementation):
         return True
     machine = overlapping_machine(implementation)
@@ -196,7 +196,7 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
 
 
 def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
-    """What a product asks of a machine, as `call_time` takes it."""
+    """Returns the work of a product as arguments of `call_time`."""
     eqn: Any = graph.equations[dot]
     a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
     k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
@@ -205,7 +205,7 @@ def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
 
 
 def _hides(graph: Graph, dot: int, gather: int) -> bool:
-    """Whether a call multiplies while it gathers: cuBLASMp gathers rows, and k ahead of a local product."""
+    """True if a call multiplies while it gathers. cuBLASMp does so for rows, but gathers k before a local product."""
     gathered, other = _operand_behind(graph, dot, gather)
     if gathered is None or other.has_rows_first:
         return False

@@ -1,4 +1,4 @@
-"""Who makes and who reads each value of a jaxpr, and the parts of it that a rewrite replaces."""
+"""Finds the equations that make and read each value of a jaxpr, and orders the steps of a rewritten jaxpr."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # Primitives that multiply matrices.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
-# Others, with products in their derivatives.
+# Other primitives, with products in their derivatives.
 DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")
-# A collective that XLA has on accelerators alone.
+# A collective that XLA has on accelerators only.
 EXCHANGE = "ragged_all_to_all"
-# The reader of what a jaxpr returns.
+# Stands for the reader of a value that the jaxpr returns.
 RESULT = -1
-# What gathers an operand, and what may stand between it and the product.
+# Primitives that gather an operand, and primitives that may come between a gather and its product.
 GATHERS = ("reshard", "all_gather")
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
 
 
-# What a function gives that reads these equations, or None where it fails.
+# Takes equations and a function that analyses them; returns the function's result, or None if it fails.
 Safely = Callable[[Sequence[Any], Callable[[], Any]], Any]
 
 
 class UnknownError(Refusal):
-    """A part of a program that stays as it is, since nobody knows what it does."""
+    """A part of a program that stays as it is, because jaxmp cannot rewrite it."""
 
 
 def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
-    """(contracted dimensions, those of the batch, those of rhs by which groups of rows choose their matrix)."""
+    """Returns (contracted dimensions, batch dimensions, rhs's group dimensions: one matrix for each group)."""
     if eqn.primitive.name == "scaled_matmul_wrapper":
         return ((2,), (2,)), ((0,), (0,)), ()
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
@@ -46,9 +46,9 @@ def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Equations that one rewrite replaces, by index.
+    """Equations, by index, that one rewrite replaces.
 
-    `emit` takes the values of `inputs` and gives those of `outputs`. `what` says in a word what it becomes.
+    `emit` takes the values of `inputs` and returns the values of `outputs`. `what` names the replacement.
     """
 
     equations: frozenset[int]
@@ -59,25 +59,25 @@ class Group:
 
     @property
     def variables(self) -> list[Any]:
-        """The inputs that are no literals."""
+        """The inputs that are not literals."""
         return [v for v in self.inputs if not jax_tracing.is_literal(v)]
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
-    """What a variable of a jaxpr, or a literal, stands for."""
+    """Returns the value of a jaxpr's variable or of a literal."""
     return v.val if jax_tracing.is_literal(v) else values[v]
 
 
 class Graph:
-    """Equations with their readers, and what they return.
+    """The equations and results of a jaxpr, with the readers of each value.
 
-    Over values of the `barrier` nobody looks back, nor ahead: `made_by` and `only_reader` do not know them.
+    Searches stop at values of the `barrier`: `made_by` and `only_reader` return None for them.
     """
 
     def __init__(self, equations: Sequence[Any], results: Sequence[Any], barrier: Collection[Any] = ()) -> None:
         self.equations, self.results = list(equations), list(results)
         self._barrier = frozenset(barrier)
-        self.matches: dict[Any, Any] = {}  # of `templates`, by what was looked for
+        self.matches: dict[Any, Any] = {}  # the cache of `templates`; key: (activation, value)
         self.producer: dict[Any, int] = {}
         self._readers: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.equations):
@@ -91,50 +91,50 @@ class Graph:
 
     @staticmethod
     def of(jaxpr: jax_compat.Jaxpr) -> Graph:
-        """The graph of a jaxpr."""
+        """Returns the graph of a jaxpr."""
         return Graph(jaxpr.eqns, jaxpr.outvars)
 
     def made_by(self, v: Any) -> Any | None:
-        """The equation that makes a value; None of an argument and of a literal."""
+        """Returns the equation that makes a value; None for an argument, a literal or a value of the barrier."""
         if jax_tracing.is_literal(v) or v in self._barrier or v not in self.producer:
             return None
         return self.equations[self.producer[v]]
 
     def readers(self, v: Any) -> list[int]:
-        """Indices of the equations that read a value, once for each operand; RESULT where the jaxpr returns it."""
+        """Returns the indices of a value's readers, one for each operand, and RESULT if the jaxpr returns it."""
         return self._readers.get(v, [])
 
     def only_reader(self, v: Any) -> int | None:
-        """The index of the one equation that reads a value, or None."""
+        """Returns the index of the only equation that reads a value, or None."""
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
 
     def unread(self) -> list[Any]:
-        """A value of each equation of which nothing is read: checks and errors may still depend on it."""
+        """Returns one value of each equation without readers: checks and errors may still depend on it."""
         unread = (eqn.outvars for eqn in self.equations if not any(map(self.readers, eqn.outvars)))
         return [v for outvars in unread for v in outvars[:1]]
 
     def inputs(self, step: int | Group) -> Sequence[Any]:
-        """What an equation or a group reads."""
+        """Returns the values that an equation or a group reads."""
         return step.inputs if isinstance(step, Group) else self.equations[step].invars
 
     def outputs(self, step: int | Group) -> Sequence[Any]:
-        """What an equation or a group gives."""
+        """Returns the values that an equation or a group computes."""
         return step.outputs if isinstance(step, Group) else self.equations[step].outvars
 
     def last_product(self, group: Group) -> int:
-        """The index of the last product that a group replaces."""
+        """Returns the index of the last `dot_general` that a group replaces."""
         return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
 
     def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any], wanted: Collection[Any]) -> None:
-        """Evaluates plain equations, of `values` and into them, as far as others read it or it is `wanted`."""
+        """Evaluates plain equations, and adds to `values` each result that other equations read or is `wanted`."""
         equations, inside = [self.equations[i] for i in indices], set(indices)
         made = (v for eqn in equations for v in eqn.outvars)
         outputs = [v for v in made if v in wanted or not inside.issuperset(self.readers(v))]
         jax_tracing.evaluate_plain(equations, outputs, values)
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
-        """Whether anything outside reads a value of `equations` that is none of `outputs`."""
+        """True if anything outside `equations` reads a value of theirs that is not in `outputs`."""
         return any(
             v not in outputs and not equations.issuperset(self.readers(v))
             for i in equations
@@ -143,16 +143,16 @@ class Graph:
 
 
 def without_batches_of_one(graph: Graph, safely: Safely) -> Graph:
-    """The same, where a batch of one product is that product."""
+    """Returns the graph with each batch of one product replaced by the product itself."""
     parts = [safely([eqn], functools.partial(_of_one, graph, eqn)) or [eqn] for eqn in graph.equations]
     is_changed = any(len(equations) > 1 for equations in parts)
     return Graph(list(itertools.chain(*parts)), graph.results) if is_changed else graph
 
 
 def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
-    """A `dot_general` whose batch is one product without it: of lhs its dimensions are rows, of rhs they go. A matrix
-    times its transpose stays one array twice. Any other equation as it is, and one whose rhs was gathered, which a call
-    takes in with the batch."""
+    """Returns the equations of a `dot_general` without its batch, if the batch is one product. lhs's batch dimensions
+    become rows and rhs's are removed; a matrix times its transpose stays a product of one array with itself. Another
+    equation stays as it is, also a product with a gathered rhs, because a call takes in that gather with the batch."""
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
@@ -188,7 +188,7 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
 
 
 def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """The equations of a program of `operands`, in place of an equation."""
+    """Returns the equations of a program of `operands`, which replace an equation."""
     with jax_tracing.traced_as(eqn):
         jaxpr, _ = jax_tracing.trace(program, [v.aval for v in operands])
     names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))
@@ -202,7 +202,7 @@ def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[
 
 
 def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-    """(the value that transposes made `v` of, `dims` in that value)."""
+    """Returns (the value before the transposes that made `v`, `dims` in that value)."""
     while (eqn := graph.made_by(v)) is not None and eqn.primitive.name == "transpose":
         v, dims = eqn.invars[0], [eqn.params["permutation"][d] for d in dims]
     return v, tuple(dims)
@@ -211,16 +211,16 @@ def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, 
 def schedule(
     graph: Graph, groups: Sequence[Group], results: Sequence[Any], known: Collection[Any] = ()
 ) -> list[int | Group]:
-    """What has to be evaluated for `results`, and if nothing is `known` for effects, in the order of the program but
-    after all that it reads: groups instead of the equations that make their outputs."""
+    """Returns the steps that compute `results`, and effects if nothing is `known`, in the program's order but after all
+    that they read. Groups replace the equations that make their outputs."""
     makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
 
     def made(values: Sequence[Any]) -> list[int | Group]:
-        """What makes these values."""
+        """Returns the steps that make these values."""
         return [makers[v] for v in values if not jax_tracing.is_literal(v) and v not in known and v in makers]
 
     def after_inputs(steps: Sequence[int | Group]) -> list[int | Group]:
-        """These steps and all that they need, depth first, without recursion: a jaxpr may be long."""
+        """Returns these steps and all that they need, depth first. No recursion, because a jaxpr may be long."""
         order: list[int | Group] = []
         entered: set[int | Group] = set()
         done: set[int | Group] = set()
@@ -238,7 +238,7 @@ def schedule(
         return order
 
     def place(step: int | Group) -> int:
-        """The index after which a step comes: of a call its last product, or the last of its inputs."""
+        """Returns a step's place in the program: an equation's index, or a group's last product or input."""
         if isinstance(step, int):
             return step
         return max([graph.last_product(step), *(graph.producer.get(v, -1) for v in step.variables)])

@@ -1,4 +1,4 @@
-"""Two dense layers with an activation between them, and gated layers, as `jaxmp.mlp` and `jaxmp.gated_mlp`."""
+"""Finds two dense layers with an activation between them, and gated layers, for `jaxmp.mlp` and `jaxmp.gated_mlp`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
-    """The layers among these products."""
+    """Returns the groups of the layers among these products."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:
@@ -37,14 +37,14 @@ def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Gr
 
 
 def _is_layer(product: Product) -> bool:
-    """Whether it is x @ w, perhaps with a bias and an activation."""
+    """True if the product is x @ w, perhaps with a bias and an activation."""
     is_plain = product.alpha is None and product.collective is None and not product.scales
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
     return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
 
 
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
-    """(gate, up) where `hidden` is act(gate) * up of one x."""
+    """Returns (gate, up) if `hidden` is act(gate) * up and both read the same x; otherwise None."""
     eqn = graph.made_by(hidden)
     if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None
@@ -58,7 +58,7 @@ def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Pr
 
 
 def _layers(products: tuple[Product, ...], between: frozenset[int], options: Options) -> Group:
-    """Two layers, (first, down), or a gated one, (gate, up, down), with the equations between them."""
+    """Builds the group of (first, down), or (gate, up, down) if it is gated, with the equations between them."""
     biases = (product.bias for product in products if product.bias is not None)
     name = "mlp" if len(products) == 2 else "gated_mlp"
     return Group(

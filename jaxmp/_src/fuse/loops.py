@@ -1,8 +1,8 @@
-"""A scan and the scan of its backward pass, of which the second reads what the first has stacked.
+"""Pairs a scan with the scan of its backward pass, which reads what the first scan has stacked.
 
-JAX stacks what the derivative of an activation needs: of gelu three or four arrays. Taken as one graph,
-in which the second body reads the values of the first, the two bodies show a product with its activation and the
-product with the derivative behind it. The first then stacks the aux of its epilog, and the second reads that.
+JAX stacks what the derivative of an activation needs: for gelu three or four arrays. Both bodies are joined to one
+graph, so that the second body reads the values of the first. This graph shows a product with its activation, and the
+product followed by the derivative. The first scan then stacks the aux of its epilog, and the second scan reads it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxmp._src.fuse.graph import Graph, Group, read, schedule
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 Values = dict[Any, Any]
-# (what is replaced, why the other products are not) in a graph, which is also given without barriers.
+# Takes a graph, with and without barriers; returns (what is replaced, why other products are not, by index).
 Plan = Callable[[Graph, Graph], tuple[list[Group], dict[int, str]]]
-# Evaluates (graph, steps, why products are not replaced) of values and into them, those that others want among them.
+# Takes (graph, steps, why products are not replaced, values, variables wanted later); adds results to the values.
 Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan equation of a graph: its body with constants, and how many operands all steps share, or carry."""
+    """A scan equation of a graph: its body and constants, and how many operands are shared by all steps or carried."""
 
     index: int
     eqn: Any
@@ -44,17 +44,17 @@ class _Scan:
 
     @property
     def xs(self) -> slice:
-        """Of the operands, what is scanned over."""
+        """The slice of the operands that are scanned over."""
         return slice(self.nfixed + self.ncarry, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """A forward and a backward scan, and the graph of both bodies, in which an epilog of the second reads an aux of the
-    first.
+    """A forward scan, a backward scan, and the graph of both bodies. An epilog of the backward body reads an aux of the
+    forward body.
 
-    `links`: the variables of the backward body that stand for values of the forward one. `stacked`: of what the forward
-    body stacks, what others read, by place. `crossing`: what it stacks for the backward one. `steps` of either body.
+    `links`: variables of the backward body, with the forward body's value for each. `stacked`: places of stacked values
+    that other equations read. `crossing`: what the forward body stacks for the backward body. `steps`: for each body.
     """
 
     forward: _Scan
@@ -68,9 +68,9 @@ class Pair:
     steps: tuple[Sequence[int | Group], Sequence[int | Group]]
 
     def run(self, eqn: Any, values: Values, run: Run, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> bool:
-        """Runs one of the two scans into `values`; False where it has to be evaluated as any other.
+        """Runs one of the two scans into `values`. Returns False if the scan has to be evaluated like any other.
 
-        `values` also keep, for the pair itself, what crosses: nothing where a call of the forward scan was refused.
+        `values[self]` holds what crosses; it is missing if a call of the forward scan was refused.
         """
         forward = self.forward.eqn
         if eqn is not forward and self not in values:
@@ -82,7 +82,7 @@ class Pair:
                 self._run_backward(values, run)
             return True
         except Refusal:
-            if eqn is not forward:  # and needs what JAX's own forward scan stacks
+            if eqn is not forward:  # JAX's backward scan needs the results of JAX's forward scan
                 operands = [read(values, v) for v in forward.invars]
                 with jax_tracing.traced_as(forward):
                     values |= zip(forward.outvars, evaluate(forward, operands), strict=True)
@@ -117,7 +117,7 @@ class Pair:
 
 
 def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | None:
-    """The pair of two scans, or None where no epilog of the backward body reads an aux of the forward one."""
+    """Pairs two scans. Returns None if no epilog of the backward body reads an aux of the forward body."""
     first, second, reader = forward.body, backward.body, {backward.index}
     stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
     variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
@@ -158,7 +158,7 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
 
 
 def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict[Any, Any], results: Any) -> Any:
-    """The results of a scan whose body gives `results` of its variables; `more` is scanned over too."""
+    """Runs a scan. `results` computes a step's (carry, stacked) from its variables. `more` is scanned over too."""
     n, start = scan.nfixed, scan.xs.start
     operands = [None if v is None else read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
 
@@ -174,7 +174,7 @@ def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict
             step,
             operands[n:start],
             (operands[start:], list(more.values())),
-            length=None if scan.eqn.invars[start:] else params["length"],  # lax.scan takes no symbolic one
+            length=None if scan.eqn.invars[start:] else params["length"],  # lax.scan takes no symbolic length
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
@@ -185,13 +185,13 @@ def _of(v: Any, found: Container[Any]) -> bool:
 
 
 def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
-    """An equation that reads other variables."""
+    """Returns the equation with its operands renamed."""
     return eqn.replace(invars=[v if jax_tracing.is_literal(v) else names.get(v, v) for v in eqn.invars])
 
 
 def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
-    """Variables of a body that are constants, with the equations ahead of the scan that make them: JAX moves them
-    there, out of derivatives of activations."""
+    """Returns the variables of a body that are constants, with the equations before the scan that make them. JAX moves
+    these equations there, out of derivatives of activations."""
     found = {}
     for outside, inside in zip(scan.eqn.invars[: scan.nfixed], scan.body.invars, strict=False):
         eqn = graph.made_by(outside)
@@ -205,7 +205,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
 
 
 def find(graph: Graph, plan: Plan) -> dict[int, Pair]:
-    """The pairs of scans of which the second reads an aux of the first, by the index of either."""
+    """Returns the pairs of scans, by the index of each scan. The second scan reads an aux of the first."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""What a product reads: an operand, back over the equations that a call does beside its product."""
+"""Finds a product's operands, before the equations that a call does together with its product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Dims = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """A gather inside shard_map: of dimension `dimension` over `axes`."""
+    """A gather of dimension `dimension` over `axes`, inside shard_map."""
 
     axes: tuple[str, ...]
     dimension: int
@@ -27,7 +27,7 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What a product reads: `value`, cast to `dtype`, with its own dimension numbers; `gather` where it is a shard."""
+    """A product's operand: `value`, cast to `dtype`, with its own dimension numbers. `gather`: set if it is a shard."""
 
     value: Any
     dtype: np.dtype
@@ -48,22 +48,22 @@ class Operand:
 
     @property
     def has_rows_first(self) -> bool:
-        """Whether it is stored (free dimensions, contraction)."""
+        """True if it is stored as (free dimensions, contracted dimensions)."""
         return self.contract == tuple(range(self.ndim - len(self.contract), self.ndim))
 
     @property
     def is_flat(self) -> bool:
-        """Whether its dimensions fold into those of a matrix."""
+        """True if its dimensions fold into the two dimensions of a matrix."""
         return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
 
     def folds(self, dimension: int) -> bool:
-        """Whether blocks along this dimension are blocks of rows, or of columns, of the matrix that it folds into; for
-        the last of the free dimensions leading ones may stay beside it."""
+        """True if blocks along this dimension are blocks of rows or columns of the matrix that the operand folds into.
+        Dimensions before the last free dimension may stay unfolded, as leading dimensions."""
         return dimension in (self.contract[:1] + self.free[:1]) or (self.has_rows_first and dimension in self.free[-1:])
 
 
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """The explicit axes over which each dimension is sharded."""
+    """Returns the explicit axes that shard each dimension."""
     spec = aval.sharding.spec.partitions
     entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
     return tuple(
@@ -72,26 +72,26 @@ def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def is_auto(aval: Any) -> bool:
-    """Whether XLA's partitioner decides how a value of this type is sharded, as far as tracing knows."""
+    """True if XLA's partitioner chooses the sharding of a value of this type, as far as tracing knows."""
     mesh = aval.sharding.mesh if not aval.sharding.mesh.empty else jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
 def is_explicit(aval: Any) -> bool:
-    """Whether shardings are part of the type."""
+    """True if the type's mesh has explicit axes, so that the sharding is part of the type."""
     return AxisType.Explicit in aval.sharding.mesh.axis_types if not aval.sharding.mesh.empty else False
 
 
-# The equations ahead ---------------------------------------------------------------------------------------------
+# The equations before --------------------------------------------------------------------------------------------
 
 
 def operand_of(
     graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozenset[int], *, over_pvary: bool = True
 ) -> Operand:
-    """What a product reads for `v`: back to where a gather that it takes in starts, or over transposes, conjugations
-    and (`over_pvary`) what makes it vary, whose transpose is a sum that the call's gradient does.
+    """Returns the operand of a product that reads `v`. The search goes back to the start of a gather of `gathers`, or
+    over transposes, conjugations and (`over_pvary`) pvary: the call's gradient does pvary's transpose, a sum.
 
-    Casts stay ahead of the product, but for those behind such a gather.
+    Casts stay before the product, except for casts between such a gather and the product.
     """
     now = best = Operand(v, v.aval.dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None and not all(map(jax_tracing.is_literal, eqn.invars[:1])):
@@ -120,7 +120,7 @@ def _of_all_gather(operand: Operand, eqn: Any) -> Operand:
 
 
 def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
-    """Where the free dimensions stay in their order."""
+    """Returns None if the transpose changes the order of the free dimensions, or a gather follows it."""
     contract, batch, free = (
         tuple(eqn.params["permutation"][d] for d in dims) for dims in (operand.contract, operand.batch, operand.free)
     )
@@ -137,11 +137,11 @@ def _of_conj(operand: Operand, eqn: Any) -> Operand:
 
 
 def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
-    """Where it may follow a gather as well as come ahead of it: elementwise, of floating-point numbers."""
+    """Returns None unless the cast is from floating point. Such a cast may come before or after a gather."""
     return operand if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None
 
 
-# The operand ahead of an equation that makes it, without its value and its equations, or None.
+# Returns the operand before the equation that makes it, still without its value and equations, or None.
 _Rule = Callable[[Operand, Any], Operand | None]
 _GATHERS: dict[str, _Rule] = {"reshard": _of_reshard, "all_gather": _of_all_gather}
 _MOVES: dict[str, _Rule] = {"transpose": _of_transpose, "pvary": _of_pvary, "conj": _of_conj}

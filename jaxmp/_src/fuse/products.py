@@ -1,7 +1,7 @@
-"""What stands around a product in a jaxpr, and what of it one call of jaxmp can do.
+"""Finds the operations around a product in a jaxpr that one call of jaxmp can do with it.
 
-A product takes in, from its operands back, transposes, casts, and gathers that nothing else needs; from its result on,
-in this order, one cast, one transpose, one collective with scalar factors before it, a scalar factor, a bias, and an
+Before the product, the call does transposes, casts, and gathers that nothing else needs. After the product it does, in
+this order: one cast, one transpose, one collective with scalar factors before it, a scalar factor, a bias, and an
 activation or an addition.
 """
 
@@ -27,7 +27,7 @@ SUMS = ("psum", "psum_invariant")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One `dot_general` with what one call does of its surroundings; `result` is the value that the call gives."""
+    """A `dot_general` with the operations around it that one call does. `result`: the value that the call computes."""
 
     index: int
     lhs: Operand
@@ -37,20 +37,20 @@ class Product:
     precision: Any
     dtype: np.dtype  # of the result
     is_swapped: bool = False  # rhs's free dimensions come first in the result
-    collective: Any = None  # the equation behind it, inside shard_map
-    is_resharded: bool = False  # its result, outside
+    collective: Any = None  # the equation after it, inside shard_map
+    is_resharded: bool = False  # the result, outside shard_map
     alpha: Any = None
-    divisors: tuple[np.ndarray, ...] = ()  # of its sum over ranks
-    scales: tuple[Scale, ...] = ()  # of int8, along dimensions of the result
+    divisors: tuple[np.ndarray, ...] = ()  # of the sum over ranks
+    scales: tuple[Scale, ...] = ()  # of an int8 product, along dimensions of the result
     bias: Any = None
     activation: ActivationName | None = None
-    preactivation: Any = None  # where other equations read it as well
+    preactivation: Any = None  # set if other equations read it too
     c: Any = None
-    before: Product | None = None  # without the activation, or c
+    before: Product | None = None  # the product without its activation or c
 
     @property
     def x(self) -> Operand:
-        """The operand whose free dimensions come first in the result."""
+        """The operand with the free dimensions that come first in the result."""
         return self.rhs if self.is_swapped else self.lhs
 
     @property
@@ -59,19 +59,19 @@ class Product:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is x (..., k) times w, (k, n) or (n, k)."""
+        """True if it is x (..., k) times w, (k, n) or (n, k)."""
         x, w = self.x, self.w
         return not x.batch and x.contract == (x.ndim - 1,) and w.ndim == 2 and len(w.contract) == 1
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether both operands are one array, contracted alike: a matrix times its transpose."""
+        """True if both operands are one array with the same contraction: a matrix times its transpose."""
         lhs, rhs = (dataclasses.replace(operand, equations=frozenset()) for operand in (self.lhs, self.rhs))
         return lhs == rhs and not lhs.batch
 
     @property
     def is_shared_by_name(self) -> bool:
-        """Whether the ranks of a named axis share it, inside shard_map."""
+        """True if the ranks of a named axis share the product, inside shard_map."""
         return self.collective is not None or self.lhs.gather is not None or self.rhs.gather is not None
 
     @property
@@ -82,17 +82,17 @@ class Product:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything for it or for its gradients, by the shardings or by collectives."""
+        """True if ranks communicate for the product or its gradients, because of shardings or collectives."""
         if self.is_shared_by_name:
             return True
         if self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded:
             return True
-        # Of an operand that the ranks share, the gradient is summed over them, in the call that it becomes.
+        # The gradient of an operand that the ranks share is summed over them, in a call of its own.
         return _is_shared(self.lhs, self.rhs)
 
 
 def _is_shared(lhs: Operand, rhs: Operand) -> bool:
-    """Whether ranks hold parts of one operand that others have whole, or of the contraction."""
+    """True if ranks hold parts of one operand and the whole of the other, or parts of the contraction."""
     if jax_tracing.manual_axes():
         varying = [jax_compat.varying_axes(operand.value.aval) for operand in (lhs, rhs)]
         return not lhs.batch and varying[0] != varying[1]
@@ -101,7 +101,7 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 
 
 def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
-    """The product of a `dot_general`, with what it can take in."""
+    """Returns the product of a `dot_general`, with the operations that its call can do."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
@@ -118,7 +118,7 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
 
 
 def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Product:
-    """Returns a `dot_general` with what it takes in of its operands alone."""
+    """Returns the product of a `dot_general`, with operations on its operands only."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
     for over_pvary in (True, False):
@@ -143,15 +143,15 @@ def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Pro
 
 
 def collective_behind(graph: Graph, index: int) -> Any | None:
-    """The equation behind a product inside shard_map that its call could do, were none of its operands gathered."""
+    """Returns the collective after a product that its call could do if it gathered nothing; None outside shard_map."""
     product = _with_transpose(graph, _with_cast(graph, bare(graph, index)))
     found = _with_collective(graph, product, manual=True, factors=True)
     return found.collective if jax_tracing.manual_axes() else None
 
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
-    """Whether a sum of products goes into one collective inside shard_map."""
-    v, is_sum = (product.before or product).result, False  # an addition may be in the call, as its c
+    """True if the product is added to other values before a sum over ranks inside shard_map."""
+    v, is_sum = (product.before or product).result, False  # an addition may be part of the call, as c
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name in ("reduce_scatter", *SUMS):
@@ -163,7 +163,7 @@ def is_summed_with_others(graph: Graph, product: Product) -> bool:
 
 
 def _next(graph: Graph, product: Product, name: str) -> tuple[int, Any] | None:
-    """(index, equation) of the only reader of the result, if it is of this primitive."""
+    """Returns (index, equation) of the result's only reader if it has this primitive, else None."""
     i = graph.only_reader(product.result)
     return (i, graph.equations[i]) if i is not None and graph.equations[i].primitive.name == name else None
 
@@ -173,7 +173,7 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
 
 
 def _with_cast(graph: Graph, product: Product) -> Product:
-    """A sum in float32 that is cast to the operands' 16 bits is rounded once either way."""
+    """Takes in a cast of a float32 result to the operands' 16-bit type: the sum is rounded once either way."""
     found = _next(graph, product, "convert_element_type")
     dtypes = product.lhs.dtype, product.rhs.dtype
     wide = low_precision.operand_type(*dtypes)
@@ -184,7 +184,7 @@ def _with_cast(graph: Graph, product: Product) -> Product:
 
 
 def _with_transpose(graph: Graph, product: Product) -> Product:
-    """A result whose rows and columns change places is the product of its operands in the other order."""
+    """Takes in a transpose of rows and columns, by swapping the operands."""
     while (found := _next(graph, product, "transpose")) is not None and not product.lhs.batch:
         rows, cols = len(product.x.free), len(product.w.free)
         if found[1].params["permutation"] != (*range(rows, rows + cols), *range(rows)):
@@ -212,17 +212,17 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
-    """Takes in numbers that multiply or divide a product before its sum over ranks. The call multiplies its sums, in
-    the accumulator's type, where 16 bits overflow and underflow less.
+    """Takes in numbers that multiply or divide a product before its sum over ranks. The call multiplies its sums in the
+    accumulator's type, which overflows and underflows less than 16 bits.
 
-    By other numbers than powers of 2 a quotient is not what the reciprocal gives, except for a result of fewer bits. So
-    such a number divides the result.
+    Division by a number that is not a power of 2 differs from multiplication by its reciprocal, unless the result has
+    16 bits or fewer. Such a number therefore divides the result of the call.
     """
     while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
         eqn = graph.equations[i]
         name, others = eqn.primitive.name, [v for v in eqn.invars if v is not product.result]
         number = np.asarray(-1.0) if name == "neg" else _number(graph, others[0]) if len(others) == 1 else None
-        if number is None or not number or not np.isfinite(number):  # 0 times infinity is NaN, and no alpha
+        if number is None or not number or not np.isfinite(number):  # alpha cannot give the NaN of 0 * infinity
             break
         if name in ("mul", "neg") or (name == "div" and eqn.invars[0] is product.result):
             is_divisor = name == "div" and abs(math.frexp(number)[0]) != 0.5 and product.dtype.itemsize > 2
@@ -235,7 +235,7 @@ def _with_factors(graph: Graph, product: Product) -> Product:
 
 
 def _number(graph: Graph, v: Any) -> Any:
-    """The scalar that a value is, in its type, or None."""
+    """Returns the scalar that a value repeats, in the value's type, or None."""
     if jax_tracing.is_literal(v):
         return np.asarray(v.val) if np.ndim(v.val) == 0 else None
     eqn = graph.made_by(v)
@@ -246,14 +246,14 @@ def _number(graph: Graph, v: Any) -> Any:
 
 
 def _scatters(product: Product, eqn: Any) -> bool:
-    """Whether the dimension of the result that is scattered is one of the rows, or of the columns, of a matrix."""
+    """True if blocks of the scattered dimension are blocks of the rows, or of the columns, of a matrix."""
     dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
     operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
     return operand.folds(operand.free[i])
 
 
 def _with_scales(graph: Graph, product: Product) -> Product:
-    """Exact sums of int8 that become float32 and are multiplied by numbers of rows and of columns."""
+    """Takes in factors of rows, of columns or of the tensor after a cast of exact int8 sums to float32."""
     found, shape = _next(graph, product, "convert_element_type"), product.result.aval.shape
     is_int8 = {product.lhs.dtype.name, product.rhs.dtype.name} == {"int8"} and product.dtype == np.int32
     if not is_int8 or not product.is_matrix or product.is_shared_by_name or found is None:
@@ -264,7 +264,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         if len(others) != 1 or jax_tracing.is_literal(others[0]):
             break
         value, along = repeated(graph, others[0], parts, [[(i,)] for i in range(len(shape))])
-        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: blocks of a dimension
+        whole = {((i,),): i for i in range(len(shape))} | {(): None}  # -1: along blocks of a dimension
         scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
         rows, operand = len(shape) - 1, product.x.value.aval
         if scale.varying == (rows,):
@@ -273,7 +273,7 @@ def _with_scales(graph: Graph, product: Product) -> Product:
             lies = scale
         else:
             break
-        # A call takes one for each operand. The product of two may overflow where that of the sums with both does not.
+        # A call takes one scale for each operand. The product of two scales may overflow although the result does not.
         taken = [s.varying for s in scaled.scales]
         if len(taken) == 2 or (scale.varying and scale.varying in taken):
             break
@@ -314,7 +314,7 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 
 
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
-    """(the vector of `columns` numbers that `v` repeats along its last dimension, the equations that do it)."""
+    """Returns (vector of `columns` numbers that `v` repeats, the equations that repeat it), or None."""
     equations: tuple[int, ...] = ()
     while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars
@@ -355,7 +355,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 
 
 def _with_c(graph: Graph, product: Product) -> Product:
-    """A sum with another array of the result's type, which the call adds to its product."""
+    """Takes in the addition of another array of the result's type, as the call's c."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
     if found is None or product.x.ndim == 1:
         return product

@@ -1,4 +1,4 @@
-"""Products of groups of rows, `lax.ragged_dot` and its derivatives, as calls of jaxmp, and their exchange of rows."""
+"""Emits products of groups of rows (`lax.ragged_dot` and its derivatives) and exchanges of rows as calls of jaxmp."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def is_of_xla(eqn: Any, options: Options) -> bool:
-    """Whether a call would be XLA's product too."""
+    """True if a call would run XLA's product too."""
     where = dataclasses.replace(decide.here(), is_on_shards=not is_auto(eqn.invars[0].aval))
     return bool(decide.why_xla(options.implementation, options.level, where, is_global=True))
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The result of a `ragged_dot_general`, by one call."""
+    """Returns the result of a `ragged_dot_general`, from one call."""
     (lhs, rhs, sizes), aval = operands, eqn.outvars[0].aval
     d = ragged_dot_general(
         lhs,
@@ -42,7 +42,7 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
 
 
 def exchange(eqn: Any, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The result of a `ragged_all_to_all`, which jaxmp has on CPU devices too."""
+    """Returns the result of a `ragged_all_to_all`, which jaxmp has on CPU devices too."""
     return [_of_type(eqn, ragged_all_to_all(*operands, **eqn.params))]
 
 

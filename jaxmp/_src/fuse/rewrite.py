@@ -1,4 +1,4 @@
-"""The evaluation of a jaxpr with its products as jaxmp's calls."""
+"""Evaluates a jaxpr with its products as calls of jaxmp."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 Result = TypeVar("Result")
 
-# Why a product stays JAX's: part of its name stack, where `explain` reads it.
+# The reasons why JAX computes a product: part of its name stack, where `explain` reads them.
 SCOPE = "jaxmp_left_"
 REASONS = {
     "local": "its function has no gather before it, nor a sum over ranks after it, that a call takes in, and XLA's own "
@@ -65,7 +65,7 @@ REASONS = {
 }
 
 
-# What explains the pattern of a call: part of its name stack.
+# Notes on the pattern of a call: part of its name stack.
 NOTE = "jaxmp_note_"
 NOTES = {
     "again": "gathers in its call what other products gather too, for one gather ahead of all takes longer "
@@ -75,24 +75,24 @@ NOTES = {
 }
 
 
-# Reasons with details, by what stands for them in a name stack.
+# Reasons with details, by their names in a name stack.
 _details: dict[str, str] = {}
 
 
 def notes_in(names: Sequence[str]) -> list[str]:
-    """What these name stacks say of a call."""
+    """Returns the notes on a call, in words, that these name stacks hold."""
     found = dict.fromkeys(re.findall(NOTE + "([a-z0-9]+)", "/".join(names)))
     return [NOTES.get(key) or _details[key] for key in found]
 
 
 def reason_in(names: Sequence[str]) -> str:
-    """The reason, in words, that the innermost of these name stacks gives."""
+    """Returns the reason, in words, that the innermost of these name stacks holds."""
     name: str = re.findall(SCOPE + "([a-z0-9]+)", "/".join(names))[-1]
     return REASONS.get(name) or _details[name]
 
 
 def _name_of(reason: str) -> str:
-    """What stands for a reason in a name stack."""
+    """Returns the name of a reason in a name stack."""
     name = "of" + hashlib.sha256(reason.encode()).hexdigest()[:10]
     _details[name] = reason
     return name
@@ -103,22 +103,22 @@ def _name_of_refusal(error: Exception) -> str:
 
 
 class Rewriter:
-    """Evaluates jaxprs of one traced function."""
+    """Evaluates the jaxprs of one traced function."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._functions = control_flow.Functions(self.evaluate)
-        self._depth = 0  # of jaxprs that are being evaluated
-        self._around: list[Any] = []  # equations that hold the one that is being evaluated
-        self._lost: dict[str, None] = {}  # products that do not keep the level, each with its line and the reason
+        self._depth = 0  # the number of nested jaxprs that are being evaluated
+        self._around: list[Any] = []  # the equations around the one that is being evaluated
+        self._lost: dict[str, None] = {}  # products that do not keep the level, with line and reason
 
     def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-        """The values that a jaxpr returns."""
+        """Returns the results of a jaxpr."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         return self.results(Graph.of(jaxpr), known)
 
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-        """The values that a graph returns, from those of its arguments and constants.
+        """Returns the results of a graph. `known`: the values of its arguments and constants.
 
         Raises NotImplementedError for products that do not keep the level.
         """
@@ -151,8 +151,8 @@ class Rewriter:
         *,
         pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
-        """Evaluates equations and groups in this order, of `values` and into them, those `wanted` by others among them;
-        of `pairs` of scans by index."""
+        """Evaluates steps in this order. Adds to `values` what later steps read or is `wanted` later. `pairs`: pairs
+        of scans, by the index of each scan."""
         wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
@@ -172,7 +172,7 @@ class Rewriter:
     # ---- what is replaced
 
     def _groups(self, graph: Graph, whole: Graph) -> tuple[list[Group], dict[int, str]]:
-        """(what is replaced, why the other products are not, by index); `whole` is the same graph without barriers."""
+        """Returns (what is replaced, why other products are not, by index). `whole`: the graph without barriers."""
         dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
         if not dots:
             return [], {}
@@ -194,8 +194,8 @@ class Rewriter:
         for product in found:
             if product.index in taken:
                 continue
-            is_beside = product.activation not in (None, "relu", "gelu")  # no epilog of a single product
-            if product.before is not None and (is_beside or product.result in made):  # of two that are added, one
+            is_beside = product.activation not in (None, "relu", "gelu")  # no single product has this epilog
+            if product.before is not None and (is_beside or product.result in made):  # another call adds the two
                 product = product.before
             why = self._why_left(product)
             if why in ("local", "batch"):
@@ -213,14 +213,14 @@ class Rewriter:
         return groups, left
 
     def _product(self, product: Product, note: str = "") -> Group:
-        """A call in place of a product, with a note on it where there is one of NOTES."""
+        """Builds the group of a product's call. `note`: the name of a note on the call, or ""."""
         call = functools.partial(emit.call, product, self.options)
         call = jax.named_scope(NOTE + note)(call) if note else call
         return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
     def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:
-        """Products with gelu after them, each with the product after which its derivative stands: the first keeps what
-        the epilog of the other reads."""
+        """Pairs each product before gelu with the product before gelu's derivative. The first call returns the aux that
+        the epilog of the second call reads."""
         groups: list[Group] = []
         firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
         plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
@@ -242,7 +242,7 @@ class Rewriter:
         return groups
 
     def _why_left(self, product: Product) -> str | None:
-        """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
+        """Returns why JAX computes a product (a key of REASONS); None if the product becomes a call."""
         dtypes = product.lhs.dtype, product.rhs.dtype
         is_int8 = set(dtypes) == {np.dtype("int8")}
         if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
@@ -253,10 +253,10 @@ class Rewriter:
             return "batch"
         if is_auto(product.lhs.value.aval):
             return None
-        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far. Narrow weights it converts in memory.
+        # On CPUs XLA multiplies these more slowly, by far if int8 sums wrap. It converts narrow weights in memory.
         has_16_bits = any(dtype.itemsize == 2 for dtype in dtypes)
         is_narrow = product.is_matrix and (product.dtype == np.int8 or has_16_bits)
-        is_weak = any(operand.value.aval.weak_type for operand in (product.lhs, product.rhs))  # its cotangent is not
+        is_weak = any(operand.value.aval.weak_type for operand in (product.lhs, product.rhs))  # JAX's cotangent is not
         is_mixed = low_precision.is_mixed(*dtypes) and product.lhs.is_flat and product.rhs.is_flat and not is_weak
         is_faster = is_narrow or is_mixed or _gains_by_symmetry(product)
         return None if is_faster or product.activation in ("relu", "gelu") else "local"
@@ -264,8 +264,8 @@ class Rewriter:
     # ---- evaluation
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
-        """Evaluates a group by its call. Where jaxmp does not take it, a level takes the products alone, and JAX's own
-        equations give the rest."""
+        """Evaluates a group by its call. If that fails, JAX evaluates the group's equations; under a level, calls still
+        compute the products alone."""
         last = graph.equations[graph.last_product(group)]
         try:
             with jax_tracing.traced_as(last):
@@ -279,7 +279,7 @@ class Rewriter:
             self._without(graph, group, values, self._why_not(last, error, is_lost=is_last))
 
     def _without(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
-        """Evaluates what a group replaces, without its call."""
+        """Evaluates the equations that a group replaces, without its call."""
         parts: list[Group] = []
         if self.options.level.fixed_order and group.what != "bare":
             dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
@@ -291,7 +291,7 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """The name, in REASONS, of an error on which an equation is left to JAX; products that `is_lost` are noted."""
+        """Returns the name of the reason why JAX gets an equation after an error. `is_lost`: notes products as lost."""
         _check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
@@ -304,7 +304,7 @@ class Rewriter:
         return "failed"
 
     def _lose(self, eqn: Any, why: str) -> None:
-        """Notes that the products of an equation stay JAX's, which keeps no level."""
+        """Notes that JAX computes the products of an equation, so that they do not keep the level."""
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
@@ -318,7 +318,7 @@ class Rewriter:
                 )
 
     def _safely(self, equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
-        """What an analysis of equations finds; None where it fails, by a fault of jaxmp's."""
+        """Returns the result of an analysis of equations. Warns and returns None if it fails by a fault of jaxmp."""
         try:
             return analyze()
         except Exception as error:
@@ -326,7 +326,7 @@ class Rewriter:
             return None
 
     def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """The result of a call in place of another product than a `dot_general`, or nothing, and why."""
+        """Returns (results of the call for a product other than `dot_general`, ""), or ([], why there is no call)."""
         is_ragged = eqn.primitive.name == "ragged_dot_general"
         if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._lose(eqn, REASONS["groups"])
@@ -369,8 +369,8 @@ class Rewriter:
 
 
 def _check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
-    """Raises an error that is neither a refusal nor a fault of jaxmp's, and any one where equations may have run that
-    have effects: a run that fails, perhaps in one process of several, and effects cannot be repeated."""
+    """Raises an error that is neither a refusal nor a fault of jaxmp, because a run that failed, perhaps in one process
+    of several, cannot be repeated. Neither can effects: with such equations, raises every error but a refusal."""
     if isinstance(error, Refusal):
         return
     is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
@@ -380,7 +380,7 @@ def _check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
 
 
 def _report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns of a fault of jaxmp's."""
+    """Warns of a fault of jaxmp."""
     _check_is_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(
@@ -392,13 +392,13 @@ def _report(equations: Sequence[Any], error: Exception) -> None:
 
 
 def _is_plain(graph: Graph, step: int | Group) -> bool:
-    """Whether a step is an equation that computes as it stands."""
+    """True if a step is an equation that can be evaluated without any change."""
     eqn = None if isinstance(step, Group) else graph.equations[step]
     return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
 
 
 def _gains_by_symmetry(product: Product) -> bool:
-    """Whether it is a matrix times its transpose, of which hostmp computes half, and large."""
+    """True if it is a large matrix times its transpose on CPUs, because hostmp computes only half of the result."""
     shape = product.lhs.value.aval.shape
     work = 2 * math.prod(shape) * math.prod(shape[i] for i in product.lhs.free)
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
@@ -406,7 +406,7 @@ def _gains_by_symmetry(product: Product) -> bool:
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
-    """`x` as the value of `v`, by which others choose their type if it is weak."""
+    """Returns `x` with the weak type of `v`, because the types of later operations depend on it."""
     weak: jax.Array = jax_compat.convert(x, x.dtype, v.aval.weak_type)
     return weak
 
@@ -414,8 +414,8 @@ def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
 def _pair(
     graph: Graph, forward: Product, match: Match, backward: Product, back: Match
 ) -> tuple[Product, Product] | None:
-    """(the first product up to its activation, the second with the derivative behind it), or None where others read
-    what neither gives."""
+    """Returns (the first product up to its activation, the second product with the derivative after it), or None if
+    other equations read a value that neither returns."""
     both = match.equations | back.equations
     if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
         return None

@@ -1,7 +1,7 @@
-"""`jax.nn.scaled_matmul`, and by it `jax.nn.scaled_dot_general`, as calls of jaxmp.
+"""Emits `jax.nn.scaled_matmul`, and so `jax.nn.scaled_dot_general`, as calls of jaxmp.
 
-JAX runs them on some GPUs, and on CPUs from 0.12 on alone. out[i] = (a * repeat(scale_a)) @ (b * repeat(scale_b)).T of
-a batch, with blocks along the last dimension.
+JAX runs them on some GPUs, and on CPUs only from 0.12 on. For each element i of the batch, out[i] = (a *
+repeat(scale_a)) @ (b * repeat(scale_b)).T, with blocks along the last dimension.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxmp._src.fuse.operands import is_auto, is_explicit
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The result of a `scaled_matmul`: MXFP8 and NVFP4 in one low-precision product for each element of the batch,
-    padded to whole tiles, or where the shards do not fit those, and of other types, of decoded operands.
+    """Returns the result of a `scaled_matmul`. MXFP8 and NVFP4 run as one low-precision product for each element of the
+    batch, padded to whole tiles. Other types, and shards that do not fit the tiles, are decoded and multiplied.
 
-    JAX's type of the result says nothing of shardings: it is sharded as its operands, or whole where they disagree.
+    JAX gives the result's type no sharding: the result is sharded like its operands, or whole if they disagree.
     """
     aval, mode = eqn.outvars[0].aval, _mode(*operands)
     programs: list[Callable[..., jax.Array]] = [_decoded]
@@ -63,13 +63,13 @@ def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
 
 
 def _decoded(request: Any, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-    """In bfloat16, which has every product of a number and the scale of its block, or in float32."""
+    """Multiplies in bfloat16 if it represents each number times its block's scale (MXFP8, NVFP4), else in float32."""
     wide = jnp.bfloat16 if _mode(a, b, scale_a, scale_b) else jnp.float32
     return _each(lambda a, b: product(request(a, b)), [_times(a, scale_a, wide), _times(b, scale_b, wide)])
 
 
 def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
-    """f of each element of a batch."""
+    """Applies f to each element of a batch."""
     if operands[0].shape[0] == 1:
         d: jax.Array = f(*(x[0] for x in operands))[None]
         return d
@@ -78,7 +78,7 @@ def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> str | None:
-    """The block mode of the operands, or None for operands that no mode describes."""
+    """Returns the block mode of the operands, or None if no mode describes them."""
     if not low_precision.result_dtypes(a.dtype, b.dtype) or not low_precision.is_scaled(a.dtype):
         return None
     mode = low_precision.VEC16 if a.dtype.name == low_precision.FLOAT4 else low_precision.VEC32
@@ -87,7 +87,7 @@ def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) ->
 
 
 def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
-    """x with rows and columns brought to multiples of `units` by zeros."""
+    """Pads the rows and columns of x with zeros to multiples of `units`."""
     pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
     if pads == (0, 0):
         return x
@@ -97,7 +97,7 @@ def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
 
 
 def _times(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x times its scales."""
+    """Returns x times its scales, multiplied in float32 and cast to `dtype`."""
     aval = jax.typeof(x)
     repeated = jnp.broadcast_to(scale.astype(jnp.float32)[..., None], (*scale.shape, x.shape[-1] // scale.shape[-1]))
     factor = lax.reshape(repeated, x.shape, out_sharding=aval.sharding if is_explicit(aval) else None)

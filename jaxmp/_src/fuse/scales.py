@@ -1,4 +1,4 @@
-"""Scales of an array: along which of its dimensions one varies, or along which parts of these."""
+"""Scales of an array, and the dimensions, or parts of dimensions, along which they vary."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.platform.jax_internals import jax_tracing
 
 Dims = tuple[int, ...]
-# A part of a dimension of an operand: the dimension, and which part of which part of it; in their order in memory.
+# A part of an operand's dimension: the dimension, then for each cut 0 (the slower part) or 1 (the faster part).
 Part = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A factor of an array: `value`, and for each of its dimensions that of the array, or None for one of size 1."""
+    """A factor of an array. `dims`: for each dimension of `value` the array's dimension, or None if it has size 1."""
 
     value: Any
     dims: tuple[int | None, ...] = ()
@@ -33,18 +33,18 @@ class Scale:
         return tuple(d for d in self.dims if d is not None)
 
     def along(self, order: Mapping[int, int] | Sequence[int]) -> Scale:
-        """The same where dimension i of the array is dimension `order[i]` of another."""
+        """Returns the scale for another array: dimension i of the array is dimension `order[i]` of the other."""
         return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
 
     def lies_as(self, aval: Any) -> bool:
-        """Whether it is sharded as an array of this type, where shardings are part of types."""
+        """True if it is sharded like an array of this type, does not vary, or types have no shardings."""
         if not self.varying or not is_explicit(aval):
             return True
         own, axes = axes_of_type(self.value.aval), axes_of_type(aval)
         return all(own[i] == (() if d is None else axes[d]) for i, d in enumerate(self.dims))
 
     def times(self, x: jax.Array, value: Any) -> jax.Array:
-        """x times it, in float32, in the type of x."""
+        """Returns x times the scale, multiplied in float32, in the type of x."""
         factor = lax.squeeze(jnp.asarray(value, jnp.float32), [i for i, d in enumerate(self.dims) if d is None])
         factor = lax.transpose(factor, sorted(range(factor.ndim), key=self.varying.__getitem__))
         if self.varying:
@@ -53,14 +53,14 @@ class Scale:
 
 
 class Parts:
-    """How the dimensions of an operand are cut where it is reshaped, by their extents."""
+    """The parts into which reshapes cut the dimensions of an operand, with their extents."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.sizes: dict[Part, int] = {(i,): extent for i, extent in enumerate(shape)}
         self._cut: dict[Part, tuple[Part, Part]] = {}
 
     def of(self, dims: Sequence[Sequence[Part]]) -> tuple[tuple[Part, ...], ...]:
-        """The same parts of each dimension, as they are cut by now, and none of extent 1."""
+        """Returns each dimension's parts as they are cut now, without parts of extent 1."""
         return tuple(tuple(itertools.chain(*map(self._pieces, dim))) for dim in dims)
 
     def _pieces(self, part: Part) -> tuple[Part, ...]:
@@ -69,7 +69,7 @@ class Parts:
         return (part,) if self.sizes[part] > 1 else ()
 
     def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
-        """Of which parts the dimensions are in another shape, if each is of whole ones, which may have to be cut."""
+        """Returns the parts of each dimension of another shape, and cuts parts for it. None if that is impossible."""
         left, found = [*itertools.chain(*self.of(dims))], []
         if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
             return None
@@ -90,7 +90,7 @@ class Parts:
         return tuple(found)
 
     def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
-        """A scale as a factor of sums for each of these parts, in float32."""
+        """Returns a scale as a float32 factor of sums, with one dimension for each part in `over`."""
         own = tuple(itertools.chain(*dims))
         x = jnp.reshape(of_sums(x), [self.sizes[part] for part in own])
         at = [over.index(part) for part in own]
@@ -99,14 +99,14 @@ class Parts:
 
 
 def of_sums(scale: Any) -> jax.Array:
-    """A scale as a factor of sums, in float32: an infinite one makes each weight of 0, and so their sum, NaN."""
+    """Returns a scale as a float32 factor of sums. Infinity becomes NaN, because it makes a weight of 0 NaN."""
     factor = jnp.asarray(scale, jnp.float32)
     return factor + lax.stop_gradient(jnp.where(jnp.isinf(factor), jnp.nan, 0).astype(jnp.float32))
 
 
 def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """(x times powers of two by which sums of narrow numbers along these dimensions stay in float32's range, the
-    inverses)."""
+    """Returns (x times powers of two, the inverse powers). The powers keep sums of narrow numbers along `dims` in
+    float32's range."""
     if x.dtype == np.float16:
         return x, jnp.ones([1 if i in dims else n for i, n in enumerate(x.shape)], jnp.float32)
     most = jnp.max(jnp.abs(lax.stop_gradient(x)), dims, keepdims=True, initial=0)
@@ -116,7 +116,7 @@ def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 
 
 def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(a scale times a power of two that brings its largest number near to 2**24, the inverse), in float32."""
+    """Returns (the scale times a power of two, the inverse), in float32. Its largest number is then near 2**24."""
     scale = scale.astype(jnp.float32)
     exponent = jnp.frexp(jnp.max(jnp.abs(lax.stop_gradient(scale)), keepdims=True, initial=0))[1]
     exponent = (exponent - 24).clip(-126, 126)
@@ -124,7 +124,7 @@ def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
-    """What an array repeats, whose dimensions have these parts where they are not 1, and along which parts."""
+    """Returns (the array that `v` repeats, the parts of its dimensions). `dims`: the parts of v's dimensions."""
 
     def varying(v: Any, dims: Any) -> Any:
         return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))

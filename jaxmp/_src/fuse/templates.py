@@ -1,6 +1,6 @@
-"""Finding the equations of a known function, such as an activation, among those of a jaxpr.
+"""Finds the equations of a known function, such as an activation, in a jaxpr.
 
-The function is traced for the type at hand, so that what is looked for is what this version of JAX writes.
+The function is traced for the type at hand, so the equations are the ones that this version of JAX writes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Function = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Activation:
-    """A way in which models write an activation: jaxmp's name of it, the function, and a primitive that reads its
-    argument, without which no template is traced."""
+    """One way to write an activation: jaxmp's name for it, the function, and a primitive that reads the function's
+    argument. The function is traced only if this primitive reads the value in question."""
 
     name: ActivationName
     function: Function
@@ -46,7 +46,7 @@ _COMMUTE = ("add", "mul", "max", "min", "add_any")
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The equations of a function in a graph, by index, the value that it gives, and those that it is of."""
+    """The equations of a function in a graph, by index, with the function's result and arguments."""
 
     equations: frozenset[int]
     output: Any
@@ -54,12 +54,12 @@ class Match:
 
 
 def gelu_cotangent(z: Any, cotangent: Any) -> Any:
-    """The cotangent of gelu's argument `z`, of the cotangent of its result."""
+    """Returns the cotangent of gelu's argument `z` from the cotangent of its result."""
     return jax.vjp(jax.nn.gelu, z)[1](cotangent)[0]
 
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
-    """The equations that apply an activation to a value."""
+    """Finds the equations that apply an activation to a value."""
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
@@ -69,13 +69,13 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
 
 
 def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
-    """The equations that compute `function` of these values."""
+    """Finds the equations that compute `function` of these values."""
     template = flat(function, tuple(v.aval for v in arguments))
     return None if template is None else unify(graph, template, arguments)
 
 
 def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
-    """The equations that compute `function` of the argument of an activation and of one of these values."""
+    """Finds the equations that compute `function` of an activation's argument and of one of `cotangents`."""
     (v,) = match.arguments
     has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
     template = flat(function, (v.aval, match.output.aval)) if has_one else None
@@ -84,18 +84,18 @@ def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: f
 
 @jax_compat.cache_in_context(1024)
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
-    """The jaxpr of a function of values of these types; None where it does not take them."""
+    """Returns a function's jaxpr for these types; None if it does not take them or its jaxpr has constants."""
     try:
         jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
-    except (TypeError, ValueError):  # JAX's: a type that its function does not take
+    except (TypeError, ValueError):  # from JAX: a type that the function does not take
         return None
     return None if consts else jax_compat.without_dead_code(jaxpr)
 
 
 def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -> Match | None:
-    """The equations of `graph` that `template` is of, with `arguments` for its own.
+    """Finds the equations of `graph` that match `template` with these arguments; None if there are none.
 
-    One that is a set is the first of these values that an equation reads as the template does.
+    An argument may be a set of values. It then stands for the first of them that a matching equation reads.
     """
     known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
     found: list[int] = []
@@ -127,7 +127,7 @@ def _is_in(v: Any, values: frozenset[Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-    """What an equation of literals alone gives: a graph may have it several times."""
+    """The result of an equation that reads literals only. A graph may have this equation several times."""
 
     equation: Any
 
@@ -136,7 +136,7 @@ def _is_value(v: Any, known: dict[Any, Any]) -> bool:
     return not jax_tracing.is_literal(v) and not isinstance(known[v], (_Constant, frozenset))
 
 
-# The equation that makes a value, or None.
+# Returns the equation that makes a value, or None.
 Producer = Callable[[Any], Any]
 
 
@@ -168,7 +168,7 @@ def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) 
 
 
 def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two equations of one primitive do the same. Names, contexts and rules of differentiation do not count."""
+    """True if two equations of one primitive do the same. Names, contexts and differentiation rules do not count."""
     if one is other or not (one or other):
         return True
     return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one if key not in _IGNORED)

@@ -1,15 +1,15 @@
-"""Weights of 8 bits and fewer as models write them: decoded, and multiplied by scales, ahead of a product.
+"""Finds weights of 8 bits or fewer that a program decodes and multiplies by scales before a product.
 
     x @ (q.astype(x.dtype) * s)   becomes   (x @ q) * s
 
-A wide type has every narrow number, so the sums are those of the decoded weights. A scale of whole columns, or of the
-tensor, multiplies the sums, in float32, rather than each weight, and one along the contraction the other operand.
-float32 has room for all that float16 numbers make so. In other types rows of the other operand near an end of the range
-are first multiplied by a power of two, and their sums divided by it.
+A wide type represents every narrow number, so the sums are the same as with decoded weights. A scale of columns or of
+the tensor multiplies the sums, in float32, instead of each weight. A scale along the contraction multiplies the other
+operand. float32 is wide enough for all products with float16 numbers. For other types, rows of the other operand near
+an end of the range are first multiplied by a power of two, and their sums are divided by it.
 
-A scale for each block of k multiplies the sums over its block: the blocks are groups of rows, each with the weights of
-its own, and the terms that they give are added. With many rows these would be more bytes than the decoded weights, and
-the program stays as it is.
+A scale for each block of k multiplies the sums over its block. Each block becomes a group of rows with its own weights,
+and the results of the groups are added. With many rows the results of the groups would take more bytes than the decoded
+weights, so then the program stays as it is.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
-# What moves numbers, as well narrow as wide.
+# Primitives that move numbers, narrow or wide.
 _MOVES = ("transpose", "reshape", "pvary")
 _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim", "squeeze"))
-# The numbers of `lax.ragged_dot`.
+# The dimension numbers of `lax.ragged_dot`.
 MATRICES = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _LARGEST = float(np.finfo(np.float32).max)
-# What a call does to its result, and does not do behind a factor.
+# Operations that a call does on its result, but not after a factor.
 _BEHIND = ("reduce_scatter", "reshard", *SUMS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What an operand of a product is made of: a narrow value, equations that move it, and scales: each a value, and
-    the parts of the operand along which its dimensions vary."""
+    """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is a value
+    with the operand's parts along which each dimension of the value varies."""
 
     value: Any
-    moves: tuple[Any, ...]  # from the last one back
+    moves: tuple[Any, ...]  # the last one first
     scales: tuple[tuple[Any, tuple[tuple[Part, ...], ...]], ...]
     parts: Parts
     ndim: int
 
     def plain(self) -> list[Scale] | None:
-        """The scales, if each varies along whole dimensions."""
+        """Returns the scales if each varies along whole dimensions, else None."""
         whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
         found = self.cut()
         if any(dim not in whole for _, dims in found for dim in dims):
@@ -68,17 +68,17 @@ class Weights:
         return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
 
     def cut(self) -> list[tuple[Any, tuple[tuple[Part, ...], ...]]]:
-        """The scales, with the parts as they are cut by now."""
+        """Returns the scales, with the parts as they are cut now."""
         return [(value, self.parts.of(dims)) for value, dims in self.scales]
 
     def blocks(self, of_k: Sequence[Part]) -> tuple[Part, ...]:
-        """The parts of the contraction along which a scale varies."""
+        """Returns the parts of the contraction along which a scale varies."""
         varying = {part for _, dims in self.cut() for dim in dims for part in dim}
         return tuple(part for part in of_k if part in varying)
 
 
 def with_narrow_weights(graph: Graph, options: Options, safely: Safely) -> Graph:
-    """The same, where a product reads weights that are stored narrow as they are."""
+    """Returns the graph with products that read narrow weights as they are stored."""
     opened = _each_in_place(graph, _of_decoder, safely)
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
 
@@ -91,7 +91,7 @@ def with_narrow_weights(graph: Graph, options: Options, safely: Safely) -> Graph
 
 
 def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None], safely: Safely) -> Graph:
-    """The same with other equations in place of those for which a rule has some."""
+    """Returns the graph with each equation replaced by the equations that `rule` returns, if it returns any."""
     parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
     if not any(parts):
         return graph
@@ -100,7 +100,7 @@ def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None], sa
 
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:
-    """The equations of a jitted function that decodes an array."""
+    """Returns the equations of a jitted function that decodes an array; None for any other equation."""
     if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
@@ -127,10 +127,10 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """The equations of a `dot_general` that reads narrow weights, or None where none are found."""
+    """Returns the equations of a `dot_general` that reads narrow weights; None if it finds none."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
-    # Of a weakly typed operand a call of two types has a weakly typed cotangent, and JAX's product not.
+    # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
     if (
         any(batch)
         or any(v.aval.weak_type for v in eqn.invars)
@@ -143,7 +143,7 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
     side, weights = max(found, key=lambda each: math.prod(each[1].value.aval.shape))
     other, plain = eqn.invars[1 - side], weights.plain()
     if plain is None:
-        return None if options.level.fixed_order else _of_blocks(eqn, side, weights)  # whose sums XLA adds
+        return None if options.level.fixed_order else _of_blocks(eqn, side, weights)  # XLA adds the sums of blocks
     free = [[i for i in range(v.aval.ndim) if i not in dims] for v, dims in zip(eqn.invars, contract, strict=True)]
     first = len(free[0]) if side else 0  # dimension of the result
     of_result, of_other = [], []
@@ -189,7 +189,7 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 def _in_place(
     eqn: Any, multiply: Callable[[dict[Any, Any]], jax.Array], operands: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """The equations of a product of these operands, or None where its result has another type than that of `eqn`."""
+    """Returns the equations of a product of these operands; None if its type is not the type of eqn's result."""
     variables, is_same = [v for v in operands if not jax_tracing.is_literal(v)], True
 
     def program(*arrays: Any) -> list[Any]:
@@ -203,14 +203,14 @@ def _in_place(
 
 
 def _moved(weights: Weights, q: Any) -> Any:
-    """The narrow value, moved as the program moves it."""
+    """Returns the narrow value, moved as the program moves it."""
     for move in reversed(weights.moves):
         (q,) = jax_tracing.evaluate(move, [q])
     return q
 
 
 def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
-    """The equations of a `dot_general` whose scales vary along blocks of k, if they lie one behind the other."""
+    """Returns the equations of a `dot_general` with scales along contiguous blocks of k, if it pays; else None."""
     contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
     rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
     shape, parts = eqn.invars[side].aval.shape, weights.parts
@@ -219,7 +219,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
     scales, blocks = weights.cut(), weights.blocks(of_k)
     m, k, n = math.prod(other.aval.shape[i] for i in rows), math.prod(shape[:count]), math.prod(shape[count:])
     groups = math.prod(parts.sizes[part] for part in blocks)
-    # Up to so many rows the terms are no more bytes than the weights, and take less time than decoding these.
+    # Up to this many rows the groups' results take no more bytes than the weights, and less time than decoding.
     is_worth = 4 * m * groups <= k and blocks == of_k[: len(blocks)] and tuple(contract[side]) == tuple(range(count))
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     if not is_worth or jax_compat.default_platform() != "cpu" or any(map(is_explicit, avals)):
@@ -247,7 +247,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """The equations of a `lax.ragged_dot` that reads narrow matrices, likewise."""
+    """Returns the equations of a `lax.ragged_dot` that reads narrow matrices; None if it finds none."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
@@ -266,7 +266,7 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
         factors = [parts.spread(read(given, value), dims, (*of_g, *blocks, *of_n)) for value, dims in scales]
-        factor = jnp.clip(math.prod(factors, start=jnp.float32(1)), -_LARGEST, _LARGEST)  # 0 times it is 0
+        factor = jnp.clip(math.prod(factors, start=jnp.float32(1)), -_LARGEST, _LARGEST)  # so that 0 times it is 0
         rows, power = summable(given[x], (1,)) if scales else (given[x], None)
         d = ragged_dot(
             rows,
@@ -283,12 +283,12 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 
     try:
         return _in_place(eqn, multiply, [x, weights.value, sizes, *(value for value, _ in scales)])
-    except Refusal:  # where shardings do not go together
+    except Refusal:  # if the shardings do not fit together
         return None
 
 
 def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
-    """Whether the largest number in each row of an operand is known without communication, or not needed."""
+    """True if the largest number in each row of an operand is known without communication, or not needed."""
     v = rows.value
     if v.aval.dtype == np.float16:
         return True
@@ -299,7 +299,7 @@ def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
 
 
 def _is_moved_behind(graph: Graph, v: Any) -> bool:
-    """Whether a result goes to a collective, which its call does then."""
+    """True if a result goes to a collective, which the product's call then does."""
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
@@ -309,7 +309,7 @@ def _is_moved_behind(graph: Graph, v: Any) -> bool:
 
 
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
-    """What decoding made an operand of, or None."""
+    """Returns the narrow weights that a program decodes to an operand, or None."""
     moves: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     parts, ndim = Parts(v.aval.shape), v.aval.ndim
@@ -339,7 +339,7 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
 
 
 def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
-    """(the factor that has all numbers of a product of two arrays, what the other one repeats, and along what)."""
+    """Returns (the factor with the product's shape, (what the other factor repeats, along which parts)), or None."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue

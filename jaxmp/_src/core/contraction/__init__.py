@@ -1,1 +1,1 @@
-"""The idea of the project: which index of a contraction each mesh axis splits, and what follows from it."""
+"""Distributed contractions: which index each mesh axis splits, and the communication that follows."""

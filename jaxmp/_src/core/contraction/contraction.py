@@ -1,10 +1,10 @@
-"""A distributed contraction: for each mesh axis the index that its ranks divide among them.
+"""A distributed contraction: for each mesh axis, the index that its ranks divide among themselves.
 
-    d[D] = sum a[A] * b[B]        indices as `jnp.einsum` writes them, of operands as stored: "mk,kn->mn"
+    d[D] = sum a[A] * b[B]        indices as in `jnp.einsum`, in the order of storage: "mk,kn->mn"
 
-On a mesh axis an array is sharded along one index or whole ("-"). `Role(a, b, d)` holds these three, and `split` is the
-index whose range the ranks divide when they multiply. What is communicated follows by comparison: an operand with the
-split index is used as it lies, any other operand is wanted whole, and a contracted split leaves partial sums.
+A mesh axis shards an array along one index, or not at all ("-"). `Role(a, b, d)` holds the index for each array, and
+`split` is the index that the ranks divide when they multiply. The communication follows from it: an operand with the
+split index is used as it is, any other operand is needed whole, and a contracted split leaves partial sums.
 
     name             split   a  b  d
     rows             m       m  -  m      nothing moves
@@ -18,7 +18,7 @@ split index is used as it lies, any other operand is wanted whole, and a contrac
     grid             m       m  k  m      b is gathered along k (FSDP)
                      n       k  n  n      a is gathered along k
 
-A call is one communicator of each group of ranks: its communicating axes all have one role, or are all of a grid.
+A call has one communicator for each group of ranks: all communicating axes have one role, or all are of a grid.
 
 Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), d P("data", None):
 `mk,kn->mn  data: m (m - m)  model: k (k k -)`, an all-reduce over model in two groups, one for each index of data.
@@ -32,13 +32,13 @@ import functools
 import string
 from typing import NamedTuple
 
-# Mesh axes that share one dimension, slowest first; of an array, one for each dimension.
+# Dim: the mesh axes that shard one dimension, slowest first. Dims: a Dim for each dimension of an array.
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
 
 
 class Pattern(enum.StrEnum):
-    """How one communicator's ranks share the product; unsettled, XLA's partitioner chooses."""
+    """How the ranks of one communicator share the product. UNSETTLED: XLA's partitioner chooses."""
 
     UNSETTLED = "?"
     LOCAL = "local"
@@ -49,7 +49,7 @@ class Pattern(enum.StrEnum):
 
 
 class Layout(NamedTuple):
-    """How a, b and d are sharded."""
+    """The mesh axes that shard each dimension of a, b and d."""
 
     a: Dims
     b: Dims
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 class Role(NamedTuple):
-    """The index along which one mesh axis shards a, b and d, each or ""."""
+    """The index along which one mesh axis shards a, b and d; "" for an array that it does not shard."""
 
     a: str = ""
     b: str = ""
@@ -65,7 +65,7 @@ class Role(NamedTuple):
 
     @property
     def split(self) -> str:
-        """The index whose range the ranks of the axis divide when they multiply."""
+        """The index that the ranks of the axis divide when they multiply."""
         return self.a if self.is_contracted else self.d
 
     @property
@@ -79,10 +79,10 @@ class Role(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """`a`, `b`, `d`: the indices of the three arrays as stored; `layout`: how a call takes and gives them.
+    """`a`, `b`, `d`: the indices of the three arrays as stored. `layout`: the shardings of the arrays in the call.
 
-    Inside a user's shard_map only the axes of the group are known: it `is_partial` then. `is_grid_stored`: the arrays
-    are stored in the blocks of a grid, also of one that has a single row or column.
+    `is_partial`: only the axes of the group are known, as inside a user's shard_map. `is_grid_stored`: the arrays are
+    stored in the blocks of a grid, which may have a single row or column.
     """
 
     a: str
@@ -98,17 +98,17 @@ class Contraction:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  frozen; what follows from it is found once
     def replace(self, layout: Layout) -> Contraction:
-        """The same in another layout."""
+        """Returns the contraction in another layout."""
         return dataclasses.replace(self, layout=layout)
 
     def local(self) -> Contraction:
-        """The same where each device holds all that its part of d needs."""
+        """Returns the contraction in another layout: each device holds all that its part of d needs."""
         where = dict(zip(self.d, self.layout.d, strict=True))
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
 
     def cotangent(self, which: str) -> Contraction:
-        """The product that is the cotangent of a (of d and b) or of b (of a and d): a permutation of names."""
+        """Returns the product that is the cotangent of a (from d and b) or of b (from a and d), by permuting names."""
         names = {"a": "dba", "b": "adb"}[which]
         a, b, d = (getattr(self, name) for name in names)
         layout = Layout(*(getattr(self.layout, name) for name in names))
@@ -135,13 +135,13 @@ class Contraction:
         return "".join(index for index in self.a if index not in self.d)
 
     def sharded(self, which: str, index: str) -> Dim:
-        """The axes that shard the array `which` ("a", "b", "d") along an index."""
+        """Returns the axes that shard the array `which` ("a", "b", "d") along an index."""
         dims: Dims = getattr(self.layout, which)
         return dims[getattr(self, which).index(index)]
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """The role of each axis that shards an array, in the order of d's dimensions, a's and b's."""
+        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's."""
         found: dict[str, list[str]] = {}
         for which in "dab":
             for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):
@@ -150,11 +150,11 @@ class Contraction:
         return {axis: Role(*indices) for axis, indices in found.items()}
 
     def is_grid_role(self, role: Role) -> bool:
-        """Whether one operand is sharded along a contracted index, and the other is not."""
+        """True if one operand is sharded along a contracted index and the other operand along an index of d."""
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
-        """Whether the axes that communicate are of one call: all gather or scatter one index, or all are of a grid."""
+        """True if one call can communicate over all axes: all gather or scatter one index, or all are of a grid."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:
@@ -167,7 +167,7 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """Whether the three matrices are stored in blocks over the same two axes, transposed or not."""
+        """True if the three matrices are stored in blocks over the same two axes, transposed or not."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)
@@ -176,7 +176,7 @@ class Contraction:
 
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
-        """The pattern, and the axes of the group: all of them, or those along a grid's rows and along its columns."""
+        """(pattern, axes of the group, ()), or for a grid (pattern, axes along its rows, axes along its columns)."""
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
@@ -193,7 +193,7 @@ class Contraction:
 
     @functools.cached_property
     def pattern(self) -> Pattern:
-        """The name of what the axes that communicate do, for the library's call and for people."""
+        """The name of the communication, in the library's call and in messages."""
         return self._group[0]
 
     @functools.cached_property
@@ -216,7 +216,7 @@ class Contraction:
 
     @functools.cached_property
     def role(self) -> Role:
-        """The role of the axes that communicate; those of a grid of blocks have several, and others one."""
+        """The role of the axes that communicate. Empty if none does, or for a grid of blocks with its several roles."""
         of_all = (role for role in self.roles.values() if role.communicates)
         return Role() if self.is_block_grid else next(of_all, Role())
 
@@ -226,37 +226,37 @@ class Contraction:
 
     @functools.cached_property
     def is_grid(self) -> bool:
-        """Whether the ranks share k, and gather what they need along it."""
+        """True if the ranks share k and gather operands along it."""
         return self.pattern == Pattern.GRID
 
     @functools.cached_property
     def gathers(self) -> bool:
-        """Whether the ranks gather the rows of a, or the columns of b."""
+        """True if the ranks gather the rows of a or the columns of b."""
         return self.pattern == Pattern.ALL_GATHER
 
     @functools.cached_property
     def scatters(self) -> bool:
-        """Whether each rank gets its part of the sums."""
+        """True if each rank gets its part of the sums."""
         return self.pattern == Pattern.REDUCE_SCATTER
 
     @functools.cached_property
     def sums(self) -> bool:
-        """Whether the ranks sum what they have multiplied."""
+        """True if the ranks sum their products."""
         return self.role.is_contracted
 
     @functools.cached_property
     def is_reduced(self) -> bool:
-        """Whether every rank gets the whole sum."""
+        """True if every rank gets the whole sum."""
         return self.pattern == Pattern.ALL_REDUCE
 
     @functools.cached_property
     def scattered(self) -> int | None:
-        """The dimension of d along which sums are scattered, if they are."""
+        """The dimension of d along which sums are scattered, or None."""
         return self.d.index(self.role.d) if self.sums and self.role.d else None
 
     @functools.cached_property
     def gathered(self) -> tuple[str, int] | None:
-        """The operand that the ranks gather ("a" or "b"), and along which of its dimensions, if they do."""
+        """(the operand that the ranks gather, "a" or "b", and the dimension along which they do), or None."""
         if self.sums or not self.role.communicates:
             return None
         which = "a" if self.role.d == self.role.b else "b"
@@ -264,34 +264,34 @@ class Contraction:
 
     @functools.cached_property
     def is_transposed(self) -> bool:
-        """Whether columns are shared: the call computes d transposed, with b for its first operand."""
+        """True if columns are shared: the call computes d transposed, with b as its first operand."""
         return self.shared != "" and self.shared in self.cols
 
     @property
     def columns(self) -> str:
-        """The columns in the order in which they fold: one that is shared comes first, since ranks are the slowest
-        index of what they share."""
+        """The columns in the order of their folding. A shared column comes first, because ranks are the slowest
+        index of the dimension that they share."""
         return "".join(sorted(self.cols, key=lambda index: index != self.shared))
 
     @functools.cached_property
     def dimension(self) -> int:
-        """The place among the rows of the one that is gathered or scattered."""
+        """The position, among the row dimensions, of the dimension that is gathered or scattered; 0 if none is."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
     @functools.cached_property
     def is_stored_in_order(self) -> bool:
-        """Whether a is stored (rows, k) and b (k, columns), each perhaps with a batch."""
+        """True if a is stored as (rows, k) and b as (k, columns), each perhaps with a batch."""
         k = self.contracted
         is_last = len(k) == 1 and all(self.a.index(row) < self.a.index(k) for row in self.rows)
         return is_last and all(self.b.index(k) < self.b.index(col) for col in self.cols)
 
     @functools.cached_property
     def gathers_k(self) -> bool:
-        """Whether a grid gathers one operand along k, by the ranks of one axis."""
+        """True if a grid has a single row or column, so that only one operand is gathered, along k."""
         return self.is_grid and not (self.row_axes and self.col_axes)
 
     def outside_group(self, dim: Dim) -> Dim:
-        """The axes of `dim` that are not the group's."""
+        """Returns the axes of `dim` that are not in the group."""
         return tuple(axis for axis in dim if axis not in self.row_axes + self.col_axes)
 
 
@@ -300,7 +300,7 @@ _LEADING = [letter for letter in LETTERS if letter not in "kmn"]
 
 
 def in_no_layout(a: str, b: str, d: str) -> Contraction:
-    """A product of these indices."""
+    """Returns a product of these indices, with all arrays unsharded."""
     return Contraction(a, b, d, Layout(*(((),) * len(indices) for indices in (a, b, d))))
 
 
@@ -308,7 +308,7 @@ def in_no_layout(a: str, b: str, d: str) -> Contraction:
 def of_matrices(
     ndim: int, layout: Layout | None = None, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Contraction:
-    """A product of matrices as stored, a with leading dimensions up to `ndim`, which d has too."""
+    """Returns a product of matrices as stored. a and d have `ndim` dimensions, with the same leading ones."""
     lead = "".join(_LEADING[: ndim - 2])
     product = in_no_layout(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn")
     return product if layout is None else product.replace(layout)
@@ -324,8 +324,8 @@ def on_axes(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> Contraction:
-    """A product whose group are these axes: a grid's along its rows and along its columns, and else all of them; the
-    last rows are gathered or scattered. What other axes shard is not known."""
+    """Returns a product with a group of these axes. A grid has axes along rows and along columns, other groups have
+    `row_axes` only. The last row dimension is gathered or scattered. Other axes are not known."""
     whole: Dim = ()
     a, b, d = {
         Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),
@@ -333,7 +333,7 @@ def on_axes(
         Pattern.ALL_REDUCE: ((whole, row_axes), (row_axes, whole), (whole, whole)),
     }.get(pattern, ((whole, whole),) * 3)
     a, b = a[::-1] if transpose_a else a, b[::-1] if transpose_b else b
-    if pattern == Pattern.GRID:  # of every matrix as it is stored
+    if pattern == Pattern.GRID:  # for every matrix as it is stored
         a = b = d = (row_axes, col_axes)
     lead = (whole,) * (ndim - 2)
     layout = Layout((*lead, *a), b, (*lead, *d))

@@ -1,4 +1,4 @@
-"""What moves in a call and around it: transfers, steps from one sharding to another, gathers ahead of a call."""
+"""Communication in and around a call: transfers, steps from one sharding to another, gathers before a call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxmp._src.platform.hardware.call_time import Transfer
 
 
 def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
-    """The number of ranks of these axes."""
+    """Returns the number of ranks of these axes."""
     return math.prod(mesh[axis] for axis in axes)
 
 
 def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
-    """What a rank receives in a call, of whose operands it holds `a` and `b` bytes, and of its own sums of d `sums`.
+    """Returns the transfers to a rank that holds `a` and `b` bytes of the operands, and `sums` bytes of d as sums.
 
-    The other ranks' parts of what is gathered. Of partial sums, in a ring of P, those of its own part from P - 1 ranks;
-    twice (P - 1) / P where each gets all.
+    In a gather the rank receives the other ranks' parts. In a ring of P ranks, a reduce-scatter receives the rank's
+    own part P - 1 times, and an all-reduce receives 2 (P - 1) / P of the whole.
     """
     axes = call.row_axes + call.col_axes
     p = size_of(mesh, axes)
@@ -36,7 +36,7 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
 
 
 def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
-    """What a rank of a grid of blocks receives: the blocks of a in its row, and those of b in its column."""
+    """Returns the transfers to a rank in a grid: the blocks of a in its row, and the blocks of b in its column."""
     parts = (
         (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
         (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
@@ -45,10 +45,10 @@ def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple
 
 
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
-    """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
+    """Returns the elements that a device receives while an array goes from one sharding to another, in `steps`."""
     total = 0
     for before, after in itertools.pairwise((have, *steps(have, want, mesh))):
-        parts = 1  # a device holds one of so many of the shard that it is to have, on average
+        parts = 1  # on average, a device holds 1 / parts of the shard that it needs
         for dim, wanted in zip(before, after, strict=True):
             common = len(dim) if dim == wanted[: len(dim)] else len(wanted) if wanted == dim[: len(wanted)] else 0
             parts *= size_of(mesh, dim[common:])
@@ -58,9 +58,9 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
 
 
 class Gather(NamedTuple):
-    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside of shard_map.
+    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map.
 
-    `varies`: the ranks of the axes do not compute the same with it, so that its transpose is a reduce-scatter.
+    `varies`: the ranks compute different results from the gathered operand, so its transpose is a reduce-scatter.
     """
 
     dimension: int
@@ -69,10 +69,10 @@ class Gather(NamedTuple):
 
 
 def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
-    """The shardings through which an array goes from one to another, each by one slice, all-to-all, all-gather or
-    permutation.
+    """Returns the shardings through which an array goes from `have` to `want`. Each step is one slice, all-to-all,
+    all-gather or permutation.
 
-    XLA would replicate an array for a step that is several of these at once, or end the process.
+    For a step that combines several of these, XLA would replicate the array or end the process.
     """
     found: list[Dims] = []
     while (now := found[-1] if found else have) != want:
@@ -83,7 +83,7 @@ def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
 
 
 def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
-    """The collective of one step."""
+    """Returns the name of the collective of one step."""
     if all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(have, want, strict=True)):
         return "collective_permute"
     return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
@@ -126,7 +126,7 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
 
 
 def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
-    """How an operand of a call in `layout` enters shard_map, and the gathers that bring it from there to `want`."""
+    """Returns (an operand's sharding at the entry to shard_map, the gathers inside that bring it to `want`)."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
     dims, found = list(want), []

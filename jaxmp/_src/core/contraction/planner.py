@@ -1,14 +1,14 @@
-"""How a call runs on operands that lie so, for a result that is to lie so: one planner for every public function.
+"""Chooses how a call runs for given shardings of its operands and result: one planner for every public function.
 
-Where one call gives this result of these operands, it is that call; each device at most takes its part of what it
-holds. Elsewhere every choice of roles for the axes is a layout, and the cheapest is taken: the one of least time
-(`hardware/call_time`) on a nominal machine, of what a device receives ahead of the call, in it and for its result, and
-of what it computes. An axis may split only an index that it shards in some array, so nothing moves that the shardings
-do not ask for. `layouts` has every call of a product, for `advise`, which takes the times of a machine.
+If a single call computes this result from these operands, the plan is that call; at most, a device slices what it
+holds. Otherwise each choice of roles for the axes is a layout, and the cheapest layout is taken. The cost is the time
+(`hardware/call_time`) on a nominal machine for receiving data before, in and after the call, and for computing. An axis
+may split only an index that it shards in some array, so nothing moves unless the shardings ask for it. `layouts` yields
+every call of a product, for `advise`, which uses the times of a real machine.
 
-Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). "data"
-may split the rows, for which w is gathered, or the contraction, for which x moves and the result is reduce-scattered.
-With m > k the weights are the smaller: each device gathers w and multiplies its rows.
+Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). If
+"data" splits the rows, w is gathered. If "data" splits the contraction, x moves and the result is reduce-scattered.
+With m > k the weights are smaller than x, so each device gathers w and multiplies its rows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from jaxmp._src.platform.hardware.call_time import Transfer, call_time
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.runtime.types import Shape
 
-# The machine that plans are made for: of its rates only how many operations take as long as a byte that a device
-# receives. An H200 multiplies float32 with 67 Tflop/s and receives 0.45 TB/s over NVLink (NVIDIA H200 data sheet).
-# Tensor cores do more of them, a CPU and its memory do fewer.
+# The machine that plans are made for. Only the ratio of its rates matters: operations per byte that a device receives.
+# An H200 multiplies float32 at 67 Tflop/s and receives 0.45 TB/s over NVLink (NVIDIA H200 data sheet), a ratio of 150.
+# Tensor cores have a higher ratio, a CPU and its memory have a lower ratio.
 NOMINAL = Hardware("nominal", {"float32": 150.0}, memory_bandwidth=math.inf, link_bandwidth=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a plan depends on beside indices and shardings: the extent of each index, the sizes of mesh axes, and the
+    """The inputs of a plan other than indices and shardings: the extent of each index, the sizes of mesh axes, and the
     bytes of an element of a, b, the result and a sum.
 
-    `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
-    operands along k, if they are stored in order. `shares_columns`: ranks may share columns of the result.
+    `keeps_result`: the call has to return the result in the requested sharding. `gathers_k`: the call may gather
+    operands along k. `shares_columns`: ranks may share columns of the result.
     """
 
     extents: tuple[tuple[str, int], ...]
@@ -56,7 +56,7 @@ def terms(
     *,
     keeps_result: bool = False,
 ) -> Terms:
-    """The terms for a, b and d of these shapes; a symbolic extent is taken for a number that every axis divides."""
+    """Returns the terms for a, b and d of these shapes. Every axis is taken to divide a symbolic extent."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
@@ -68,11 +68,11 @@ def terms(
 def plan(
     given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
 ) -> Contraction:
-    """The call for operands that lie, and a result that is to lie, as in `given`; `terms` are asked for if costs
-    decide."""
+    """Returns the call for operands and a result that are sharded as in `given`. `terms` is called only if costs
+    decide. `gathers_k`: the call may gather along k if the operands are stored in order."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
-    # A gather along k may cost more than to move operands.
+    # A gather along k may cost more than moving operands.
     if found is None or found.gathers_k or (found.is_transposed and not shares_columns):
         found = cheapest(given, dataclasses.replace(terms(), gathers_k=gathers_k, shares_columns=shares_columns))
     return found
@@ -80,7 +80,7 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
-    """The one call that gives this result of operands that lie so, or None."""
+    """Returns the call that computes this result from operands as they are sharded, or None."""
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
@@ -98,7 +98,7 @@ def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | No
 
 
 def _completed(given: Contraction, role: Role) -> Role:
-    """The role of an axis where an operand that is whole takes its part of it, which moves nothing."""
+    """Returns an axis's role after devices slice an operand that they hold whole, which moves nothing."""
     a, b, d = role
     if {a, b} != {""} and "" in (a, b) and (a + b) not in (*given.rows, *given.cols):
         a = b = a + b
@@ -113,7 +113,7 @@ def _completed(given: Contraction, role: Role) -> Role:
 
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
-    """The call of least cost for operands and a result that are sharded as `given`."""
+    """Returns the cheapest call for operands and a result that are sharded as in `given`."""
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
     if terms.keeps_result:
@@ -124,9 +124,9 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
 
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
-    """Every call of a product, in no layout yet, that runs as it lies, with another role for each mesh axis."""
+    """Yields every call of an unsharded product that needs no resharding, with a different role for each mesh axis."""
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
-    roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
+    roles.sort(key=lambda role: role.communicates)  # so that adjacent axes communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
         if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
             yield call
@@ -135,7 +135,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
 def _calls(
     given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
 ) -> Iterator[Contraction]:
-    """The calls in which these axes have these roles."""
+    """Yields a call for each choice of roles for these axes, unless it would be several calls or not divide."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     for choice in choices:
         roles = dict(zip(axes, choice, strict=True))
@@ -146,13 +146,13 @@ def _calls(
 
 
 def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
-    """The roles that an axis may have in a call (the table of `contraction`), of these indices."""
+    """Returns the roles that an axis may have in a call (the table of `contraction`), with these indices."""
     batch, rows, cols, contracted = (
         [index for index in dict.fromkeys(where) if index and index in group]
         for group in (product.batch, product.rows, product.cols, product.contracted)
     )
     roles = []
-    if gathers_k:  # ahead of what costs as much, for a call may read the shards in place
+    if gathers_k:  # first among equal costs, because a call may read the shards in place
         roles += [Role(row, k, row) for row in rows for k in contracted]
         roles += [Role(k, col, col) for col in cols for k in contracted]
     roles += [Role(index, index, index) for index in batch]
@@ -162,7 +162,7 @@ def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> li
 
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
-    """The roles that an axis may have for what it shards; only the one that it has where that communicates nothing."""
+    """Returns the roles that an axis may have: only its present role if that is valid and does not communicate."""
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have in roles and not have.communicates:
         return [have]
@@ -170,7 +170,7 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 
 def _lies(given: Contraction, role: Role, have: Role) -> bool:
-    """Whether an operand that the call gathers lies so, and in an all-gather the other one as well."""
+    """True if the operand that the call gathers is already sharded for it; in an all-gather, both operands."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):
@@ -179,11 +179,11 @@ def _lies(given: Contraction, role: Role, have: Role) -> bool:
 
 
 def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
-    """The layout in which axes have these roles; those of the group come last where a pattern wants it."""
-    # Axes that share a dimension stay in the order that they have in d, or else in a or b.
+    """Returns the layout of axes with these roles. The group's axes come last if a pattern needs that."""
+    # Axes that shard one dimension keep the order that they have in d, or else in a or b.
     given_dims = (*given.layout.d, *given.layout.a, *given.layout.b)
     places = {axis: [dim.index(axis) for dim in given_dims if axis in dim] for axis in roles}
-    # Contracted dimensions follow each other in the order of a's.
+    # Axes of contracted dimensions come in the order of these dimensions in a.
     contracted = [axis for axis, role in roles.items() if role.is_contracted]
     contracted.sort(key=lambda axis: (given.a.index(roles[axis].a), places[axis]))
 
@@ -191,7 +191,7 @@ def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
         found = []
         for index, own in zip(given.indices[which], given.layout[which], strict=True):
             axes = sorted((axis for axis, role in roles.items() if role[which] == index), key=places.__getitem__)
-            # Axes over which a dimension is contracted, scattered or gathered follow the others.
+            # Axes that contract, scatter or gather a dimension come after the other axes.
             last = [axis for axis in contracted if axis in axes]
             gathered = [axis for axis in axes if axis not in contracted and roles[axis][which] != roles[axis].d]
             last += sorted(gathered, key=lambda axis: own.index(axis) if axis in own else len(own))
@@ -202,7 +202,7 @@ def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
 
 
 def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
-    """Whether the axes of every dimension divide its extent."""
+    """True if the axes of every dimension divide its extent."""
     return all(
         extents[index] % size_of(mesh, dim) == 0
         for indices, dims in zip(call.indices, call.layout, strict=True)
@@ -211,7 +211,7 @@ def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, i
 
 
 def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
-    """The bytes that a device holds of a, b and d, and of d in sums."""
+    """Returns the bytes that a device holds of a, b and d, and of d in the accumulator's type."""
     mesh, extents, (*sizes, of_sums) = dict(terms.mesh), dict(terms.extents), terms.itemsizes
     held = [
         math.prod(extents[index] // size_of(mesh, dim) for index, dim in zip(indices, dims, strict=True))
@@ -222,7 +222,7 @@ def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
 
 
 def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
-    """The time on a nominal machine of what each device receives, and of what it multiplies."""
+    """Returns the time on the nominal machine for the data that each device receives, and for its products."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
     moved = [

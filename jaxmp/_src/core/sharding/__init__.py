@@ -1,1 +1,1 @@
-"""From shardings to patterns: a call on global arrays, on shards, or under XLA's partitioner."""
+"""Chooses patterns from shardings, and runs calls on global arrays, on shards, or under XLA's partitioner."""

@@ -1,8 +1,8 @@
 """Caches of planned calls.
 
-Validation and planning depend only on the types and shardings of the operands, the request and JAX's configuration,
-which are the same from one step of a program to the next, and from one layer to another. They take several times as
-long as the dispatch of the compiled call, or as to trace it.
+Validation and planning depend only on the types and shardings of the operands, the request and JAX's configuration.
+These are the same from one step of a program to the next, and from one layer to another. Validation and planning take
+several times as long as dispatching the compiled call, or as tracing it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
 
 CAPACITY = 1024
-# The compiled call of a kind, which takes the operands, or its plan; empty until the first call of the kind fills it.
+# Holds the compiled call of one kind, or its plan. It is empty until the first call of this kind fills it.
 Entry = list[Any]
 
 
@@ -27,12 +27,12 @@ def _empty(key: Hashable) -> Entry:
     return []
 
 
-# By a key and JAX's configuration. Calls of operands that are traced, and parts of a call, leave eager calls in theirs.
+# Keyed also by JAX's configuration. Traced calls and parts of calls have their own cache and evict no eager calls.
 kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(_empty) for _ in range(2))
 
 
 def operands_of(request: Request) -> dict[str, Any]:
-    """What was passed for operands, by name; nothing where the names are wrong."""
+    """Returns the operands of a request by name; {} if names in `epilog_inputs` are wrong."""
     given = {"a": request.a, "b": request.b} if request.c is None else {x: getattr(request, x) for x in "abc"}
     inputs = request.epilog_inputs
     if inputs is None:
@@ -42,12 +42,12 @@ def operands_of(request: Request) -> dict[str, Any]:
 
 
 def find(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
-    """The entry for this request of these operands, by name, and further arguments; `is_part`: of a product that may be
+    """Returns the entry for this request, these operands by name, and further arguments. `is_part`: the product may be
     one of several in a call.
 
-    None where nothing is kept: without operands, for some that are no arrays, with arrays in `scaling`, for an alpha or
-    beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
-    for messages.
+    Returns None if nothing is kept: without operands, with operands that are not arrays, with arrays in `scaling`, with
+    an alpha or beta that is not a Python number, with arguments without a hash (a list of shardings), and if messages
+    need the line of each call.
     """
     types, cache = [], kept_traced if is_part else kept
     for name, x in operands.items():
@@ -81,14 +81,14 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """As `find`, for a contraction; None also for operands of several devices, and where anybody speaks of a mesh."""
+    """Does what `find` does, but for a contraction. Also None if operands are on several devices or a mesh is given."""
     if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
 
 
 def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
-    """Whether all operands are arrays of one device, and nobody speaks of a mesh."""
+    """True if each operand is an array on one device, and neither request nor context names a mesh or sharding."""
     return request.out_sharding is request.in_shardings is request.mesh is None and _are_on_one_device(*operands)
 
 
@@ -100,12 +100,12 @@ def _are_on_one_device(*operands: Any) -> bool:
 
 
 def is_simple(*operands: Any) -> bool:
-    """Whether JAX's own dispatch of a jitted function serves an eager call that has no options."""
+    """True if JAX's own dispatch of a jitted function can run an eager call without options."""
     return _are_on_one_device(*operands) and not (native.has_barrier or jax_compat.is_jit_disabled())
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
-    """`call(*operands)`, compiled in one piece and kept where there is an entry for it."""
+    """Runs `call(*operands)`. If there is an entry, the call is compiled as a whole and kept in it."""
     if entry is None:
         return call(*operands)
     if not entry:
@@ -114,7 +114,7 @@ def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
 
 
 _PLAIN = (float, int, complex, type(None))
-# What of a request is the same for all operands of its types.
+# The fields of a request that are the same for all operands of the same types.
 _OPTIONS = operator.itemgetter(
     *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
 )

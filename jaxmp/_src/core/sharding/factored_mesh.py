@@ -1,8 +1,8 @@
-"""The mesh for what XLA's partitioner proposes: the program's, with an axis split where shardings take parts of it.
+"""Builds the mesh for the shardings that XLA proposes: the program's mesh, with axes split if shardings use parts.
 
 A reshape of (64, k) over 8 devices of "data" to (4, 16, k) shards the first dimension in 4 and the second in 2. The
-mesh ("data:(1)4", "data:(4)2") of the same devices has an axis for each. Shardy names them so: by the size of what
-comes before in the axis, and their own.
+mesh ("data:(1)4", "data:(4)2") of the same devices has an axis for each. The names are Shardy's: the size of the axis
+before this part, and the size of the part.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals.jax_partitioner import Global
 from jaxmp._src.platform.runtime.types import Shape
 
-# Positions in the mesh that divide a dimension: how far apart they are, and where equal ones begin anew.
+# Mesh positions that divide a dimension: (the distance between them, the distance after which they repeat).
 Run = tuple[int, int]
 
 
 def factored(mesh: Mesh, arrays: Sequence[Global]) -> tuple[Mesh, list[Dims]]:
-    """The mesh with axes split as far as the shardings of the arrays ask for it, and the axes that shard each array.
+    """Returns the mesh with axes split as the shardings of the arrays require, and the axes that shard each array.
 
-    An array counts as whole where no axes express its sharding: on one device, or in parts that do not fit the parts
-    of a larger array.
+    An array counts as whole if no axes express its sharding: it is on one device, or its parts do not fit the parts of
+    a larger array.
     """
     cuts: Collection[int] = _ends(mesh.shape)
     runs: list[list[list[Run]]] = [[[]] * len(x.shape) for x in arrays]
@@ -48,12 +48,12 @@ def factored(mesh: Mesh, arrays: Sequence[Global]) -> tuple[Mesh, list[Dims]]:
 
 
 def _ends(axes: Mapping[str, int]) -> list[int]:
-    """The number of positions of all axes, without the first, without the first two and so on, down to 1."""
+    """Returns the number of positions of all axes, of all but the first, of all but the first two, and so on to 1."""
     return [*itertools.accumulate([*axes.values()][::-1], int.__mul__, initial=1)][::-1]
 
 
 def _runs(tiles: np.ndarray) -> list[list[Run]]:
-    """For each dimension the runs that may divide it, slowest first."""
+    """Returns for each dimension the runs that may divide it, slowest first."""
     first = tiles.min(-1)
     return [_runs_of(np.moveaxis(first, i, -1).reshape(-1, n)[0].tolist()) for i, n in enumerate(first.shape)]
 
@@ -71,7 +71,7 @@ def _runs_of(positions: Sequence[int]) -> list[Run]:
 
 
 def _split(mesh: Mapping[str, int], cuts: Collection[int]) -> dict[str, int]:
-    """The axes of a mesh, split where positions in it are multiples of the cuts."""
+    """Returns the axes of a mesh, split at multiples of `cuts` (numbers of positions)."""
     axes: dict[str, int] = {}
     end = math.prod(mesh.values())
     for name, size in mesh.items():
@@ -83,13 +83,13 @@ def _split(mesh: Mapping[str, int], cuts: Collection[int]) -> dict[str, int]:
 
 
 def _dims(runs: Sequence[Sequence[Run]], axes: Mapping[str, int]) -> Dims:
-    """The axes of each dimension that these runs divide."""
+    """Returns the axes that divide each dimension, from the dimension's runs."""
     steps = [(name, step) for (name, size), step in zip(axes.items(), _ends(axes)[1:], strict=True) if size > 1]
     return tuple(tuple(name for low, high in dim for name, step in steps if low <= step < high) for dim in runs)
 
 
 def _tiles(dims: Dims, axes: Mapping[str, int], shape: Shape) -> np.ndarray:
-    """The sorted positions that hold each tile, in this shape, of an array that axes shard so."""
+    """Returns, in this shape, the sorted positions that hold each tile of an array with these axes."""
     names, sharded = [*axes], sum(dims, ())
     order = [names.index(name) for name in (*sharded, *(name for name in names if name not in sharded))]
     positions = np.arange(math.prod(axes.values())).reshape(*axes.values())
@@ -97,7 +97,7 @@ def _tiles(dims: Dims, axes: Mapping[str, int], shape: Shape) -> np.ndarray:
 
 
 def _dividing(dims: Dims, shape: Shape, axes: Mapping[str, int]) -> Dims:
-    """The first axes of each dimension that divide it: XLA pads others, and a call must not see the padding."""
+    """Returns the first axes of each dimension that divide it. XLA pads for others, and a call must not see padding."""
 
     def first(dim: Dim, extent: int) -> Dim:
         return next(dim[:i] for i in range(len(dim), -1, -1) if extent % size_of(axes, dim[:i]) == 0)
@@ -106,7 +106,7 @@ def _dividing(dims: Dims, shape: Shape, axes: Mapping[str, int]) -> Dims:
 
 
 def _mesh_of(mesh: Mesh, axes: Mapping[str, int]) -> Mesh:
-    """The devices of a mesh with these axes."""
+    """Returns a mesh of the same devices with these axes."""
     if isinstance(mesh, jax.sharding.Mesh):
         return jax.sharding.Mesh(mesh.devices.reshape(*axes.values()), tuple(axes))
     return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))

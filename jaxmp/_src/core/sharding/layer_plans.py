@@ -1,4 +1,4 @@
-"""The two products of a pair of layers, planned together: the hidden layer leaves the first as the second takes it."""
+"""Plans the two products of a pair of layers together: the first returns the hidden layer as the second takes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxmp._src.platform.runtime.types import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Label:
-    """What messages call one product of a function, its operands and its bias."""
+    """The names, in messages, of one product of a function, its operands and its bias."""
 
     function: str
     a: str
@@ -35,15 +35,15 @@ class Label:
 
     @property
     def name(self) -> str:
-        """As "mlp (x @ w_in)"."""
+        """The name of the product, such as "mlp (x @ w_in)"."""
         return f"{self.function} ({self.a} @ {self.b})"
 
     def naming(self, **others: str) -> contextlib.AbstractContextManager[None]:
-        """A context for what is refused of this product."""
+        """Returns a context that gives refusals of this product its names."""
         return naming(self.name, a=self.a, b=self.b, bias=self.bias, **others)
 
     def request(self, x: Any, w: Any, bias: Any, activation: str | None = None, **options: Any) -> Request:
-        """The product with its bias and a fused activation."""
+        """Returns the request of the product with its bias and a fused activation."""
         inputs = None if bias is None else {"bias": bias}
         epilog = epilogs.for_activation(activation, bias is not None)
         return Request(self.name, x, w, epilog=epilog, epilog_inputs=inputs, takes_transposed=False, **options)
@@ -51,8 +51,8 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The products of two layers: operands by name, calls and plans; where XLA partitions only the call of the first,
-    and no plan."""
+    """The products of two layers: operands by name, calls and plans. If XLA partitions the products, only the first has
+    a call, and there is no plan."""
 
     operands: tuple[dict[str, Any], dict[str, Any]]
     calls: tuple[sharded_call.Call, ...]
@@ -60,7 +60,7 @@ class Layers:
 
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
-    """Both products; `in_shardings` are those of x and both weights, and the second's a is not known yet."""
+    """Plans both products. `in_shardings` are of x and both weights. The second request's a is not known yet."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
@@ -70,7 +70,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         )
     arrays = {"x": x, one.b: first.b, other.b: w_out}
     low = {name: y.dtype for name, y in arrays.items() if has_numbers(y) and low_precision.is_low_precision(y.dtype)}
-    for argument, dtype in low.items():  # int8 beside a wider type has the products of that
+    for argument, dtype in low.items():  # int8 with a wider type multiplies in the wider type
         if low_precision.is_scaled(dtype) or {"x", one.b} <= low.keys():
             raise NotAvailable(
                 f"{argument} has dtype {dtype}; layers of 8 bits and fewer need scales "
@@ -79,7 +79,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     groups = groups_on_axes(axis_name)
     with one.naming():
         spec, operands, shape = validated_layer(first, groups[0])
-        # In the type in which the second layer takes it; what is no array is refused later, by name.
+        # In the type that the second layer takes. A w_out that is not an array is refused later, by name.
         dtype = spec.out_dtype
         h = jax.ShapeDtypeStruct(shape, jnp.promote_types(dtype, w_out.dtype) if has_numbers(w_out) else dtype)
     with other.naming():
@@ -108,7 +108,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
 
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
-    """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
+    """Returns the groups of the two products: x's rows are gathered over the axis, y's rows are scattered."""
     patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
     on_axes = functools.partial(sharded_call.group_on_axes, outside="leave axis_name out")
     first, second = (Group() if axis_name is None else on_axes(p, axis_name) for p in patterns)
@@ -116,14 +116,14 @@ def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
 
 
 def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """As `validated`, with mixed operands converted."""
+    """Validates a layer's request, and converts operands of mixed types."""
     spec, operands, shape = validated(request, group)
     a, b = low_precision.widened(operands["a"], operands["b"])
     return spec, operands | {"a": a, "b": b}, shape
 
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
-    """Where the hidden layer goes: by default it keeps the columns of w_in and the other axes of x's rows."""
+    """Chooses the hidden layer's sharding. By default it has w_in's axes on columns and x's other axes on rows."""
     a, b, out = placement.lie
     if out is not None:
         return placement

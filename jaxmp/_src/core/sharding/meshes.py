@@ -1,4 +1,4 @@
-"""Where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
+"""Finds where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode and the mesh; for SHARDED also whether its axes are explicit, and how a, b and the result lie, as
-    stored; None is what follows from the others. For XLA `why`, and the sharding that the result is to have on explicit
-    axes; the one on automatic axes is a `constraint`. `shape` is that of the result."""
+    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, and the shardings of
+    a, b and the result as stored (None: the default for a and b). For XLA also `why`, and the requested sharding of the
+    result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
 
     mode: Mode
     shape: Shape
@@ -51,20 +51,20 @@ class Placement:
 
 
 def partition_spec(dims: Dims) -> P:
-    """The inverse of `shardings.to_dims`."""
+    """Returns the PartitionSpec of these axes: the inverse of `shardings.to_dims`."""
     return P(*(dim or None for dim in dims))
 
 
 def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
-    """The results of a call with a constraint on d, if there is one."""
+    """Returns the results of a call, with a constraint on d if there is one."""
     return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
 
 
 def on_automatic_axes(
     run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
 ) -> Callable[[Operands], jax.Array]:
-    """A run in which the explicit axes of a mesh on which XLA partitions are automatic; its result is sharded as
-    asked, or as `dims`."""
+    """Wraps `run` so that explicit axes of the mesh are automatic inside, and XLA partitions over them. The result is
+    sharded as requested, or as `dims`."""
     kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
     if not axes:
@@ -79,12 +79,12 @@ def on_automatic_axes(
         result: jax.Array = automatic(operands | whole)
         return result
 
-    # There JAX (0.10 to 0.12) casts traced arrays alone from one mesh to another, and keeps none of the inner one.
+    # Inside shard_map JAX (0.10 to 0.12) casts only traced arrays between meshes, and keeps no array of the inner mesh.
     return jax.jit(jax.checkpoint(placed)) if getattr(placement.mesh, "manual_axes", ()) else placed
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
-    """A global array that is sharded as `have`, sharded as `want`."""
+    """Reshards a global array from `have` to `want`."""
     now, last = (shardings.as_dims("an array", spec, x.ndim) for spec in (have, want))
     for step in moves.steps(now, last, mesh.shape):
         spec = partition_spec(step)
@@ -93,19 +93,19 @@ def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> 
 
 
 def manual_mesh() -> AbstractMesh | None:
-    """The mesh of the enclosing shard_map, or None outside."""
+    """Returns the mesh of the enclosing shard_map, or None outside."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or not mesh.manual_axes else mesh
 
 
 def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
-    """The axes of a mesh that are not manual, but those of one device."""
+    """Returns the axes of a mesh that are not manual and have more than one device."""
     manual = getattr(mesh, "manual_axes", ())
     return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
 
 
 def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
-    """Raise ValueError for axes that the mesh does not have, or that are named twice."""
+    """Raises ValueError for axes that the mesh does not have, or that are named twice."""
     for axis in axes:
         if axis not in mesh.shape:
             raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
@@ -114,7 +114,7 @@ def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def place(request: Request, out_shape: Shape) -> Placement:
-    """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
+    """Finds the mode of a call from its request and the ambient mesh, and checks the shardings that it reads."""
     a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
@@ -156,13 +156,13 @@ def place(request: Request, out_shape: Shape) -> Placement:
 
 
 def _given_mesh(request: Request) -> options.Mesh | None:
-    """The mesh that the user passed."""
+    """Returns the mesh that the user passed as `mesh` or in `out_sharding`, or None."""
     out = request.out_sharding
     return out.mesh if request.mesh is None and isinstance(out, NamedSharding) else request.mesh
 
 
 def _mixed_mesh(request: Request) -> options.Mesh | None:
-    """The mesh of a call, where some of its axes are explicit and others automatic."""
+    """Returns the mesh of a call if some of its axes are explicit and others automatic, else None."""
     around = _given_mesh(request), jax.sharding.get_abstract_mesh()
     for found in (*(jax.typeof(x).sharding.mesh for x in (request.a, request.b)), *around):
         if found is not None and not found.empty:
@@ -173,13 +173,13 @@ def _mixed_mesh(request: Request) -> options.Mesh | None:
 
 
 def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
-    """The placement of a product that XLA partitions."""
+    """Returns the placement of a product that XLA partitions."""
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("{out_sharding}", out_sharding, mesh)
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     named: set[AxisType] = set()
-    if not is_partial(out_sharding):  # which JAX checks
+    if not is_partial(out_sharding):  # JAX checks partial shardings
         spec = _spec("{out_sharding}", out_sharding)
         dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -220,7 +220,7 @@ def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
 
 
 def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
-    """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
+    """Raises ValueError if a mesh, or a NamedSharding's mesh, is not the call's, because it would have no effect."""
     given = given.mesh if isinstance(given, NamedSharding) else given
     if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
         return
@@ -248,9 +248,9 @@ def _sharded(
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:
-    """The mesh of operands whose types carry a sharding; concrete where an array knows it.
+    """Returns the mesh of operands with shardings in their types, or None. It is concrete if an array knows it.
 
-    Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
+    Operands on no mesh (NumPy arrays, arrays made before `jax.set_mesh`) are whole on the explicit mesh around them.
     """
     found, mesh = None, request.mesh
     for x in (request.a, request.b):
@@ -275,7 +275,7 @@ def _explicit_mesh(request: Request) -> options.Mesh | None:
 
 
 def _check_context(mesh: options.Mesh) -> None:
-    """Raise ValueError where the operands live on another mesh than the one around them, as JAX does."""
+    """Raises ValueError, as JAX does, if the operands are on another mesh than the mesh around them."""
     around = jax.sharding.get_abstract_mesh()
     found, context = ([(*each.shape.items(),), each.axis_types] for each in (mesh, around))
     if not around.empty and found != context:
@@ -287,36 +287,36 @@ def _check_context(mesh: options.Mesh) -> None:
 
 
 def has_explicit_axes(mesh: options.Mesh) -> bool:
-    """Whether axes of a mesh are explicit."""
+    """True if a mesh has explicit axes."""
     return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def is_known(placement: Placement, *operands: jax.Array) -> bool:
-    """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
+    """True if a call under the partitioner knows a mesh: from its context, an operand's type or its constraint."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
     return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
 
 
 def type_dims(argument: str, x: jax.Array) -> Dims:
-    """The sharding in the type of an array, one tuple of axis names per dimension."""
+    """Returns the sharding in the type of an array, as one tuple of axis names per dimension."""
     return shardings.as_dims(argument, type_spec(x), x.ndim)
 
 
 def check_alike(**weights: jax.Array) -> None:
-    """Raise ValueError where the types of two arrays, by name, have other shardings."""
+    """Raises ValueError if the types of two arrays, given by name, have different shardings."""
     (one, have), (other, wanted) = ((name, partition_spec(type_dims(name, x))) for name, x in weights.items())
     if have != wanted:
         raise InvalidValue(f"{one} is sharded {have}, but {other} {wanted}; shard them alike (jax.sharding.reshard)")
 
 
 def type_spec(x: jax.Array) -> P:
-    """The sharding in the type of an array."""
+    """Returns the sharding in the type of an array."""
     sharding = jax.typeof(x).sharding
     return P() if sharding.mesh.empty else sharding.spec
 
 
 def of_one_row(sharding: Any) -> Any:
-    """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
+    """Returns the sharding of x[None], a matrix of one row, from x's. For a pair, it changes the first sharding."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
     if isinstance(sharding, P):
@@ -325,7 +325,7 @@ def of_one_row(sharding: Any) -> Any:
 
 
 def is_partial(sharding: Any) -> bool:
-    """Whether devices hold terms of sums that are not yet taken (unreduced), or operands whose gradients will be."""
+    """True if devices hold terms of a sum (unreduced axes), or an operand with such a gradient (reduced axes)."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
@@ -343,7 +343,7 @@ def _spec(argument: str, sharding: Any) -> P:
 
 
 def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
-    """Under the partitioner the wish for a result becomes a constraint on it."""
+    """Returns the constraint that a requested sharding becomes under the partitioner."""
     if out_sharding is None:
         return None
     spec = _spec("{out_sharding}", out_sharding)

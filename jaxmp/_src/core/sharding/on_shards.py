@@ -1,4 +1,4 @@
-"""A body on the shards of global arrays: what moves ahead of it, what it gathers, what moves behind it."""
+"""Runs a function on shards of global arrays: reshards operands, gathers inside `shard_map`, reshards the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxmp._src.platform.runtime.types import Operands
 
 
 class Entry(NamedTuple):
-    """How an operand enters shard_map, how it is gathered there, and how it lies ahead, if its type does not tell."""
+    """How an operand enters `shard_map`, what gathers it there, and its sharding before (None: its type has it)."""
 
     spec: P = P()
     gathers: tuple[Gather, ...] = ()
@@ -29,9 +29,9 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """Where a body runs, hashable: the mesh, how its operands enter, by name, and how its results leave, by name.
+    """The `shard_map` around a function, hashable: the mesh, and by name how operands enter and results leave.
 
-    `asked` is the sharding that the result "d" is to have, where it leaves in another one.
+    `asked`: the sharding that the caller wants for the result "d", if d leaves `shard_map` in a different one.
     """
 
     mesh: Any
@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def out_spec(self) -> P:
-        """The sharding in which d leaves."""
+        """The sharding of d when it leaves `shard_map`."""
         return dict(self.outs)["d"]
 
 
@@ -56,11 +56,11 @@ def frame_of(
     *,
     gathers_inside: bool,
 ) -> Frame:
-    """The frame of a planned call, whose arrays lie and are to lie as `given`.
+    """Returns the frame of a planned call. `given`: the shardings of a and b, and the requested sharding of d.
 
-    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: how the operands after a and b enter, and
-    the results after d leave. `gathers_inside`: a and b may be gathered inside shard_map, whose transpose is a
-    reduce-scatter.
+    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: the shardings of the other operands as
+    they enter, and of the other results as they leave. `gathers_inside`: a and b may be gathered inside `shard_map`, so
+    that their cotangents are reduce-scattered.
     """
     arrays = (
         ("a", given.a, plan.layout.a),
@@ -68,7 +68,7 @@ def frame_of(
         *((name, None, dims) for name, dims in beside),
     )
     gathered = plan.layout if gathers_inside else None
-    # The sums of an operand are the same on all ranks that gather it, and so is its type.
+    # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
     summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
     return frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
 
@@ -82,10 +82,10 @@ def frame(
     *,
     summed: Collection[str] = (),
 ) -> Frame:
-    """The frame of a call in `layout`, which takes arrays sharded as (name, before, inside) and gives `outs`.
+    """Returns the frame of a call in `layout`. `arrays`: (name, sharding before, sharding inside). `outs`: the results.
 
-    An array that is None before enters as it is inside. Without a layout nothing is gathered inside. The result "d" is
-    to be sharded as `asked`.
+    An array without a sharding before enters as it is inside. Without a layout nothing is gathered inside. The caller
+    wants "d" sharded as `asked`.
     """
     (mesh, is_explicit), spec, entries = where, meshes.partition_spec, []
     for name, have, want in arrays:
@@ -99,7 +99,7 @@ def frame(
 def on_shards(
     frame: Frame, body: Callable[[Operands], dict[str, Any]], operands: Operands, source_line: str
 ) -> dict[str, Any]:
-    """The results of a body of one device's shards."""
+    """Runs `body` on each device's shards and returns its results by name, d in the requested sharding."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
     placed = {}
@@ -123,8 +123,8 @@ def on_shards(
 def on_gathered(
     body: Callable[[Operands], dict[str, Any]], gathers: dict[str, tuple[Gather, ...]], source_line: str
 ) -> Callable[[Operands], dict[str, Any]]:
-    """`body` of operands of which some are gathered ahead of its calls; backward passes gather those again, so that
-    none is kept for them."""
+    """Wraps `body` so that it receives gathered operands. The backward pass gathers them again, instead of keeping the
+    gathered operands."""
     if not any(gathers.values()):
         return body
 
@@ -136,5 +136,5 @@ def on_gathered(
                 whole[name] = gathered(gather.axes, whole[name], gather.dimension, source_line, to)
         return body(whole)
 
-    # Without a barrier in the way XLA may still keep one, within a program that does not loop over layers.
+    # There is no barrier, so XLA may still keep a gathered operand if the program has no loop over layers.
     return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)

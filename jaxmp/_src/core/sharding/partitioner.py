@@ -1,13 +1,12 @@
-"""The fallback for a bare `jit` over auto axes: XLA's partitioner hands over the shardings it has chosen.
+"""Lowers calls in a bare `jit` over automatic axes: XLA's partitioner chooses the shardings.
 
-A product is a custom call that XLA's partitioner has this module replace by one device's part of it.
-`jax.experimental.custom_partitioning` does the same, but names a call by the address of a Python object: a program with
-one is neither found again in a persistent compilation cache nor exported. Here a call is named by its description, so
-any process that has imported jaxmp can partition it.
+A product is a custom call. XLA's partitioner asks this module to replace the call by one device's part of it.
+`jax.experimental.custom_partitioning` does the same, but names a call by the address of a Python object. A program with
+such a call cannot be exported or found again in a persistent compilation cache. Here a call is named by its
+description, so any process that has imported jaxmp can partition it.
 
-Its limits: eager calls and partial-manual regions never consult it, and the partitioner may settle on another pattern
-than the user has in mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings`
-have none of these.
+Limits: eager calls and partially manual regions never use the partitioner. It may also choose another pattern than the
+user expects (the gradient of an all-gather becomes an all-reduce). Explicit axes and `in_shardings` avoid both limits.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import is_symbolic
 
 TARGET = "jaxmp_partitioned_matmul"
-# The message with which XLA stops for `explain`.
+# The error message that stops XLA during `explain`.
 STOPPED = "jaxmp: explain wants no more than the shardings"
 
 T = TypeVar("T")
-# (a function of one device's shards, the shardings of the operands, those of the results).
+# (a function of one device's shards, the shardings of the operands, the shardings of the results).
 Placed = tuple[Callable[..., Any], Sequence[NamedSharding], Sequence[NamedSharding]]
-# Set while `explain` lowers a program: what XLA is to partition, "calls" of jaxmp's and "batches" that are its own.
-# With "stop" XLA fails at the first call, once shardings are settled, with STOPPED.
+# Set while `explain` lowers a program: collects what XLA partitions, "calls" of jaxmp and "batches" of XLA's own.
+# With "stop", XLA fails with STOPPED at the first call, after it has chosen the shardings.
 _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("explained", default=None)
 
 
 @contextlib.contextmanager
 def explaining(*, stops: bool) -> Iterator[set[str]]:
-    """What the programs hold that are lowered in this thread meanwhile."""
+    """Collects what XLA is to partition in the programs that this thread lowers inside the context."""
     token = _explained.set(found := {"stop"} if stops else set())
     try:
         yield found
@@ -72,21 +71,21 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """A product as planned for the shardings that XLA proposes."""
+    """Plans a product for the shardings that XLA proposes."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
     if has_mask and results[0].shape[-1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
-        left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
+        left_out += columns  # each shard of the mask is padded, and the shape here cannot depend on the shards
     if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
-        left_out += rows  # over which XLA would complete the sums
+        left_out += rows  # XLA would complete the sums over these axes
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each[spec.batch :]) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
     names, where = spec.names, (results[0].shape[spec.batch :], mesh.shape)
     matrices = [jax.ShapeDtypeStruct(x.shape[spec.batch :], x.dtype) for x in args[:2]]
-    # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
+    # Under a level, a call that shares columns has no gradient epilog. XLA can move operands instead.
     plan = sharded_call.planned(spec, given, matrices, *where, shares_columns=not spec.fixed_reduction_order)
     local = check_all_reduce(spec.replace(group=Group.of(plan, tuple(mesh.shape.items())), batch=0))
 
@@ -105,7 +104,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
 
 
 def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """A product of groups of rows, split by the shardings that XLA proposes."""
+    """Plans a product of groups of rows for the shardings that XLA proposes."""
     arrays = [*args, *results]
     mesh, dims = factored(mesh, arrays)
     spec = dataclasses.replace(spec, is_global=False)
@@ -128,7 +127,7 @@ def sharding_rule_of(spec: MatmulSpec) -> str:
 
 
 def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
-    """The operands with the first operand of JAX's own product in front; and the inverse."""
+    """Puts the first operand of JAX's own product first. A second application restores the order."""
     a, b, *rest = operands
     return (b, a, *rest) if spec.b_leads else operands
 
@@ -136,18 +135,18 @@ def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
 def _place(
     spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
 ) -> Placed:
-    """How XLA's partitioner is to compute a call."""
+    """Returns how XLA's partitioner is to compute a call."""
     if activation is None:
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
-    # Element by element, so every shard is a call of its own, on the sharding of the result.
+    # Elementwise, so every shard is computed by itself, in the sharding of the result.
     mesh, (dims,) = factored(mesh, results)
     where = NamedSharding(mesh, partition_spec(dims))
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    """The lowering of a primitive that has one of shards; of global arrays, unsettled, a call that XLA partitions."""
+    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
@@ -156,7 +155,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
         types: Any = ctx.avals_in
         is_of_xla = spec.batch and not spec.asked_of_library
         if is_of_xla or is_symbolic(*types):  # XLA's own product of global arrays, which XLA partitions
-            if not is_of_xla:  # raises where a library was asked for
+            if not is_of_xla:  # raises if a library was asked for
                 decide.product(spec, types[0], types[1], decide.Where(jax_lowering.platform(ctx)))
             spec = spec.replace(implementation="xla")
             _note("batches" if spec.batch else "")
@@ -168,7 +167,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
 
 
 def _note(what: str) -> set[str]:
-    """What `explain` has found, with this; nothing for others."""
+    """Adds `what` to the findings of `explain` and returns them; an empty set outside `explain`."""
     found = _explained.get()
     if found is None:
         return set()
@@ -177,8 +176,8 @@ def _note(what: str) -> set[str]:
 
 
 def grouped_rule(platform: str) -> LoweringRule:
-    """The lowering of a product of groups of rows. One of global arrays on CPU devices becomes a call that XLA
-    partitions."""
+    """Returns the lowering rule of a product of groups of rows. On CPU devices, a product of global arrays becomes a
+    call that XLA partitions."""
     on_shards = grouped.grouped_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
@@ -188,7 +187,7 @@ def grouped_rule(platform: str) -> LoweringRule:
         if not spec.is_global or where.is_on_shards or why or is_symbolic(*types):
             return on_shards(ctx, *nodes, spec=spec)
         indices = ragged.indices_of(spec, [x.shape for x in (*types, *ctx.avals_out)])
-        units = map("u{}".format, itertools.count())  # a batch of one is sharded as no other array
+        units = map("u{}".format, itertools.count())  # a batch of one shares its sharding with no array
         *operands, result = (" ".join(next(units) if i == "u" else i for i in text) for text in indices)
         sharding_rule = f"{', '.join(operands)} -> {result}"
         return _lower(ctx, nodes, {"grouped": to_fields(spec)}, sharding_rule, "m" if spec.is_contraction else "k")
@@ -203,8 +202,8 @@ def _lower(
     sharding_rule: str,
     contracted: str = "k",
 ) -> Sequence[Any]:
-    """The results of a call that is to be partitioned; `call` describes it by JSON values."""
-    native.register()  # the executable may come from a cache, and then nothing asks us
+    """Lowers a call that XLA is to partition, and returns its results. `call` describes it in JSON values."""
+    native.register()  # the executable may come from a cache, and XLA then does not ask
     mesh = jax_lowering.global_mesh(ctx)
     described: dict[str, Any] = {
         "call": call,
@@ -213,7 +212,7 @@ def _lower(
         "mesh": list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
-    if native.has_barrier:  # processes tell the calls of a program apart
+    if native.has_barrier:  # so that processes can tell the calls of a program apart
         described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
         described["program"] = jax_lowering.program_name(ctx)
         described["is_in_body"] = jax_lowering.is_in_body()
@@ -228,17 +227,17 @@ def _lower(
 
 
 def _mesh_of(described: dict[str, Any]) -> Mesh:
-    """The mesh of a described call."""
+    """Returns the mesh of a described call, without devices if they are not named or not all present."""
     names, sizes = tuple(name for name, _ in described["mesh"]), tuple(size for _, size in described["mesh"])
     wanted = described.get("devices", ())
     devices = {device.id: device for device in jax.devices(described["platform"])} if wanted else {}
-    if not wanted or not devices.keys() >= {*wanted}:  # there may be fewer than a program is compiled for
+    if not wanted or not devices.keys() >= {*wanted}:  # a program may be compiled for more
         return jax.sharding.AbstractMesh(sizes, names)
     return jax.sharding.Mesh(np.array([devices[id] for id in wanted]).reshape(sizes), names)
 
 
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
-    """A call of this description on one device's shards."""
+    """Returns the call of this description on one device's shards."""
     described = json.loads(text)
     if "stop" in described:
         raise RuntimeError(STOPPED)
@@ -246,7 +245,7 @@ def _partition(text: str, operands: Sequence[Global], results: Sequence[Global])
 
 
 class Settled(NamedTuple):
-    """An equation in one device's part of a call: the mesh, the axes over which its operands differ between devices,
+    """An equation in one device's part of a call: the mesh, the axes along which each operand differs between devices,
     the dimensions that several axes shard, how often it runs, and into how many parts the mesh divides a batch."""
 
     eqn: Any
@@ -258,7 +257,7 @@ class Settled(NamedTuple):
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
-    """The equations in one device's part of a call."""
+    """Returns the equations in one device's part of a call."""
     described = json.loads(text)
     call, front = _on_shards(described, operands, results), described["call"].get("spec", {}).get("batch", 0)
     part, found = jax_partitioner.part_of(call, operands), []
@@ -275,8 +274,8 @@ def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) ->
 
 
 def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]], count: int = 1) -> Iterator[tuple[Any, int]]:
-    """The equations of a part and of the loops in it, and how often each runs; notes in `axes` what the operands of a
-    loop differ over."""
+    """Yields the equations of a part and of its loops, and how often each runs. Adds to `axes` the axes along which
+    the operands of a loop differ."""
     for eqn in part.eqns:
         for body in jax_compat.subjaxprs(eqn.params) if eqn.primitive.name == "scan" else ():
             pairs = zip(body.invars, eqn.invars, strict=True)
@@ -300,9 +299,9 @@ def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: S
 
 
 def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
-    """The shardings of results as operands have them, along the indices that they share.
+    """Returns the results' shardings, which follow from the operands' shardings along the indices that they share.
 
-    By whole axes, because JAX takes no parts of axes for what a program returns.
+    They use whole axes, because JAX accepts no parts of axes for the results of a program.
     """
     described = json.loads(text)
     mesh = _mesh_of(described)

@@ -1,11 +1,11 @@
-"""Products of groups of rows on a mesh: x (m, k), w (g, k, n) -> (m, n), where the groups lie along m.
+"""Plans products of groups of rows on a mesh: x (m, k), w (g, k, n) -> (m, n), with the groups along m.
 
-The ranks of each mesh axis split one index. An operand that has it is used as it lies, or sliced, and any other one is
-gathered. A split of k leaves partial sums, and one of g rows that one rank alone does not have as zeros: both are
-summed, or reduce-scattered where the result is sharded so. Rows are split by shifting the bounds of the groups, and
-groups by slicing them.
+The ranks of each mesh axis split one index. An operand with this index is used as it is, or sliced, and any other
+operand is gathered. A split of k leaves partial sums. A split of g leaves rows that are zeros on all ranks but one.
+Both are summed, or reduce-scattered if the result is sharded over the axis. Rows are split by shifting the bounds of
+the groups, and groups are split by slicing the bounds.
 
-Where axes shard rows of x and groups of w, the CPU devices of one process read the rows where they lie: nothing moves.
+If axes shard both rows of x and groups of w, CPU devices of one process read the rows in place: nothing moves.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 
 _CALLER = "ragged_dot"
 SCOPE = "jaxmp_ragged_sum"  # in name stacks, where `explain` reads it
-# By name: the indices of an array, and how it lies.
+# By name: the indices of an array, and its sharding; None if the array enters as the call splits it.
 Arrays = Mapping[str, tuple[str, Dims | None]]
 PRODUCT = Contraction("mk", "gkn", "mn", Layout(((), ()), ((), (), ()), ((), ())))
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedCall:
-    """A call, hashable: its spec and, of global arrays on a mesh, its frame.
+    """A hashable call: its spec and, for global arrays on a mesh, its frame.
 
-    `rows`, `groups`: the axes that split them, and `spec.experts` those that split both; `sums`: those over which
-    results are summed whole; `scatters`: for each dimension of the result those over which they are reduce-scattered.
+    `rows`, `groups`, `contracted`: the axes that split each of them; `spec.experts` split rows and groups. `sums`: the
+    axes that all-reduce the result. `scatters`: for each dimension of the result, the axes that reduce-scatter it.
     """
 
     spec: GroupedSpec
@@ -53,8 +53,8 @@ class RaggedCall:
     scatters: Dims = ((), ())
 
     def __call__(self, operands: Operands) -> jax.Array:
-        """The result of x and w as "a" and "b", "sizes" and, if groups do not begin with the first one, "offset"; with
-        "bias" (groups, n) added to the rows of each group."""
+        """Returns the result of x ("a"), w ("b"), "sizes" and, if w does not begin with the first group, "offset".
+        "bias" (groups, n) is added to the rows of each group."""
         if self.frame is None:
             return self._on_shards(operands)["d"]
         result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
@@ -69,7 +69,7 @@ class RaggedCall:
         bounds = self._of_shard(bounds_of(operands["sizes"], operands.get("offset"), m, g)[None], x.shape[0])[0]
         spec = self._of_terms(x, w)
         d = grouped(spec, x[None], w[None], bounds[None])[0]
-        if "bias" in operands:  # a product of k = 1, in one of the terms
+        if "bias" in operands:  # as a product with k = 1, in one term only
             bias, whole = operands["bias"][None, :, None], (*spec.whole[:2], 1, *spec.whole[3:]) if spec.whole else ()
             ones = jnp.ones((1, x.shape[0], 1), bias.dtype)
             ones = jnp.where(lax.axis_index(self.contracted) == 0, ones, 0) if self.contracted else ones
@@ -77,24 +77,24 @@ class RaggedCall:
         return {"d": self.summed(d)}
 
     def of_bounds(self, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-        """The result on a device's shards of the operands of `grouped`, for the bounds of all rows."""
+        """Returns the result on a device's shards of the operands of `grouped`, from the bounds of all rows."""
         return self.summed(grouped(self._of_terms(x, w), x, w, self._of_shard(bounds, x.shape[1])))
 
     def _of_shard(self, bounds: jax.Array, m: int) -> jax.Array:
-        """Bounds of all groups and rows as those of a shard, of m rows."""
+        """Converts bounds of all groups and rows to the bounds of a shard with m rows."""
         if self.groups and not self.spec.experts:
             g = (bounds.shape[1] - 1) // lax.axis_size(self.groups)
             bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * g, g + 1, 1)
         return bounds - lax.axis_index(self.rows) * m if self.rows else bounds
 
     def _of_terms(self, x: jax.Array, w: jax.Array) -> GroupedSpec:
-        """The spec, by which partial sums are rounded when they are complete."""
+        """Returns the spec of a rank's terms: partial sums stay in the accumulator's type until they are complete."""
         if not self.contracted:
             return self.spec
         return dataclasses.replace(self.spec, out_dtype=accumulator(type_of(x, w)))
 
     def summed(self, d: jax.Array) -> jax.Array:
-        """The result, of which the ranks have terms."""
+        """Returns the result from the terms that the ranks hold."""
         with jax.named_scope(SCOPE):
             d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
             for axis, axes in enumerate(self.scatters):
@@ -103,7 +103,7 @@ class RaggedCall:
 
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
-    """The first row of each group, and the end of the last one, for groups from `offset` on; sizes are clamped."""
+    """Returns the first row of each group from `offset` on, and the end of the last group. Sizes are clamped."""
 
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
@@ -113,25 +113,25 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
 
 
 def checked(operands: Operands, m: int) -> Operands:
-    """The operands, of which `checkify` looks at the sizes."""
+    """Returns the operands, with sizes that `checkify` can check."""
     return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
 
 
 def are_wrong(sizes: jax.Array, *, m: int) -> jax.Array:
-    """Whether sizes are negative, or sum to more than m."""
+    """True if sizes are negative or sum to more than m."""
     wide = sizes if sizes.dtype.itemsize >= 4 else sizes.astype(jnp.int32)
     ends = _ends(jnp.moveaxis(wide, -1, 0), m + 1)
     return (wide < 0).any() | (ends > m).any()
 
 
 def _ends(sizes: jax.Array, most: int) -> jax.Array:
-    """The sums of sizes up to each, or `most`: larger ones might overflow."""
+    """Returns the cumulative sums of sizes, clamped to `most` because larger sums might overflow."""
     ends: jax.Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, most), _within(sizes, most))
     return ends
 
 
 def _within(x: jax.Array, most: int) -> jax.Array:
-    """Integers of any type as int32 from 0 to `most`, which a narrow type may not have."""
+    """Returns integers of any type as int32, clamped to 0 ... `most`, which may be too large for a narrow type."""
     x = x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
     return jnp.clip(x, 0, most).astype(jnp.int32)
 
@@ -141,7 +141,7 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
-    """The call of global arrays that lie as `given`, on a mesh, whose axes are explicit or not."""
+    """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit."""
     (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
     choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
     arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None), "d": ("mn", d)}
@@ -156,11 +156,11 @@ def split_call(
     extents: Mapping[str, int],
     arrays: Arrays,
 ) -> RaggedCall:
-    """The call in which the ranks of each axis split the index that `choose` returns, if their number divides its
-    extent, and the ranks of `spec.experts` rows and groups.
+    """Returns a call: the ranks of each axis split the index that `choose` returns, if the axis divides the index. The
+    ranks of `spec.experts` split rows and groups.
 
-    `choose` takes the index along which an axis shards each array, or "". `arrays` has by name the operands, and last
-    the result: their indices, and how each is sharded, or None for an array that enters as it is split.
+    `choose` takes the index along which an axis shards each array, or "". `arrays` has the operands by name, and the
+    result last: the indices and the sharding of each array, or None for an array that enters as it is split.
     """
     mesh, lie = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
     axes = _axes_of(mesh, choose, extents, lie, spec.experts)
@@ -178,7 +178,7 @@ def _axes_of(
     lie: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
-    """The axes that split each index, in the order in which they shard it."""
+    """Returns the axes that split each index, slowest first."""
     axes: dict[str, Dim] = {}
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
@@ -200,11 +200,11 @@ def _call_of(
     extents: Mapping[str, int],
     result: tuple[str, Dims],
 ) -> tuple[RaggedCall, Dims]:
-    """The call without a frame, and how its result lies."""
+    """Returns the call without a frame, and the sharding of its result."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     check_order(spec, tuple(axis for axis in split if axis not in experts and mesh[axis] > 1))
-    # Indices that the result has not leave terms: partial sums and, of a split g, zeros.
+    # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.
     terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result[0]}
     zeros = terms.pop("g", ())
     contracted: Dim = sum(terms.values(), ())
@@ -223,7 +223,7 @@ def _call_of(
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
-    """Raise where sums over these axes, in gradients too, would be in XLA's order and may not."""
+    """Raises if XLA would order sums over these axes, also in gradients, although the level fixes their order."""
     if axes and spec.level.global_order:
         raise spec.level.mesh_refusal(
             f"is not available: XLA sums over {axes}, in an order of its own",
@@ -232,16 +232,16 @@ def check_order(spec: GroupedSpec, axes: Dim) -> None:
 
 
 def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
-    """The axes along which ranks multiply together, or exchange rows through shared memory: all that shard groups,
-    which shard rows in the same order."""
+    """Returns the axes along which ranks multiply together or exchange rows through shared memory: all axes that shard
+    groups, if they shard rows in the same order, else ()."""
     are_ordered = groups == tuple(axis for axis in rows if axis in groups)
     return groups if groups and are_ordered and decide.shares_rows(spec, mesh, groups) else ()
 
 
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
-    """The index that the ranks of an axis split, which shards x, w and the result along these, each or "".
+    """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or "".
 
-    `keeps_k`: no sum is split.
+    `keeps_k`: k is not split.
     """
     if x == "m":
         if w == "n" and d:
@@ -258,9 +258,9 @@ def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
 
 
 def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, str, str]:
-    """The indices of the operands of `grouped` and of its result, of these shapes; "u" is a batch of one.
+    """Returns the indices of grouped's operands and result, which have these shapes. "u" is a batch of one.
 
-    `e` are bounds, which no axis splits.
+    "e" is the index of the bounds, which no axis splits.
     """
     w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
     x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
@@ -270,7 +270,7 @@ def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, st
 def placed(
     spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
 ) -> tuple[RaggedCall, tuple[Dims, ...]]:
-    """The call of global operands of `grouped` and a result which XLA proposes to lie so, and how they are to lie."""
+    """Plans the call of `grouped` for the shardings that XLA proposes. Returns (call, the arrays' shardings)."""
     indices = indices_of(spec, shapes)
     extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents

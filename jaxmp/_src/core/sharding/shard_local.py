@@ -1,7 +1,7 @@
-"""One device's part of a call: from shards of any rank to the calls on matrices that the plan asks for, and back.
+"""Runs one device's part of a call: from shards of any rank to the calls on matrices that the plan needs, and back.
 
-What a call of the library does not do is done around it here: leading dimensions fold into rows, operands are gathered
-ahead of it, and scalars that are arrays, and the epilog of a product that is computed transposed, come after it.
+This module does around a library call what the call itself does not do. Before it, leading dimensions fold into rows,
+and operands are gathered. After it, scalars that are arrays and the epilog of a transposed product are applied.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
-    """One device's part of a planned call."""
+    """Runs one device's part of a planned call."""
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, operands = _untransposed(plan, spec, operands)
-    # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
+    # Inside a user's shard_map the global array is not known, so sums go rank after rank.
     if spec.global_order and not spec.contraction.is_grid and not plan.is_partial:
         spec = _with_order(plan, spec, operands["a"])
     if plan.is_transposed:
@@ -54,7 +54,7 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operan
 
 
 def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
-    """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
+    """Computes D = (op(b)^T @ op(a)^T)^T: the columns of D take the place that rows have in the pattern."""
     a, b, is_transposed = operands["a"], operands["b"], spec.transpose_a and operands["a"].ndim == 2
     rows = a.shape[1:] if is_transposed else a.shape[:-1]
     if a.ndim > 2:
@@ -85,7 +85,7 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) ->
 
 
 def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
-    """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    """Sums bias gradients of d over the axes that shard its rows outside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
@@ -101,9 +101,9 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
 
 
 def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tuple[Contraction, MatmulSpec, Operands]:
-    """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
+    """Turns a call that computes D transposed into a local call on gathered operands, with the library's epilog.
 
-    XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
+    XLA's epilog is not bit-identical to the library's, and its bits depend on what XLA fuses it with.
     """
     why = f"where columns of the result are gathered or scattered over {axes_text(plan.row_axes)}"
     if spec.rule.gradient:
@@ -123,7 +123,7 @@ def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tu
 
 
 def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
-    """The spec with the places of D's rows and columns in the global array."""
+    """Returns the spec with the positions of D's rows and columns in the global array."""
     shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
     rows = [
         (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))
@@ -136,7 +136,7 @@ def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec
 
 
 def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
-    """The gather of an operand that the shardings force."""
+    """Gathers an operand because the shardings require it."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x
     with jax.named_scope("jaxmp_all_gather"):
@@ -144,9 +144,9 @@ def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str 
 
 
 def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tuple[int, ...]) -> Operands:
-    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
+    """Applies the epilog to a product that a call left plain. `rows`: the extents that fold into z's rows.
 
-    A bias gradient of d is that of this device's rows.
+    A bias gradient of d covers this device's rows only.
     """
     folded = {name: x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in operands.items()}
     outputs = xla_matmul.apply_epilog(z, folded, spec.ungrouped())
@@ -154,14 +154,14 @@ def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tupl
 
 
 def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operands:
-    """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
+    """Returns the results from shards of any rank. `dimension`: the dimension of a that is gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
     operands = collectives.cast_reduced(operands, spec.group.axes)
     a, b = operands["a"], operands["b"]
     if spec.traced and set(spec.traced) <= set(operands):
-        # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
-        # instead, in operations that XLA fuses into one, with C and the epilog behind it.
+        # cuBLASMp takes its scalars from the host, before the call. A traced scalar instead scales the accumulated
+        # product, in operations that XLA fuses with C and the epilog.
         out = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
         plain = spec.bilinear(out_dtype=out, traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b})["d"]
@@ -186,12 +186,12 @@ def bind_folded(
     plan: Contraction | None = None,
     shape: Shape | None = None,
 ) -> Operands:
-    """A product with dimension `numbers`, one of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each index of the
-    batch. `shape` is that of d under a plan."""
-    a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # for vmap has no such cast
+    """Runs a product with dimension `numbers`, as a product of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each
+    index of the batch. `shape`: the shape of d under a plan."""
+    a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # because vmap has no such cast
     shape = numbers.result(a.shape, b.shape) if shape is None else shape
     columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free
-    # Row dimensions stay apart where ranks share one, and others are slower.
+    # Row dimensions stay separate if ranks share one of them that is not the first.
     keeps_rows = plan is not None and plan.dimension > 0
     front = len(numbers.lhs_batch)
     a, transpose_a = _matrix(a, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, keeps_rows)
@@ -217,9 +217,9 @@ def bind_folded(
 def _matrix(
     x: jax.Array, batch: Shape, first: Shape, second: Shape, keeps_first: bool = False
 ) -> tuple[jax.Array, bool]:
-    """(`x` as (batch, first, second) or as (batch, second, first), whichever takes no copy; whether it is the latter).
+    """Returns (x as (batch, first, second), False), or (x as (batch, second, first), True) if only this needs no copy.
 
-    `first` and `second` are one dimension each, but for `first` under `keeps_first`.
+    `first` and `second` become one dimension each, except `first` if `keeps_first`.
     """
     stored = tuple(i for i in range(x.ndim) if i not in batch)
     is_transposed = stored == second + first and stored != first + second and not keeps_first

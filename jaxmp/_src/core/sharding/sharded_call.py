@@ -1,4 +1,4 @@
-"""One call of a spec: given a mode and a plan, run under `jit`, on shards or on sharded arrays."""
+"""Builds the call of a spec from its mode and plan, to run under `jit`, on shards or on sharded arrays."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
 
 @dataclasses.dataclass(frozen=True)
 class ManualCall:
-    """A call on the shards of the enclosing shard_map; `dimension` of a is the one gathered or scattered.
+    """A call on the shards of the enclosing shard_map. `dimension`: the dimension of a that is gathered or scattered.
 
-    `numbers`, here and of other calls: the dimension numbers of a product that is none of matrices.
+    `numbers`, here and in other calls: the dimension numbers, unless the product is a product of matrices.
     """
 
     spec: MatmulSpec
@@ -54,7 +54,7 @@ class ManualCall:
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedCall:
-    """A call on global arrays whose shardings XLA's partitioner chooses, but for a constraint on d."""
+    """A call on global arrays. XLA's partitioner chooses the shardings, except for a constraint on d."""
 
     spec: MatmulSpec
     numbers: DimensionNumbers | None
@@ -66,7 +66,7 @@ class PartitionedCall:
 
 @dataclasses.dataclass(frozen=True)
 class XlaCall:
-    """A product of global arrays that XLA computes and partitions; d is sharded as `out_sharding` on explicit axes."""
+    """A product of global arrays that XLA computes and partitions. `out_sharding`: d's sharding on explicit axes."""
 
     spec: MatmulSpec
     numbers: DimensionNumbers | None
@@ -81,7 +81,7 @@ class XlaCall:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedCall:
-    """A planned call on global arrays."""
+    """A planned call on global arrays. `is_empty`: d has no elements."""
 
     spec: MatmulSpec
     numbers: DimensionNumbers | None
@@ -110,14 +110,14 @@ def _bind(spec: MatmulSpec, numbers: DimensionNumbers | None, operands: Operands
     return bind_folded(spec, numbers, operands) if numbers else bind_shards(spec, dimension, operands)
 
 
-# d alone, or with further results by name.
+# d, or (d, further results by name).
 Results = jax.Array | tuple[jax.Array, Operands]
 
 
 def product(
     request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
 ) -> Results:
-    """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it, which is of operands `given` by name."""
+    """Returns the result of `jaxmp.matmul`. Fills the call's `entry` of `eager_calls`, for operands `given` by name."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
@@ -131,7 +131,7 @@ def product(
 
 
 def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
-    """The result of a product whose group is named, on the shards of the enclosing shard_map."""
+    """Returns the result of a product with a named group, on the shards of the enclosing shard_map."""
     group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
@@ -149,14 +149,14 @@ def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
 
 
 def _result(outputs: Operands) -> Results:
-    """What the user gets: d, or (d, {name: further result})."""
+    """Returns what the user gets: d, or (d, {name: further result})."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
 def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
-    """The group of these axes that shares a product inside shard_map; `cols`: a grid's along its columns; `outside`:
-    what to do outside of shard_map."""
+    """Returns the group of these axes, which share a product inside shard_map. `cols`: the axes along a grid's columns.
+    `outside`: advice in the error outside shard_map."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -182,7 +182,7 @@ def _as_axes(names: Any) -> tuple[str, ...]:
 def make_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> Call:
-    """The call of this spec on operands placed so."""
+    """Returns the call of this spec on operands with this placement."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
         return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
@@ -202,12 +202,12 @@ def make_call(
 
 
 def _has_columns(spec: MatmulSpec) -> bool:
-    """Whether what is asked beside the product depends on the columns of d."""
+    """True if an operand (the mask of relu) or the communication options depend on the columns of d."""
     return "relu_aux" in spec.operand_names or spec.comm != CommOptions()
 
 
 def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
-    """Raise NotImplementedError where a product that XLA partitions is asked to be one of a library."""
+    """Raises NotImplementedError if a product that XLA partitions was asked for what only a library does."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
@@ -225,7 +225,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def planned_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> ShardedCall:
-    """`make_call` for global arrays."""
+    """Returns the call for global arrays with known shardings."""
     mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     product = numbers.product(a.ndim, b.ndim) if numbers else product
@@ -240,7 +240,7 @@ def planned_call(
             argument = f"scaling.{operand.removeprefix('scale_')}"
             shardings.check_dims(argument, dims, operands[operand].shape, mesh.shape)
     results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
-    # Under a level the gradients are sums in an order of their own.
+    # Under a level gradients have their own order of sums, so they cannot be a gather's transpose.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
     if _has_columns(spec):
@@ -259,7 +259,7 @@ def planned(
     *,
     shares_columns: bool = True,
 ) -> Contraction:
-    """The plan of a product of a and b; `shares_columns` as in `planner.Terms`."""
+    """Plans a product of a and b. `shares_columns`: as in `planner.Terms`."""
     (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
 
@@ -269,15 +269,15 @@ def planned(
         keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
-    # Along k no operand is gathered whose gradient is to be a sum in a fixed order, nor one with scales along it.
+    # No operand is gathered along k if its gradient has to be a sum in a fixed order, or it has scales along k.
     gathers_k = not (spec.fixed_reduction_order or low_precision.is_scaled(operand))
     return planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
-    """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
+    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b.
 
-    But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
+    Exception: in a group all ranks hold the whole of bgrada, or of bgradb if the call takes b as its first operand.
     """
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
@@ -294,15 +294,15 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_call(call: Call, operands: Operands) -> Operands:
-    """The results of a call by name."""
+    """Returns the results of a call by name."""
     return call(operands)
 
 
 def of_arrays(
     call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], arrays: Iterable[Any]
 ) -> Callable[..., Results]:
-    """A call as a function of operands in this order, which are cast to these types as `validated` casts them; compiled
-    for `arrays` that are not traced: without jaxmp_call's static argument, which JAX would hash at every call."""
+    """Returns a call as a function of operands in this order, which it casts to these types as `validated` does. Unless
+    `arrays` are traced, it is compiled without jaxmp_call's static argument, which JAX would hash at every call."""
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return _compiled(call, conversion, types)
     return _taking(functools.partial(jaxmp_call, call), conversion, types)
@@ -330,10 +330,10 @@ def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dty
 def _of_empty(
     call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
 ) -> tuple[Callable[[Operands], Operands], Operands]:
-    """The body of a call with an empty d, or with nothing to contract, and its operands; `run` is that of another.
+    """Returns the body and operands of a call with an empty d or nothing to contract. `run`: the body of other calls.
 
-    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so an empty a
-    or b is made in it. An empty d, without sums of operands beside it, depends on none of them.
+    XLA cannot partition a body with only empty operands, nor the gradient of a body that uses only empty operands. The
+    body therefore makes an empty a or b itself. It returns zeros for an empty d, unless sums of operands are not empty.
     """
     mesh, layout = call.frame.mesh, call.plan.layout
     empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
@@ -356,8 +356,8 @@ def _of_empty(
 
 
 def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
-    """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
-    them by numbers in all that a shard_map holds."""
+    """Runs XLA's own product, partitioned by XLA, on global arrays with symbolic extents. JAX (0.10 to 0.12) cannot
+    replace these extents by numbers everywhere inside a shard_map."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
     product = functools.partial(_bind, fit_comm_options(call.spec.local()).unsettled(), call.numbers)
     if call.frame.is_explicit:

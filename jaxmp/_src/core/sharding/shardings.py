@@ -1,4 +1,4 @@
-"""A user's shardings as one tuple of axis names per dimension, slowest first, and what is checked of them."""
+"""Converts a user's shardings to one tuple of axis names per dimension, slowest first, and checks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmp._src.platform.runtime.types import Shape
 
 @functools.lru_cache(maxsize=4096)
 def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
-    """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
+    """Converts a user's PartitionSpec as `as_dims` does. Raises if axes are not in the mesh or are used twice."""
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
     used: set[str] = set()
@@ -34,7 +34,7 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
 
 @functools.lru_cache(maxsize=4096)
 def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
-    """A PartitionSpec as one tuple of axis names per dimension."""
+    """Converts a PartitionSpec to one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
         if axes := getattr(spec, kind, None):
             raise NotAvailable(
@@ -48,7 +48,7 @@ def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
 
 
 def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
-    """Raise where an axis is used twice, or axes do not divide the shape."""
+    """Raises if an axis is used twice, or axes do not divide the shape."""
     used = sum(dims, ())
     if len(set(used)) != len(used):
         axis = next(axis for axis in used if used.count(axis) > 1)
@@ -67,7 +67,7 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
 def lying(
     product: Contraction, lie: tuple[Dims, Dims, Dims | None], shapes: Sequence[Shape], mesh: Mapping[str, int]
 ) -> Contraction:
-    """A product as a, b and its result lie, by default as `lax.dot_general` has it; axes have to divide the shapes."""
+    """Returns a product with these shardings (d's default as in `lax.dot_general`). Raises if axes do not divide."""
     a, b, out = lie
     layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
     for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
@@ -76,8 +76,8 @@ def lying(
 
 
 def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
-    """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the batch and the free
-    dimensions of a and b, which lie so. Raises ShardingTypeError where the result is ambiguous."""
+    """Returns the default sharding of a result, as in `lax.dot_general`: the batch and the free dimensions of a and b
+    keep their shardings. Raises ShardingTypeError if the result is ambiguous."""
     of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
     for index in product.batch:
         if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
@@ -108,4 +108,4 @@ def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
             f"a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
             "the result is ambiguous; pass out_sharding"
         )
-    return tuple((of_b | of_a)[index] for index in product.d)  # of a batch a's, as JAX 0.10 has it
+    return tuple((of_b | of_a)[index] for index in product.d)  # a batch has a's sharding, as in JAX 0.10
