@@ -61,5 +61,5 @@ def test_sharded_arrays_take_the_numbers_of_ragged_dot():
         x, w, sizes = jax.device_put(integers((6, 3), 0), P("p")), integers((2, 3, 5), 1), jnp.array([2, 3])
         d = jaxmp.ragged_dot_general(x, w, sizes, MATRICES, out_sharding=P("p"))
         assert_same(d, jaxmp.ragged_dot(x, w, sizes, out_sharding=P("p")))
-        with pytest.raises(NotImplementedError, match=r"^ragged_dot_general: .* alone; call inside a shard_map"):
+        with pytest.raises(NotImplementedError, match=r"^ragged_dot_general: .* only; call inside a shard_map"):
             jaxmp.ragged_dot_general(x, x, sizes, numbers(((0,), (0,)), NO_BATCH, 0))

@@ -188,7 +188,7 @@ def test_scales_of_blocks(pair):
     with jax.set_mesh(mesh):
         got = ours(*(jax.device_put(y, NamedSharding(mesh, P("p"))) for y in (x, scale, w)))
     np.testing.assert_array_equal(got, want)
-    with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*scales of blocks, for XLA would add them"):
+    with pytest.raises(NotImplementedError, match=r"^ragged_dot: .*scales of blocks, because XLA would add them"):
         jaxmp.ragged_dot(x, w, sizes, determinism="batch", scaling=jaxmp.Scaling(b=scale))
     with pytest.raises(ValueError, match=r"scaling.b must be float32 of shape .*\(2, 1, 5\), got float32 \(2, 5, 5\)"):
         jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(b=jnp.ones((2, 5, 5))))

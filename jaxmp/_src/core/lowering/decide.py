@@ -91,9 +91,8 @@ class Decision:
             return self.call.facts()
         if self.form == "groups":
             return "tiles of all groups, one for each index" + " and lax collectives" * bool(self.transfers), 0
-        return {"host": "tiles of all groups", "xla": "lax.ragged_dot_general"}.get(
-            self.implementation, "a function"
-        ), 0
+        known = {"host": "tiles of all groups", "xla": "lax.ragged_dot_general"}
+        return known.get(self.implementation, self.implementation), 0
 
 
 # Products --------------------------------------------------------------------------------------------------------
