@@ -217,7 +217,7 @@ CALLS = {
     "advise, below 1": (lambda: jaxmp.advise(8, 8, 8, 0), ValueError, "advise: devices must be at least 1, got 0"),
     "advise, a type with a function": (lambda: jaxmp.advise(jnp.sin, devices=8, dtype="float32"), TypeError, "of one product; a"),
     "advise, no devices": (lambda: jaxmp.advise(jnp.sin), TypeError, "advise: devices must be an integer, got None"),
-    "advise, no product": (lambda: jaxmp.advise(jnp.tanh, devices=8)(jnp.ones(8)), ValueError, "tanh has no product whose time"),
+    "advise, no product": (lambda: jaxmp.advise(jnp.tanh, devices=8)(jnp.ones(8)), ValueError, "tanh has no product with a predicted time"),
     "rate of 0": (lambda: jaxmp.Hardware("x", {"float32": 0}, 1.0, 1.0), ValueError, "rates['float32'] must be positive, got 0"),
     "rate of nothing": (lambda: jaxmp.Hardware("x", {"fp32": 1}, 1.0, 1.0), ValueError, "rates has fp32; it takes float64"),
     "latency": (lambda: jaxmp.Hardware("x", {}, 1.0, 1.0, latency=-1), ValueError, "latency must not be negative, got -1"),
