@@ -369,3 +369,27 @@ def test_a_module_of_another_trace_may_be_read():
     model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 8))
     fused = jax.jit(jaxmp.fuse(lambda model, x: model(x)), static_argnums=0)
     np.testing.assert_allclose(fused(model, x), model(x), rtol=1e-6)
+
+
+def test_what_flax_has_split_before_stays_split():
+    """As where a program fuses every function that Flax gives to `jax.jit`."""
+    jit, x = jax.jit, jnp.ones((2, 8))
+
+    @functools.wraps(jit)
+    def fused_jit(fn, **options):
+        return jit(jaxmp.fuse(fn), **options)
+
+    def step(model, x):
+        model.count[...] += 1
+        return model(x)
+
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    model.count = nnx.Variable(jnp.zeros(()))
+    want = model(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", fused_jit)
+        make, train = nnx.jit(lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(1))), nnx.jit(step)
+        made = make()
+        np.testing.assert_allclose(train(model, x), want, rtol=1e-6)
+    assert float(model.count[...]) == 1
+    assert made.kernel.shape == (8, 4)

@@ -97,8 +97,13 @@ def _with_state(
 
     Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it. An
     argument that `fn` does not change is not updated: its objects may belong to another trace, as static arguments do.
+    What one of Flax's own transforms has split before stays as it is.
     """
     errors = sys.modules["flax.errors"]
+
+    def is_split(tree: Any) -> bool:
+        leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.NodeStates))
+        return any(isinstance(leaf, nnx.NodeStates) for leaf in leaves)
 
     def contents(given: Any) -> tuple[Any, list[int]]:
         graph, state = nnx.split(given)
@@ -110,13 +115,17 @@ def _with_state(
         before = [(each, contents(each)) for each in (*given[0], *given[1].values())]
         result = fn(*given[0], **given[1])
         changed = [each for each, found in before if contents(each) != found]
-        return nnx.to_tree((changed, result), ctxtag=_TAG)
+        aside = [result] if is_split(result) else []
+        return nnx.to_tree((changed, None if aside else result), ctxtag=_TAG), aside
 
+    if is_split((args, kwargs)):
+        return _evaluated(fn, args, kwargs, options)
     try:
         with nnx.update_context(_TAG):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
-            results = _evaluated(pure, pure_args, pure_kwargs, options)
-            return nnx.from_tree(results, is_inner=False, ctxtag=_TAG)[-1]
+            results, aside = _evaluated(pure, pure_args, pure_kwargs, options)
+            _, result = nnx.from_tree(results, is_inner=False, ctxtag=_TAG)
+            return aside[0] if aside else result
     except (errors.TraceContextError, errors.JaxTransformError) as error:
         if _REMEDY not in getattr(error, "__notes__", ()):
             error.add_note(_REMEDY)
