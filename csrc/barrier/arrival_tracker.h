@@ -8,8 +8,8 @@
 // instruction of the compiled program (jaxmp/_src/platform/jax_internals/jax_lowering.py numbers them), and within a
 // run a device comes to one instruction again only in the next iteration of a loop.
 //
-// A run that ends early on one process (a callback that raises or is interrupted) leaves no count behind. The next run
-// has another number everywhere.
+// A run that ends early on one process (a callback that raises or is interrupted) changes no count. The next run has
+// another number everywhere.
 //
 // Worked example: rank 1's run 7 raises before its call, and rank 0's run 7 waits there. Rank 1 comes with run 8, which
 // meets nothing of run 7. Rank 0 gives run 7 up (HasPassed), and its run 8 meets rank 1's.

@@ -372,7 +372,7 @@ def test_a_module_of_another_trace_may_be_read():
 
 
 def test_what_flax_has_split_before_stays_split():
-    """As where a program fuses every function that Flax gives to `jax.jit`."""
+    """A program may fuse every function that Flax gives to `jax.jit`."""
     jit, x = jax.jit, jnp.ones((2, 8))
 
     @functools.wraps(jit)

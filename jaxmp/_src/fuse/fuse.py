@@ -97,7 +97,7 @@ def _with_state(
 
     Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it. An
     argument that `fn` does not change is not updated: its objects may belong to another trace, as static arguments do.
-    What one of Flax's own transforms has split before stays as it is.
+    Arguments and results that one of Flax's own transforms has split already stay split.
     """
     errors = sys.modules["flax.errors"]
 
@@ -105,16 +105,19 @@ def _with_state(
         leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.NodeStates))
         return any(isinstance(leaf, nnx.NodeStates) for leaf in leaves)
 
-    def contents(given: Any) -> tuple[Any, list[int]]:
+    def contents(given: Any) -> tuple[Any, list[Any]]:
         graph, state = nnx.split(given)
-        return graph, [id(leaf) for leaf in jax.tree.leaves(state)]
+        return graph, jax.tree.leaves(state)
+
+    def differ(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
+        return before[0] != after[0] or [*map(id, before[1])] != [*map(id, after[1])]
 
     @functools.wraps(fn)
     def pure(*args: Any, **kwargs: Any) -> Any:
         given = nnx.from_tree((args, kwargs), is_inner=True, ctxtag=_TAG)
         before = [(each, contents(each)) for each in (*given[0], *given[1].values())]
         result = fn(*given[0], **given[1])
-        changed = [each for each, found in before if contents(each) != found]
+        changed = [each for each, found in before if differ(found, contents(each))]
         aside = [result] if is_split(result) else []
         return nnx.to_tree((changed, None if aside else result), ctxtag=_TAG), aside
 

@@ -233,10 +233,10 @@ def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
         raise spec.level.refusal(f"is not available, because {why}")
     given, nranks, unshared = spec.implementation, spec.nranks, where.unshared
     name = getattr(given, "__name__", "a function") if callable(given) else "xla" if why else "host"
-    words = f"{name if callable(given) else 'XLA'} multiplies groups of rows here"
-    words = words if why else "CPU devices multiply groups of rows"
+    by = name if callable(given) else "XLA"
+    words = f"{by} multiplies groups of rows here" if why else "CPU devices multiply groups of rows"
     if not spec.experts:
-        return Decision(name, words if why else f"{words}, each those that it has", "local")
+        return Decision(name, words if why else f"{words}, each device its own", "local")
     over = functools.partial(Transfer.over, dict(spec.mesh), spec.experts)
     if not why and (not unshared or (where.shares_memory and batch_of((x, w, bounds)) == 1)):
         other = w if spec.is_contraction else d  # read or written on other ranks, as x is
@@ -246,7 +246,7 @@ def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
         words = f"CPU devices exchange the rows of their groups, because {unshared}" if unshared else words
         return Decision(name, words, "exchange" if unshared else "shared", moved, moved)
     if spec.is_contraction and spec.level.global_order:
-        raise spec.level.mesh_refusal(f"is not available, for {unshared}", "run it on one machine, not exported")
+        raise spec.level.mesh_refusal(f"is not available, because {unshared}", "run it on one machine, not exported")
     if spec.is_contraction:
         what, nbytes, kind = "sums over ranks", math.prod(d.shape) * accumulator(x.dtype).itemsize, "reduce_scatter"
     else:

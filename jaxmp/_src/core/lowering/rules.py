@@ -79,11 +79,8 @@ def _batch(
 ) -> Callable[..., Any]:
     """Returns the function of shards that computes a batch of products."""
     front, spec = spec.batch, spec.replace(batch=0)
-    site = (
-        process_barrier.site(ctx, spec.group.mesh, spec.group.axes)
-        if platform == "cpu" and decision.form != "each"
-        else None
-    )
+    is_barred = platform == "cpu" and decision.form != "each"
+    site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
     local = batch_product if decision.form == "groups" else None
 
     def lower(*operands: jax.Array) -> Any:

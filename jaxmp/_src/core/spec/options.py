@@ -14,7 +14,7 @@ ActivationName = Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", 
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Implementation = Literal["host", "xla", "cublasmp"]
-# Of products of groups also a function with the signature of lax.ragged_dot_general.
+# Products of groups also take a function with the signature of lax.ragged_dot_general.
 GroupedImplementation = Implementation | Callable[..., jax.Array]
 
 # Anything with a shape and a dtype; alpha and beta; the name or names of mesh axes.

@@ -146,7 +146,7 @@ class ContractionOptions(_Placed, total=False):
 
 
 class GroupOptions(_Placed, total=False):
-    """Options of `ragged_dot` and `ragged_dot_general`, likewise."""
+    """Options of `ragged_dot` and `ragged_dot_general`."""
 
     implementation: GroupedImplementation | None
     determinism: Literal["run_to_run", "batch"]
