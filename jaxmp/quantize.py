@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import low_precision, wire
 from jaxmp._src.core.spec.low_precision import Scale
 from jaxmp._src.core.spec.options import Array
 from jaxmp._src.core.spec.process_grid import round_up
@@ -190,7 +190,7 @@ def swizzle(scale: Array) -> jax.Array:
     """
     if scale.ndim != 2 or scale.dtype.itemsize != 1:
         raise ValueError(f"quantize.swizzle: scale must be (rows, blocks) of one byte each, got {_described(scale)}")
-    return low_precision.swizzle(low_precision.as_bytes(jnp.asarray(scale)))
+    return wire.swizzle(wire.as_bytes(jnp.asarray(scale)))
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
@@ -200,7 +200,7 @@ def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8
         raise ValueError(
             f"unswizzle: {rows} x {blocks} scales take {size} bytes in tiles of 128 x 4, got shape {flat.shape}"
         )
-    return low_precision.from_bytes(low_precision.unswizzle(jnp.asarray(flat), rows, blocks), dtype)
+    return wire.from_bytes(wire.unswizzle(jnp.asarray(flat), rows, blocks), dtype)
 
 
 def scale_offset(row: int, block: int, blocks: int) -> int:
@@ -216,13 +216,13 @@ def pack_fp4(q: Array) -> jax.Array:
     """
     _check_type("pack_fp4", q, "float4_e2m1fn")
     _check_blocks("pack_fp4", q, 2, ndim=1)
-    return low_precision.as_bytes(jnp.asarray(q))
+    return wire.as_bytes(jnp.asarray(q))
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
     """Inverts `pack_fp4`. Raises TypeError for any type but uint8."""
     _check_type("unpack_fp4", packed, "uint8")
-    return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
+    return wire.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
 def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:

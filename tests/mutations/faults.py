@@ -87,7 +87,7 @@ def what_lies_in_the_padding_of_c_reaches_d(original, spec, d):
     return d
 
 
-@seeded("core.spec.low_precision:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
+@seeded("core.spec.wire:swizzle", "product/test_quantize.py", "product/test_low_precision.py")
 def scales_of_blocks_lie_row_by_row(original, scales):
     swizzled = original(scales)
     return swizzled.reshape(-1, 32, 16).swapaxes(1, 2).reshape(-1)

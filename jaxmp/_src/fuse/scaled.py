@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxmp._src.core.sharding.sharded_call import product
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import low_precision, wire
 from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.core.spec.request import Request
@@ -91,9 +91,9 @@ def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
     pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
     if pads == (0, 0):
         return x
-    bits = low_precision.as_bytes(x) if x.dtype.name != low_precision.FLOAT4 else x
+    bits = wire.as_bytes(x) if x.dtype.name != low_precision.FLOAT4 else x
     filled = jnp.pad(bits, ((0, 0), *((0, pad) for pad in pads)))
-    return low_precision.from_bytes(filled, x.dtype) if bits is not x else filled
+    return wire.from_bytes(filled, x.dtype) if bits is not x else filled
 
 
 def _times(x: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:

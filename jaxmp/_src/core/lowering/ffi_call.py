@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.mlir.dialects import stablehlo
 
 from jaxmp._src.core.lowering import xla_matmul
-from jaxmp._src.core.spec import epilogs, low_precision, precisions, process_grid
+from jaxmp._src.core.spec import epilogs, low_precision, precisions, process_grid, wire
 from jaxmp._src.core.spec.extents import Extents, extents, result_type
 from jaxmp._src.core.spec.matmul_spec import SCALE_NAMES, MatmulSpec
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
@@ -55,14 +55,14 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
     is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is passed as XLA holds it
-    given = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
+    given = [wire.as_bytes(x) if is_float4 else x for x in (b, a)]
     for name in (name for name in spec.operand_names if name not in SCALE_NAMES):
         x = operands[name]  # cuBLASLt wants the rows of a gelu_aux padded
         padding = process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1] if name == "gelu_aux" else 0
         given.append(jnp.pad(x, ((0, 0), (0, padding))) if padding else x)
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
         if name in operands:
-            given.append(low_precision.for_library(operands[name], spec.scales.of(name)))
+            given.append(wire.for_library(operands[name], spec.scales.of(name)))
     if spec.group.nranks > 1 and not devices:
         # This device's position in the mesh, so that the call knows its rank for any device assignment. On GPUs it
         # costs work on the device in every run, so a call that names its devices goes without it.
@@ -99,8 +99,8 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
     if x.dtype != jnp.uint8:
         return x
     plain = result_type(name, spec, found)
-    x = low_precision.unswizzle(x, *plain.shape) if name == "d_out_scale" else x
-    return low_precision.from_bytes(x, plain.dtype)
+    x = wire.unswizzle(x, *plain.shape) if name == "d_out_scale" else x
+    return wire.from_bytes(x, plain.dtype)
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:

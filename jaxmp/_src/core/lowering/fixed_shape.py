@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.core.lowering import xla_matmul
-from jaxmp._src.core.spec import levels, low_precision, process_grid
+from jaxmp._src.core.spec import levels, low_precision, process_grid, wire
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import SPANS, Extents, extents, result_type, spans
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
@@ -60,7 +60,7 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
     if row.derivative and row.gradient:
         return _with_sums(operands, spec, call)
     types = {name: x.dtype for name, x in operands.items()}
-    moved = {name: _padded(spec, name, low_precision.as_moved(x)) for name, x in operands.items()}
+    moved = {name: _padded(spec, name, wire.as_moved(x)) for name, x in operands.items()}
     nrow, ncol = _count(rows, cols)
     tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
@@ -76,8 +76,8 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
                 name: rows[name] if name in rows else _part(spec, name, x, "m", i) for name, x in of_columns.items()
             }
             parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
-            parts = {name: low_precision.from_moved(x, types[name]) for name, x in parts.items()}
-            return {name: low_precision.as_moved(x) for name, x in call(parts, spec=tile).items()}
+            parts = {name: wire.from_moved(x, types[name]) for name, x in parts.items()}
+            return {name: wire.as_moved(x) for name, x in call(parts, spec=tile).items()}
 
         tiles = {
             name: x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
@@ -201,4 +201,4 @@ def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Arr
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
     x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // columns()]
-    return low_precision.from_moved(x, result_type(name, spec, found).dtype)
+    return wire.from_moved(x, result_type(name, spec, found).dtype)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.core.lowering import backend, deferred, faults, ffi_call, fixed_shape, xla_matmul
+from jaxmp._src.core.lowering import backend, deferred, faults, ffi_call, fixed_shape, numerics, xla_matmul
 from jaxmp._src.core.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.core.lowering.ffi_call import custom_call
 from jaxmp._src.core.primitive import bias_grad
@@ -200,7 +200,7 @@ class SeparateEpilog(ResolvedCall):
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
-        return xla_matmul.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
+        return numerics.apply_epilog(plain["d"], operands, self.spec.replace(alpha=1.0))
 
 
 class MaskOfResult(ResolvedCall):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.platform.jax_internals import jax_lowering, jax_partitioner
@@ -139,13 +139,13 @@ class Site:
         """
         native.register()
         position = self.position()
-        moved = [low_precision.as_moved(x) for x in operands]
+        moved = [wire.as_moved(x) for x in operands]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved]
         aliases = {i: i for i in range(len(results))}
         with jax.enable_x64(True):  # attributes are 64-bit
             wait = jax.ffi.ffi_call(native.BARRIER_TARGET, results, input_output_aliases=aliases)
             waited = wait(*moved, position, **self.attributes(call, fields))
-        return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
+        return [wire.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
     def position(self) -> jax.Array:
         """Returns an int32 array. Its first element is this device's position in the mesh."""

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxmp._src.core.lowering import process_barrier
 from jaxmp._src.core.lowering.process_barrier import Site
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import wire
 from jaxmp._src.platform.runtime import native
 
 # Types that can be summed: csrc/ffi/process_collective.cc.
@@ -41,7 +41,7 @@ class SharedMemory:
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """Tiled `lax.all_gather` over axes of the call's group."""
-        return low_precision.moved(lambda x: self._run(x, axes, dimension), x, "")
+        return wire.moved(lambda x: self._run(x, axes, dimension), x, "")
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """Tiled `lax.psum_scatter`, summed in the order of the ranks."""
@@ -67,7 +67,7 @@ class SharedMemory:
             tables = written.astype(np.int32), table.astype(np.int32)
             return self._run(x, axes, 0, extent=m, tables=tables)
 
-        return low_precision.moved(run, x, "")
+        return wire.moved(run, x, "")
 
     def sums(self, dtype: np.dtype) -> bool:
         """True if elements of this type can be summed."""

@@ -20,7 +20,7 @@ from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
 from jaxmp._src.core.primitive.primitives import bind_operands, matmul_p, needs_devices, over_batch
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import low_precision, wire
 from jaxmp._src.core.spec.activations import multiply_by_slope
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 from jaxmp._src.core.spec.options import Mesh
@@ -175,6 +175,6 @@ def reshard_rule(
         def move(x: jax.Array) -> jax.Array:
             return place(place(x, mesh, have, is_explicit=is_explicit), mesh, spec, is_explicit=is_explicit)
 
-        return low_precision.moved(move, x, platform, mesh.size)
+        return wire.moved(move, x, platform, mesh.size)
 
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

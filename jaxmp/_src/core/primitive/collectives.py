@@ -33,7 +33,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.jax_internals.jax_compat import batching
@@ -138,7 +138,7 @@ batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
 def _is_ours(x: jax.Array) -> bool:
     """True if a collective of `x` has to be `collective_p`."""
-    return native.has_barrier or low_precision.is_widened(x.dtype)
+    return native.has_barrier or wire.is_widened(x.dtype)
 
 
 def _collective(
@@ -251,7 +251,7 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
         x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
         x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
-        if low_precision.is_widened(x.dtype):
+        if wire.is_widened(x.dtype):
             x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
         else:
             x = place(x, mesh, spec, is_explicit=is_explicit)

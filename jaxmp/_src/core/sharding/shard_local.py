@@ -12,7 +12,7 @@ import jax
 from jax import lax
 
 from jaxmp._src.core.contraction.contraction import Contraction, Dim
-from jaxmp._src.core.lowering import xla_matmul
+from jaxmp._src.core.lowering import numerics
 from jaxmp._src.core.primitive import bias_grad, collectives
 from jaxmp._src.core.primitive.primitives import (
     bind,
@@ -149,7 +149,7 @@ def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tupl
     A bias gradient of d covers this device's rows only.
     """
     folded = {name: x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in operands.items()}
-    outputs = xla_matmul.apply_epilog(z, folded, spec.ungrouped())
+    outputs = numerics.apply_epilog(z, folded, spec.ungrouped())
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
 VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
 BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
 # Types that pack two numbers into a byte.
-_HALVES = (FLOAT4, "int4", "uint4")
+HALVES = (FLOAT4, "int4", "uint4")
 _SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
 
 
@@ -291,86 +290,7 @@ def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array,
     return encode(scaled.reshape(x.shape), dtype), scales
 
 
-# Bytes ---------------------------------------------------------------------------------------------------------
-
-
-def as_bytes(x: jax.Array) -> jax.Array:
-    """Returns 8-bit numbers as uint8; packs 4-bit numbers two to a byte, the first in the low half."""
-    if np.dtype(x.dtype).name not in _HALVES:
-        return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
-    halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
-    return halves[..., 0] | halves[..., 1] << 4
-
-
-def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `as_bytes`."""
-    if np.dtype(dtype).name not in _HALVES:
-        return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
-    halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
-    return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
-
-
 @functools.cache
 def is_narrow_float(dtype: DTypeLike) -> bool:
     """True if numbers of this type are floats of 8 bits or fewer."""
     return np.dtype(dtype).name in NARROW and jnp.issubdtype(dtype, jnp.floating)
-
-
-@functools.cache
-def is_widened(dtype: DTypeLike) -> bool:
-    """True if XLA:CPU widens numbers of this type in a collective that only moves them."""
-    return np.dtype(dtype).name in ("bfloat16", *_HALVES) or is_narrow_float(np.dtype(dtype))
-
-
-def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
-    """Returns `x` in the type that a collective moves: bytes for 8 bits and fewer, which every platform moves; on CPUs
-    integers of the same width for all that XLA would widen.
-
-    4-bit numbers take a byte each if `parts` of the last dimension would not be whole bytes.
-    """
-    name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
-    if name == "bfloat16":
-        return lax.bitcast_convert_type(x, jnp.uint16) if is_cpu else x
-    if name in _HALVES:
-        if x.shape[-1] % (2 * parts) == 0 and (is_cpu or name == FLOAT4):
-            return as_bytes(x)
-        return lax.bitcast_convert_type(x, jnp.uint4) if is_cpu else x
-    return as_bytes(x) if x.dtype.itemsize == 1 and x.dtype != np.bool_ else x
-
-
-def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `as_moved`."""
-    if x.dtype == dtype:
-        return x
-    return from_bytes(x, dtype) if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, dtype)
-
-
-def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
-    """Returns `collective(x)`, which only moves data; it may cut the last dimension into so many `parts`."""
-    return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
-
-
-def swizzle(scales: jax.Array) -> jax.Array:
-    """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
-    each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""
-    rows, cols = scales.shape
-    padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
-    tiles = padded.reshape(-(-rows // 128), 4, 32, -(-cols // 4), 4)
-    return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)
-
-
-def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
-    """The inverse of `swizzle`, without the padding."""
-    tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
-    return tiles.reshape(round_up(rows, 128), round_up(cols, 4))[:rows, :cols]
-
-
-def for_library(scale: jax.Array, mode: str) -> jax.Array:
-    """Converts the logical scale of one device's operand to the layout that cuBLASLt reads."""
-    if mode in (VEC16, VEC32):
-        return swizzle(as_bytes(scale))
-    if mode == VEC128:  # row-fastest
-        return scale.T.reshape(-1)
-    if mode == BLK128:  # k-fastest, padded to a multiple of 4
-        return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4))).reshape(-1)
-    return scale.reshape(-1)

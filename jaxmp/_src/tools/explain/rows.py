@@ -21,7 +21,7 @@ from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
 from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p, of_one_index
 from jaxmp._src.core.sharding import ragged, shardings
 from jaxmp._src.core.sharding.partitioner import Settled
-from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions
+from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions, wire
 from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import naming
@@ -355,7 +355,7 @@ def _communication_row(
     if moved <= 0:
         return
     is_sum = operation in ("all_reduce", "reduce_scatter")
-    is_widened = is_sum and jax_compat.default_platform() == "cpu" and low_precision.is_widened(x.dtype)
+    is_widened = is_sum and jax_compat.default_platform() == "cpu" and wire.is_widened(x.dtype)
     nbytes = moved * (4 if is_widened else x.dtype.itemsize)
     path, is_of_gather = "/".join(scopes), name == "reduce_scatter"
     scoped = [why for scope, why in _SCOPES.items() if scope in path and (scope == ragged.SCOPE or not is_of_gather)]
