@@ -26,7 +26,7 @@ import jaxmp
 
 
 def digest_of_jaxmp():
-    """Of its files, so that notebooks run again where it has changed."""
+    """Returns a digest of jaxmp's files, so that notebooks run again after a change."""
     extension = Path(importlib.util.find_spec("jaxmp._jaxmp").origin)
     files = [*sorted((ROOT / "jaxmp").rglob("*.py")), extension]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
@@ -111,7 +111,7 @@ PAGES = {
 
 
 def links_of_the_site(text: str, folder: Path) -> str:
-    """`text`, a file of `folder`, with links to files of the repository as links to their pages, or as their paths."""
+    """Returns `text`, a file of `folder`, with links to repository files as links to their pages, or as their paths."""
 
     def replaced(match: re.Match[str]) -> str:
         label, target, anchor = match.groups()
@@ -131,8 +131,10 @@ def links_of_the_site(text: str, folder: Path) -> str:
 
 
 def read_page(app, docname, source):
-    """The text of a page, in which an `include` of a file of the repository stands for that file, without its title
-    where the page has one of its own."""
+    """Replaces each `include` of a repository file in a page by the text of that file.
+
+    The file's title is left out if the page has a title.
+    """
     if Path(app.env.doc2path(docname)).suffix != ".md":
         return
     folder = Path(app.env.doc2path(docname)).parent
@@ -148,7 +150,7 @@ def read_page(app, docname, source):
 
 
 def restructured(text: str) -> str:
-    """`text` with code in backticks as reStructuredText has it: public names as references to their pages."""
+    """Returns `text` with code in backticks as reStructuredText, and public names as references to their pages."""
 
     def replaced(match: re.Match[str]) -> str:
         code, rest = match.groups()
@@ -163,7 +165,7 @@ def restructured(text: str) -> str:
 
 
 def read_docstring(app, what, name, obj, options, lines):
-    """Docstrings, Markdown with sections of Google's style, as reStructuredText; indented tables stay as they are."""
+    """Converts docstrings (Markdown with Google's sections) to reStructuredText; indented tables stay as they are."""
     section, is_doctest, made = False, False, []
     for i, line in enumerate(lines):
         if re.fullmatch(r"(Args|Returns|Raises|Attributes):", line):
@@ -179,7 +181,7 @@ def read_docstring(app, what, name, obj, options, lines):
     lines[:] = made
 
 
-# What stands in the place of a value or a type that Python prints otherwise than the sources have it.
+# Patterns of values and types in signatures that Python prints, and what the sources have.
 SHORTER = {
     r"'(\w+ \| None|None)'": r"\1",
     r"~(?:\w+\.)+(\w+)": r"\1",
@@ -191,7 +193,7 @@ SHORTER = {
 
 
 def read_signature(app, what, name, obj, options, signature, returns):
-    """Types by the names that the sources have for them, and for a layer the arguments that it is made with."""
+    """Prints types by their names in the sources, and for a layer the arguments of its constructor."""
     if what == "class" and signature and signature.startswith("(*args"):
         of_init = inspect.signature(obj.__init__)
         parameters = list(of_init.parameters.values())[1:]
@@ -207,7 +209,7 @@ def read_signature(app, what, name, obj, options, signature, returns):
 
 
 def without_overloads(analyze):
-    """`ModuleAnalyzer.analyze`, after which a function has the signature that its definition names option by option."""
+    """Wraps `ModuleAnalyzer.analyze` so that a function has the signature of its definition, not of its overloads."""
 
     def analyzed(self):
         analyze(self)
@@ -217,7 +219,7 @@ def without_overloads(analyze):
 
 
 def break_names(app, pagename, templatename, context, doctree):
-    """Titles and cells of tables in which a long name may break behind a separator, and a pair of types does not."""
+    """Lets long names in titles and table cells break after a separator, and keeps pairs of types on one line."""
 
     def broken(match: re.Match[str]) -> str:
         start, name, end = match.groups()
@@ -233,12 +235,12 @@ def break_names(app, pagename, templatename, context, doctree):
 
 def setup(app):
     """Draw the pictures, and register the hooks above."""
-    # In a process of its own, for this one may fork, and JAX has threads.
+    # In a separate process, because this one may fork, and JAX has threads.
     subprocess.run([sys.executable, ROOT / "benchmarks" / "plots.py", ROOT / "docs" / "pictures"], check=True)
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     TypeAliasForwardRef.__repr__ = lambda self: self.name  # as in `autodoc_type_aliases`
     app.connect("source-read", read_page)
     app.connect("html-page-context", break_names)
     app.connect("autodoc-process-signature", read_signature)
-    app.connect("autodoc-process-docstring", read_docstring, priority=100)  # ahead of napoleon
+    app.connect("autodoc-process-docstring", read_docstring, priority=100)  # before napoleon
     return {"parallel_read_safe": True}
