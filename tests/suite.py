@@ -121,7 +121,7 @@ class Trial:
             return f"{level} has no gradient of a complex a that is stored transposed on a 2-D grid"
         lies_over_rows = case.pattern in ("reduce_scatter", "grid") and case.nranks > 1
         if has_sums and self.epilog in BACKWARD and self.implementation == "xla" and lies_over_rows:
-            return f"has no epilog {self.epilog.name} where operands are gathered and the rows of the result lie over"
+            return f"has no epilog {self.epilog.name} where operands are gathered and the rows of the result are"
         return ""
 
 

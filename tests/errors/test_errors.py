@@ -346,7 +346,7 @@ def test_a_sum_that_is_not_taken(name, mesh_of):
         terms = jax.lax.axis_index("x").astype(jnp.float32) * given[name]
         return jaxmp.linear(**given | {name: jax.lax.pcast(terms, "x", to="unreduced")})
 
-    message = rf"linear: {name} is unreduced, each device holds a term of a sum over \['x'\]; take the sum first"
+    message = rf"linear: {name} is unreduced: each device holds a term of a sum over \['x'\]; take the sum first"
     with pytest.raises(ValueError, match=message):
         jax.shard_map(call, mesh=mesh_of({"x": 2}), in_specs=(), out_specs=P("x"))()
 

@@ -42,7 +42,7 @@ WRONG = {
     "shape of scaling.d": ((A8, B8), {"scaling": Scaling(d=np.ones(2, np.float32)), "preferred_element_type": E4M3}, ValueError, "scaling.d must be a float32 scalar of shape (), got shape (2,) of float32"),
     "no Scaling": ((A8, B8), {"scaling": (ONE, ONE), **F32}, TypeError, "scaling must be a jaxmp.Scaling, got tuple; pass scaling=jaxmp.Scaling(a=..., b=...)"),
     "result_amax is no bool": ((A8, B8), {"scaling": Scaling(result_amax=1), **F32}, TypeError, "scaling.result_amax must be True or False, got 1"),
-    "amax of bfloat16": ((A8, B8), {"scaling": Scaling(result_amax=True), **F32}, NotImplementedError, "scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is float32"),
+    "amax of bfloat16": ((A8, B8), {"scaling": Scaling(result_amax=True), **F32}, NotImplementedError, "scaling.result_amax needs a float8 result with tensor-wide scales; the result is float32"),
     "scales of float32": ((A8.astype(np.float32), B8.astype(np.float32)), {"scaling": Scaling(a=ONE)} | F32, TypeError, "only float8, float4 and int8 operands take scaling, but a has dtype float32 and b float32; drop scaling"),
     "amax of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"scaling": Scaling(result_amax=True, a=ONE)}, ValueError, "scaling.result_amax applies to float8 and float4 operands only, but a has dtype int8; drop it"),
     "scale of int8's d": ((A8.astype(np.int8), B8.astype(np.int8)), {"scaling": Scaling(d=ONE)}, ValueError, "scaling.d applies to float8 and float4 operands only, but a has dtype int8; drop it"),

@@ -266,7 +266,7 @@ def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_
         assert all("gathers in its call what other products gather too" in row.why for row in rows)
     else:  # local 16-bit products are calls, too
         assert [row.pattern for row in rows] == ["local"] * 3
-        assert all("is gathered ahead of it, once for several products" in row.why for row in rows)
+        assert all("is gathered before it, once for several products" in row.why for row in rows)
 
 
 def test_where_calls_hide_nothing_a_gather_of_several_products_stays(mesh):

@@ -103,6 +103,6 @@ def exported(kind):
     if kind == AxisType.Auto:  # partitioned in the process that runs it
         runs(of_all, meshes[0])
         return
-    message = "calls that its ranks share within one process, and its 4 CPU devices are those of [24] processes"
+    message = "calls that its ranks share within one process, and its 4 CPU devices belong to [24] processes"
     with pytest.raises(NotImplementedError, match=message):
         runs(of_all, meshes[1])

@@ -201,6 +201,6 @@ def test_weights_that_lie_otherwise():
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"w_gate is sharded .*'p'.*, but w_up .*; shard them alike"),
+        pytest.raises(ValueError, match=r"w_gate is sharded .*'p'.*, but w_up .*; use one sharding"),
     ):
         ours(X, jax.device_put(WEIGHTS[0], P("p")), *WEIGHTS[1:])

@@ -298,7 +298,7 @@ def test_ids_travel_through_the_store(monkeypatch):
     assert store.values == {"nccl/y/0": b"\0id\xff"}
     assert native._exchange("nccl/y/0", None, 5.0) == b"\0id\xff"
     assert store.waits == [5000]
-    with pytest.raises(TimeoutError, match=r"nobody has published nccl/y/1 within 0\.25 s; a process of"):
+    with pytest.raises(TimeoutError, match=r"no process has published nccl/y/1 within 0\.25 s; a process of"):
         native._exchange("nccl/y/1", None, 0.25)
     monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: None)
     with pytest.raises(RuntimeError, match=r"no store is left for nccl/y/0: jax\.distributed\.shutdown\(\)"):

@@ -187,7 +187,7 @@ def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):
     name = f"JAXMP{end}"
     monkeypatch.setattr(config_lib, "_named", set())
     monkeypatch.setenv(name, "1")
-    with pytest.warns(UserWarning, match=re.escape(f"no environment variable {name}, which does nothing; {advice}")):
+    with pytest.warns(UserWarning, match=re.escape(f"no environment variable {name}, so it has no effect; {advice}")):
         config_lib.config.__wrapped__()
     config_lib.config.__wrapped__()  # warnings are errors here
 

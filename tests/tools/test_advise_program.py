@@ -229,7 +229,7 @@ def test_plans_use_the_axes_of_the_mesh_that_is_set(mesh_of):
             advice_of(program, *arguments)
     assert all(plan.mesh == (("x", 2), ("y", 4)) for plan in advice.choices)
     assert ("data", P(("x", "y"), None)) in [(plan.name, plan.arguments[0]) for plan in advice.choices]
-    assert any(remark.startswith("left out is ") for remark in advice.remarks)
+    assert any(remark.startswith("left out: ") for remark in advice.remarks)
     with pytest.raises(ZeroDivisionError):
         advice_of(lambda x, w: x @ w / (1 // 0), *arguments[:2])
 

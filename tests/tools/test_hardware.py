@@ -250,4 +250,4 @@ def test_symbols_and_types_without_a_rate_have_no_time():
         for operands in (symbolic, wide):
             found = jaxmp.explain(jaxmp.matmul, quiet=True, hardware=SIMPLE)(*operands)
             assert (found.times, found.seconds) == ((None,), 0)
-            assert "; 1 row not counted, for XLA partitions it, its extents are symbols, or " in str(found)
+            assert "; 1 row not counted, because XLA partitions it, its extents are symbols, or " in str(found)

@@ -77,7 +77,7 @@ def test_products_of_groups_are_calls():
     found = jaxmp.profile(jaxmp.ragged_dot, quiet=True)(jnp.ones((8, 4)), jnp.ones((2, 4, 6)), sizes)
     assert found.calls[0].name == "ragged_dot 8x4x6 of 2 float32*float32->float32 run_to_run"
     assert found.imbalance == 5 / 4
-    assert "of groups of rows the largest has 1.2 times the rows of the mean one" in str(found)
+    assert "the largest group of rows has 1.2 times the rows of an average group" in str(found)
     assert Profile(EVENTS).imbalance is None
 
 

@@ -47,17 +47,17 @@ SCOPE = "jaxmp_left_"
 REASONS = {
     "local": "its function has no gather before it, nor a sum over ranks after it, that a call takes in, and XLA's own "
     "product is as fast",
-    "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
+    "batch": "it has a batch, which XLA multiplies, and no call takes in the collectives next to it",
     "groups": "it multiplies groups of rows (lax.ragged_dot), which XLA does here in a call too: elsewhere than on CPU "
     f"devices, and under {levels.GLOBAL_ORDER.asked} where its partitioner chooses the shardings",
     "blocks": "it multiplies blocks with scales (lax.scaled_dot), which no call does",
-    "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
+    "rule": "JAX makes it in the derivative of another operation, such as a function of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
-    "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
-    "between others), so the gather stays, and the product is local",
+    "gather": "no call gathers its operand in this way (tiled=False, a reshape after it, groups of ranks, a batch, a "
+    "dimension between others), so the gather stays, and the product is local",
     "shared": "other products read its gathered operand too, and one gather for all, with local products, takes less "
     "time than calls that each gather (docs/cost.md)",
-    "summed": "it is added to other values ahead of the collective that sums all of them over the ranks",
+    "summed": "it is added to other values before the collective that sums all of them over the ranks",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",
     "failed": "jaxmp fails on it, by a fault of its own; please report it",
@@ -68,9 +68,9 @@ REASONS = {
 # Notes on the pattern of a call: part of its name stack.
 NOTE = "jaxmp_note_"
 NOTES = {
-    "again": "gathers in its call what other products gather too, for one gather ahead of all takes longer "
+    "again": "gathers in its call what other products gather too, because one gather before all of them takes longer "
     "(docs/cost.md)",
-    "shared": "its operand is gathered ahead of it, once for several products, which takes less time than calls that "
+    "shared": "its operand is gathered before it, once for several products, which takes less time than calls that "
     "each gather (docs/cost.md)",
 }
 

@@ -60,7 +60,7 @@ def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands:
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         raise spec.level.refusal(
             f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
-            "where the order of a sum is the compiler's",
+            "where the compiler chooses the order of sums",
             'pass implementation="cublasmp"' if (platform, spec.implementation) == ("cuda", "xla") else "",
         )
     return choice
@@ -93,7 +93,7 @@ def choose_for_batch(
     gains = (is_large and (is_shared or is_narrow)) if choice.implementation == "host" else is_low_precision
     if gains:
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
-    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
+    return Choice("xla", "both operands have a batch: XLA computes it by one dot and one collective"), True
 
 
 def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
@@ -101,7 +101,7 @@ def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtyp
         return Choice("xla", "asked for")
     name = np.dtype(operands[0]).name if operands else ""
     if name in INTEGERS:
-        why = f"XLA alone multiplies {name}"
+        why = f"only XLA multiplies {name}"
         if spec.implementation:
             raise NotAvailable(
                 f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '

@@ -19,7 +19,7 @@ def of_operands(spec: MatmulSpec) -> str:
     if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):
         return "cuBLASMp multiplies wrongly on a grid where a is stored (k, m)"
     if spec.contraction.sums and spec.scales.a == spec.scales.b == low_precision.VEC128:
-        return "cuBLASMp reads wrong scales of blocks of 128 where it sums over ranks"
+        return "cuBLASMp reads wrong scales of blocks of 128 if it sums over ranks"
     return ""
 
 
@@ -36,7 +36,7 @@ def of_epilog(spec: MatmulSpec) -> str:
     row, out = spec.rule, np.dtype(spec.out_dtype)
     sums_operand = row.gradient in ("bgrada", "bgradb")
     if sums_operand and out == np.float16:
-        return f"cuBLASMp sums in float16 beside {row.gradient}"
+        return f"cuBLASMp sums in float16 if it computes {row.gradient}"
     if spec.group.nranks == 1:
         return ""
     if row.derivative and row.gradient and out == np.float64:
@@ -44,8 +44,8 @@ def of_epilog(spec: MatmulSpec) -> str:
     if not spec.contraction.sums:
         return ""
     if sums_operand:
-        return f"cuBLASMp refuses {row.gradient} of some types where it sums over ranks"
-    return "cuBLASMp leaves gelu_aux_amax unset where it sums over ranks" if spec.scales.amax_aux else ""
+        return f"cuBLASMp refuses {row.gradient} of some types if it sums over ranks"
+    return "cuBLASMp leaves gelu_aux_amax unset if it sums over ranks" if spec.scales.amax_aux else ""
 
 
 def of_mask(spec: MatmulSpec) -> str:

@@ -126,8 +126,8 @@ class Gathered(ResolvedCall):
         axes = spec.contraction.sharded("d", "m")
         if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
             raise spec.level.refusal(
-                f"has no epilog {spec.epilog.name} where operands are gathered and the rows of the result lie over "
-                f"{axes_text(axes)}, for XLA would complete {spec.rule.gradient}",
+                f"has no epilog {spec.epilog.name} where operands are gathered and the rows of the result are sharded "
+                f"over {axes_text(axes)}, because XLA would complete {spec.rule.gradient}",
                 "take the gradient of a bias",
             )
         if spec.group.nranks > 1:
@@ -296,8 +296,8 @@ class Xla(ResolvedCall):
             return self.form_why, 0
         if self.library:
             count = chunks_of(self)
-            behind = f" in {count} chunks, one behind the collective of another" if count > 1 else ""
-            return f"hostmp local Matmul and lax collectives{behind}", 0
+            chunks = f" in {count} chunks, each multiplied during the collective of another" if count > 1 else ""
+            return f"hostmp local Matmul and lax collectives{chunks}", 0
         return ("lax.dot_general and lax collectives" if self.spec.group.nranks > 1 else "lax.dot_general"), 0
 
 

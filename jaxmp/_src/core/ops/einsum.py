@@ -282,7 +282,7 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
     except InvalidValue as refusal:
         refusal.args = (
             f"{refusal.args[0]} (this is the product {written!r} of {left.name} and {right.name}; make it a "
-            "jaxmp.einsum of its own)",
+            "separate jaxmp.einsum)",
         )
         raise
     return _Term(f"{left.name} * {right.name}", array, indices)

@@ -111,7 +111,7 @@ def gated_mlp(
     if down.level.fixed_order:
         raise NotAvailable(
             f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
-            "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
+            "jaxmp.linear for each product, and multiply the results by jnp, with XLA's bits"
         )
     operands = {
         "x": layers.operands[0]["a"],

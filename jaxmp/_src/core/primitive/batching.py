@@ -117,7 +117,8 @@ def _split_gradient(
     """Sums the bias gradient of each batch element outside the call, so that the rows of the call can be folded."""
     if spec.global_order:
         raise spec.level.mesh_refusal(
-            f"has no epilog {spec.epilog.name} under vmap, for XLA completes its sums", "take the gradient of a bias"
+            f"has no epilog {spec.epilog.name} under vmap, because XLA completes its sums",
+            "take the gradient of a bias",
         )
     row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)

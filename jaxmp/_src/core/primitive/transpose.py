@@ -236,8 +236,8 @@ def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) 
         )
     if call.contraction.is_grid and summed:
         raise spec.level.mesh_refusal(
-            f"has no gradient of an operand of a 2-D grid that is the same along {axes_text(summed)}, for the sum over "
-            "it would follow the grid's",
+            f"has no gradient of an operand of a 2-D grid that is the same along {axes_text(summed)}, because "
+            "the sum over it would come after the grid's sum",
             "shard the operand over it",
         )
 

@@ -26,7 +26,7 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 class Mode(enum.Enum):
     MANUAL = "shards inside shard_map"
     SHARDED = "global arrays with known shardings"
-    AUTO = "global arrays whose shardings XLA's partitioner chooses"
+    AUTO = "global arrays with shardings that XLA's partitioner chooses"
     XLA = "global arrays on a mesh on which no call of jaxmp can run, so that XLA multiplies"
 
 
@@ -185,7 +185,7 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         named = {kinds[axis] for dim in dims for axis in dim}
         if AxisType.Manual in named:
-            raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+            raise InvalidValue(f"out_sharding {spec} names an axis that is manual in the enclosing shard_map")
         shardings.check_dims("the result", dims, out_shape, mesh.shape)
     if {AxisType.Auto, AxisType.Explicit} <= named:
         raise InvalidValue(
@@ -306,7 +306,7 @@ def check_alike(**weights: jax.Array) -> None:
     """Raises ValueError if the types of two arrays, given by name, have different shardings."""
     (one, have), (other, wanted) = ((name, partition_spec(type_dims(name, x))) for name, x in weights.items())
     if have != wanted:
-        raise InvalidValue(f"{one} is sharded {have}, but {other} {wanted}; shard them alike (jax.sharding.reshard)")
+        raise InvalidValue(f"{one} is sharded {have}, but {other} {wanted}; use one sharding (jax.sharding.reshard)")
 
 
 def type_spec(x: jax.Array) -> P:

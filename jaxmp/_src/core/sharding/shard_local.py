@@ -89,8 +89,8 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
-            f"has no epilog {spec.epilog.name} on rows that are sharded over {axes_text(axes)} beside the "
-            f"call, for XLA would complete {names[0]}",
+            f"has no epilog {spec.epilog.name} on rows that are sharded over {axes_text(axes)} outside "
+            f"the call, because XLA would complete {names[0]}",
             "take the gradient of a bias",
         )
     with jax.named_scope(bias_grad.SCOPE):

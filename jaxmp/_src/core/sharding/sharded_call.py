@@ -137,8 +137,8 @@ def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
     spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
-            f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
-            "those of the result: use jax.vmap for the others"
+            f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, because its columns "
+            "are rows of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(spec)
     check_comm_options(spec, shape[-1])
@@ -217,8 +217,9 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     )
     for each in filter(None, asked):
         raise NotAvailable(
-            f"{each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
-            "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
+            f"{each} is not available where XLA partitions the product, because {why}; use a mesh "
+            "with axes that are all explicit, or all automatic with in_shardings, and shardings without unreduced "
+            "and reduced axes"
         )
 
 

@@ -78,7 +78,7 @@ def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
                 f"epilog {epilog.name} needs transpose_{which}={flag}, because cuBLASMp sums {which} only if it is "
-                f"stored {stored}; store {which} so, or sum it before the call"
+                f"stored {stored}; store {which} that way, or sum it before the call"
             )
     if epilog == Epilog.BGRADA and ndim_a != 2:
         raise InvalidValue(

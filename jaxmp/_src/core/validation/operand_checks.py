@@ -79,7 +79,7 @@ def check_operand(argument: str, x: Any) -> None:
     kind: Any = jax.typeof(x) if isinstance(x, jax.Array) else None
     if kind is not None and kind.manual_axis_type.unreduced:
         raise InvalidValue(
-            f"{argument} is unreduced, each device holds a term of a sum over "
+            f"{argument} is unreduced: each device holds a term of a sum over "
             f"{sorted(kind.manual_axis_type.unreduced)}; take the sum first, with jax.lax.psum"
         )
 

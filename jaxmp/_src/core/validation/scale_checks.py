@@ -103,7 +103,7 @@ def resolve_scales(
     is_blocked = modes["a"] in (VEC16, VEC32)
     if amax and (out.name not in FLOAT8 or is_blocked):
         raise NotAvailable(
-            f"scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
+            f"scaling.result_amax needs a float8 result with tensor-wide scales; the result is "
             f"{out.name} and scaling.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
         )
     out_scale = modes["a"] if is_blocked and low_precision.is_low_precision(out) else NONE

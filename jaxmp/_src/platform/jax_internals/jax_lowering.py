@@ -88,7 +88,7 @@ def _in_one_process(rule: LoweringRule) -> LoweringRule:
         if nprocesses > 1 and platform(ctx) == "cpu" and _SHARED_CALL.search(exported.mlir_module()):
             raise NotImplementedError(
                 f"the exported program {exported.fun_name!r} has calls that its ranks share within one process, and "
-                f"its {len(devices)} CPU devices are those of {nprocesses} processes; export it for CPUs in a job of "
+                f"its {len(devices)} CPU devices belong to {nprocesses} processes; export it for CPUs in a job of "
                 'several processes, or with implementation="xla"'
             )
         return rule(ctx, *nodes, exported=exported, **params)

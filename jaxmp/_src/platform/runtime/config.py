@@ -16,7 +16,7 @@ from typing import Any
 VARIABLES = {
     "JAXMP_LOG": (
         "comma-separated topics, logged by Python's `logging` as jaxmp.<topic>, on stderr unless it is configured: "
-        "'plan' every plan that is made, 'backend' who computes each call and why, 'distributed' what becomes of the "
+        "'plan' every plan that is made, 'backend' what computes each call and why, 'distributed' what becomes of the "
         "processes of a job, 'cublasmp' what the library says, which `explain` shows too",
         "",
     ),
@@ -35,7 +35,7 @@ VARIABLES = {
         "'on' lets the processes of one machine communicate through memory that they share, 'off' does not",
         "on",
     ),
-    "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
+    "JAXMP_AGREEMENT": ("'on' compares the calls of the processes before running them, 'off' does not", "on"),
 }
 # Variables of the tests. The package does not read them, but does not warn of them either.
 TEST_VARIABLES = (
@@ -153,7 +153,7 @@ def warn_of_unknown(stacklevel: int = 2) -> None:
         _named.add(name)
         close = difflib.get_close_matches(name.upper(), known, n=1)
         advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(VARIABLES))}."
-        warnings.warn(f"jaxmp has no environment variable {name}, which does nothing; {advice}", stacklevel=stacklevel)
+        warnings.warn(f"jaxmp has no environment variable {name}, so it has no effect; {advice}", stacklevel=stacklevel)
 
 
 def parse_timeout(name: str, value: Any) -> float:

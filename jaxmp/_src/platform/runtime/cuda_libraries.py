@@ -90,8 +90,8 @@ def _find_nccl(roots: Iterable[Path]) -> str:
     wheel, loaded = _first_file(roots, _NCCL_FOLDER, NCCL), mapped_files("libnccl.so")
     if len(loaded) > 1:
         raise RuntimeError(
-            f"this process has loaded two NCCLs, {loaded[0]} and {loaded[1]}; communicators of one are not those of "
-            "the other: take one of them off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall it"
+            f"this process has loaded two NCCLs, {loaded[0]} and {loaded[1]}; a communicator of one does not work "
+            "in the other: take one of them off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall it"
         )
     if loaded and wheel and not _is_same_file(loaded[0], wheel):
         raise RuntimeError(

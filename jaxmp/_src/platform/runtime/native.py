@@ -198,7 +198,7 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
     """
     client = jax_compat.distributed_client()
     if client is None:
-        raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came ahead of a call's first run")
+        raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came before a call's first run")
     if value is not None:
         client.key_value_set_bytes(key, value)
         return value
@@ -206,7 +206,7 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
         return bytes(client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000))))
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(
-            f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
+            f"no process has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
             f"another program ({error})"
         ) from error
 

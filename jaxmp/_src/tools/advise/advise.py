@@ -155,7 +155,7 @@ def advise(
     """
     if callable(m):
         if not (k is n is dtype is out_dtype is None):
-            raise TypeError("advise: k, n, dtype and out_dtype are of one product; a function's arguments have theirs")
+            raise TypeError("advise: k, n, dtype and out_dtype describe one product; leave them out for a function")
         return advised(m, _count("devices", devices), hardware_of("advise", hardware), quiet)
     m, k, n, devices = (_count(name, x) for name, x in (("m", m), ("k", k), ("n", n), ("devices", devices)))
     machine = hardware_of("advise", hardware)

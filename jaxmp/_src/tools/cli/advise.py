@@ -62,7 +62,7 @@ def _of_product(options: argparse.Namespace) -> Advice:
     if len(options.what) != 3 or not all(text.lstrip("-").isdecimal() for text in options.what):
         raise CommandError(f"takes M K N or FILE.py:FUNCTION TYPE..., got {' '.join(options.what)}")
     if options.mesh:
-        raise CommandError("--mesh is of a function; --devices says how many devices share one product")
+        raise CommandError("--mesh applies to a function; for one product pass --devices")
     m, k, n = map(int, options.what)
     machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype or "bf16")
     return advise(m, k, n, _devices(options), hardware=machine, dtype=dtype, quiet=True)
@@ -70,7 +70,7 @@ def _of_product(options: argparse.Namespace) -> Advice:
 
 def _of_program(options: argparse.Namespace) -> ProgramAdvice:
     if options.dtype:
-        raise CommandError("--dtype is of one product; a function's arguments have their types")
+        raise CommandError("--dtype applies to one product; a function's arguments have their types")
     place, *types = options.what
     machine, mesh = named_hardware(options.hardware), mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():

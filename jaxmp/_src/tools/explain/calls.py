@@ -12,8 +12,8 @@ from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.search import Cause
 from jaxmp._src.tools.explain.values import Values
 
-_PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), whose data the call moves while it "
-_PATTERNS += "multiplies"
+_PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), so that the call moves data while "
+_PATTERNS += "it multiplies"
 
 _SAME_READS = "needed where every device uses the result; if the result is sharded, the call reads as much"
 

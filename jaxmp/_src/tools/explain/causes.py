@@ -104,7 +104,7 @@ class _Causes(Search):
             return Cause("gradient", text, _NEEDED_WHERE_SAME, line)
         remedy = self.leave_whole(dims)
         if not is_scatter and any(each.dim == 0 for each in dims):
-            remedy += "; or let each device take that of its own part (jax.shard_map), as a batch norm may"
+            remedy += "; or let each device use the value of its own part (jax.shard_map), as a batch norm may"
         is_scalar = not self.collective.shapes[0][1]
         return Cause(
             "reduction", text, "needed for one value of all, such as a loss or a norm" * is_scalar or remedy, line

@@ -41,10 +41,11 @@ _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
     _CONSTRAINT: "brings an operand or a result to the sharding that the call, or its caller, wants",
-    "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
+    "pmax": "takes the largest absolute value of all ranks (result_amax, gelu_aux_amax); cuBLASMp does so for one "
+    "rank only",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "all_to_all": "brings all of k to each rank",
-    "reduce_scatter": "sums the cotangents of an operand that was gathered ahead of its call",
+    "reduce_scatter": "sums the cotangents of an operand that was gathered before its call",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
 }
@@ -55,9 +56,9 @@ _SCOPES = {
     "cotangents",
     "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
     "jaxmp_shared_operand": "one operand of two products: gathered once, its cotangents summed once",
-    "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
-    "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
-    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
+    "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, to keep the bits",
+    "jaxmp_global_order": "puts interleaved rows of the ranks in the order of the global array, to keep the bits",
+    "jaxmp_all_gather": "gathers an operand before the call, which no pattern does with these shardings",
 }
 # The pattern of a call under auto axes until the partitioner chooses it.
 UNSETTLED = "?"

@@ -140,10 +140,10 @@ class Explanation:
             return []
         unknown = sum(time is None for time in self.times)
         why = "XLA partitions it, its extents are symbols, or the machine has no rate for its type"
-        but = f"; {_count(unknown, 'row')} not counted, for {why}" if unknown else ""
+        but = f"; {_count(unknown, 'row')} not counted, because {why}" if unknown else ""
         return [
-            f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, of which "
-            f"{_number(self.exposed_seconds * 1e6)} us are communication that no product hides; "
+            f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, including "
+            f"{_number(self.exposed_seconds * 1e6)} us of communication that no product hides; "
             f"{100 * self.utilisation:.0f} % of its rate{but}"
         ]
 

@@ -78,7 +78,7 @@ class Profile:
         lines = [f"{self.seconds * 1e6:.0f} us; times are summed over devices", "   runs        us  share  call"]
         lines += [f"  {row.runs:5} {row.seconds * 1e6:9.0f}  {row.share:5.0%}  {row.name}" for row in self.calls]
         if self.imbalance is not None:
-            lines.append(f"of groups of rows the largest has {self.imbalance:.1f} times the rows of the mean one")
+            lines.append(f"the largest group of rows has {self.imbalance:.1f} times the rows of an average group")
         return "\n".join([*lines, "", *timeline.text_of(self.events, self.seconds)])
 
     def __repr__(self) -> str:
