@@ -35,7 +35,7 @@ __all__ = ["cards"]  # a fixture
 SPEC = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
 GRID = MatmulSpec(np.dtype("float32"), Group(Pattern.GRID, (("x", 2), ("y", 4)), ("x",), ("y",)))
 FLOATS = (np.dtype("float32"),) * 2
-choose = functools.partial(backend.choose_implementation, platform="cuda", apart="", operands=FLOATS)
+choose = functools.partial(backend.choose_implementation, platform="cuda", unshared_reason="", operands=FLOATS)
 
 
 def test_cublasmp_is_the_default_where_it_is_open(cards):
@@ -43,7 +43,9 @@ def test_cublasmp_is_the_default_where_it_is_open(cards):
     for spec in (SPEC, SPEC.local()):
         chosen = choose(spec)
         assert (chosen.implementation, chosen.why) == ("cublasmp", "CUDA devices, cuBLASMp is open")
-        assert choose(spec, apart="the ranks of a group live in 4 processes") == chosen, "NCCL crosses processes"
+        assert choose(spec, unshared_reason="the ranks of a group live in 4 processes") == chosen, (
+            "NCCL crosses processes"
+        )
     assert choose(SPEC.replace(implementation="cublasmp")) == backend.Choice("cublasmp", "asked for")
     assert choose(SPEC.replace(implementation="xla")) == backend.Choice("xla", "asked for")
 

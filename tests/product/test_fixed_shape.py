@@ -363,7 +363,7 @@ def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
     plain = matmul_spec.MatmulSpec(np.dtype("float32"), determinism=level)
-    choose = functools.partial(backend.choose_implementation, apart="")
+    choose = functools.partial(backend.choose_implementation, unshared_reason="")
     floats, bytes_ = (np.dtype("float32"),) * 2, (np.dtype("int8"),) * 2
     head = f"determinism='{level}' is not available on platform"
     with pytest.raises(

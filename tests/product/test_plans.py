@@ -172,7 +172,7 @@ def spec_of(case, **changes):
 
 def find_form(spec, a_shape, b_shape, itemsize, capabilities):
     a, b = (jax.ShapeDtypeStruct(shape, {4: jnp.float32, 8: jnp.complex64}[itemsize]) for shape in (a_shape, b_shape))
-    form, why = forms.find(forms.Product(spec, a, b), capabilities)
+    form, why = forms.choose(forms.Product(spec, a, b), capabilities)
     return form.name, why
 
 
@@ -286,7 +286,7 @@ def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
     choose = functools.partial(
-        backend.choose_implementation, platform="cpu", apart="the ranks of a group live in 2 processes"
+        backend.choose_implementation, platform="cpu", unshared_reason="the ranks of a group live in 2 processes"
     )
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
@@ -295,7 +295,7 @@ def test_several_processes_and_other_platforms_communicate_through_xla():
             "host+xla",
             "the ranks of a group live in 2 processes: each multiplies on its own",
         ),
-        (choose(collective, apart=""), "host", "CPU devices of one process"),
+        (choose(collective, unshared_reason=""), "host", "CPU devices of one process"),
         (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
     ):
         assert (chosen.implementation, chosen.why) == (implementation, why)

@@ -142,7 +142,7 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
     if product.is_swapped and is_auto(product.result.aval):
         del options["out_sharding"]
-        return _dot_general.product(Request("dot_general", x, y, b_leads=True, **options), numbers)
+        return _dot_general.product(Request("dot_general", x, y, first_operand_is_b=True, **options), numbers)
     d: jax.Array = _dot_general.dot_general(x, y, numbers, **options)
     return d
 

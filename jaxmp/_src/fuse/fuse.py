@@ -67,7 +67,7 @@ def fuse(
     """
     if not callable(fn):
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
-    level = levels.find(determinism)
+    level = levels.parse(determinism)
     check_implementation(implementation)
     options = Options(level, implementation, check_flag("epilogs", epilogs), check_flag("strict", strict))
 

@@ -185,10 +185,10 @@ def _shared_processes(client: Any, key: str, machine: str, process: int, millise
     client.wait_at_barrier(f"{key}shared", milliseconds)
     refused = client.key_value_dir_get(f"{key}unshared/{machine}/") if machine else []
     why = {int(name.rpartition("/")[2]): text for name, text in refused}
-    apart = dict.fromkeys(published.keys() - shared.keys(), "it runs in another container, or as another user")
-    if len(published) > 1 and process == min(published) and (why or apart):
-        rank = min(why or apart)
-        logs.logger("distributed").warning(_NOT_SHARED, rank, (why or apart)[rank])
+    elsewhere = dict.fromkeys(published.keys() - shared.keys(), "it runs in another container, or as another user")
+    if len(published) > 1 and process == min(published) and (why or elsewhere):
+        rank = min(why or elsewhere)
+        logs.logger("distributed").warning(_NOT_SHARED, rank, (why or elsewhere)[rank])
     return frozenset() if why else frozenset(shared)
 
 

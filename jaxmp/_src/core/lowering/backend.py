@@ -44,10 +44,12 @@ class Choice:
     why: str
 
 
-def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...] = ()) -> Choice:
+def choose_implementation(
+    spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...] = ()
+) -> Choice:
     """Chooses the implementation of a call.
 
-    `apart`: why CPU devices of a group share no call, or "" (`process_barrier.unshared_reason`). `operands`: the types
+    `unshared_reason`: why CPU devices of a group share no call, or "" (see `process_barrier`). `operands`: the types
     of a and b; a card does not take all of them.
 
     Raises:
@@ -56,7 +58,7 @@ def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands:
     """
     if operands and low_precision.is_mixed(*operands):  # other libraries than hostmp convert to this type
         operands = (low_precision.operand_type(*operands),) * 2
-    choice = _choose(spec, platform, apart, operands)
+    choice = _choose(spec, platform, unshared_reason, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         raise spec.level.refusal(
             f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
@@ -67,7 +69,7 @@ def choose_implementation(spec: MatmulSpec, platform: str, apart: str, operands:
 
 
 def choose_for_batch(
-    spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...], work: int
+    spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
     """Returns (the choice, True if the whole batch is one product) for products of `work` operations each.
 
@@ -76,10 +78,10 @@ def choose_for_batch(
     even then: large products that ranks share on CPUs, and operands of 8 bits or fewer on GPUs, which XLA widens. So do
     products of CPU devices that share no call, because each of their collectives may have a barrier.
     """
-    choice = choose_implementation(spec, platform, apart, operands)
+    choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)
     is_narrow = accumulator(wide) != wide or low_precision.is_mixed(*operands)
-    if platform == "cpu" and apart and spec.group.nranks > 1:
+    if platform == "cpu" and unshared_reason and spec.group.nranks > 1:
         return choice, False
     if choice.implementation == "xla":
         return choice, True
@@ -96,7 +98,7 @@ def choose_for_batch(
     return Choice("xla", "both operands have a batch: XLA computes it by one dot and one collective"), True
 
 
-def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtype, ...]) -> Choice:
+def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     name = np.dtype(operands[0]).name if operands else ""
@@ -115,7 +117,7 @@ def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtyp
             f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
-    if platform == "cpu" and (not apart or spec.group.nranks == 1):
+    if platform == "cpu" and (not unshared_reason or spec.group.nranks == 1):
         why = why_unsupported(spec, capabilities_of("host")) if spec.contraction.is_grid else ""
         if why and spec.implementation:
             raise NotAvailable(f'implementation="host": {why}; pass implementation=None or "xla"')
@@ -123,13 +125,13 @@ def _choose(spec: MatmulSpec, platform: str, apart: str, operands: tuple[np.dtyp
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
     if spec.implementation == "host":
-        where = f" where {apart}" if platform == "cpu" else ""
+        where = f" where {unshared_reason}" if platform == "cpu" else ""
         raise NotAvailable(
             f'implementation="host" serves the CPU devices of one process, not platform {platform!r}{where}; '
             'pass implementation=None or "xla"'
         )
     if platform == "cpu":
-        return Choice("host+xla", f"{apart}: each multiplies on its own")
+        return Choice("host+xla", f"{unshared_reason}: each multiplies on its own")
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
 

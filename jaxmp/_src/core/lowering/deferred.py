@@ -153,13 +153,13 @@ def _no_ticket() -> jax.Array:
 
 def _every(x: jax.Array, i: int, count: int, dimension: int, nparts: int) -> jax.Array:
     """Returns chunk i of `count` of each of the `nparts` parts of x along a dimension."""
-    ahead, behind = x.shape[:dimension], x.shape[dimension + 1 :]
-    split = x.reshape(*ahead, nparts, count, -1, *behind)
-    return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*ahead, -1, *behind)
+    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
+    split = x.reshape(*before, nparts, count, -1, *after)
+    return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*before, -1, *after)
 
 
 def _interleaved(chunks: Sequence[jax.Array], dimension: int, nparts: int) -> jax.Array:
     """Inverts `_every`: joins the chunks for all i."""
-    ahead, behind = chunks[0].shape[:dimension], chunks[0].shape[dimension + 1 :]
-    split = [x.reshape(*ahead, nparts, -1, *behind) for x in chunks]
-    return jnp.concatenate(split, dimension + 1).reshape(*ahead, -1, *behind)
+    before, after = chunks[0].shape[:dimension], chunks[0].shape[dimension + 1 :]
+    split = [x.reshape(*before, nparts, -1, *after) for x in chunks]
+    return jnp.concatenate(split, dimension + 1).reshape(*before, -1, *after)

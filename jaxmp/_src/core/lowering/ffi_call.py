@@ -157,7 +157,7 @@ def call_attributes(
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
         # hostmp takes cuBLASMp's compute types; no library sums in 16 bits.
-        "compute": precisions.find(
+        "compute": precisions.compute_type(
             spec.precision,
             low_precision.operand_type(a.dtype, b.dtype),
             "cpu" if precisions.sums_in_16_bits(spec.precision) else "",

@@ -69,13 +69,13 @@ def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
 
     def tiles_of_columns(j: jax.Array | int) -> Operands:
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
-        of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
+        of_columns["b"] = _stored_as_wanted(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
 
         def one(i: jax.Array | int, rows: Operands) -> Operands:
             parts = {
                 name: rows[name] if name in rows else _part(spec, name, x, "m", i) for name, x in of_columns.items()
             }
-            parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
+            parts["a"] = _stored_as_wanted(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
             parts = {name: wire.from_moved(x, types[name]) for name, x in parts.items()}
             return {name: wire.as_moved(x) for name, x in call(parts, spec=tile).items()}
 
@@ -145,7 +145,7 @@ def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands
     outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)
-    return outputs | {spec.rule.gradient: matmul({"a": ones, "b": d}, spec.alike(spec.out_dtype), call)["d"][0]}
+    return outputs | {spec.rule.gradient: matmul({"a": ones, "b": d}, spec.plain(spec.out_dtype), call)["d"][0]}
 
 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
@@ -173,7 +173,7 @@ def _part(spec: MatmulSpec, name: str, x: jax.Array, way: str, index: jax.Array 
     return x
 
 
-def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_conjugated: bool) -> jax.Array:
+def _stored_as_wanted(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_conjugated: bool) -> jax.Array:
     x = x if is_transposed == wants_transposed else x.T
     return lax.conj(x) if is_conjugated and not wants_transposed else x
 

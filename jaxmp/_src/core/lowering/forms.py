@@ -313,7 +313,8 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> Res
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
-        is_decoded = implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
+        compute = precisions.compute_type(spec.precision, wide)
+        is_decoded = implementation == "host" and compute in ("32F", "32F_PEDANTIC")
         types = types if is_decoded else (wide, wide)
     product = Product(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
     extents = *a.shape, *b.shape
@@ -350,7 +351,7 @@ def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> Re
     return in_library(Product(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
 
 
-def find(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
+def choose(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
     """Returns (the first form that a library takes for the call, why)."""
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
@@ -388,7 +389,7 @@ def in_library(
         )
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
-    form, why = find(product, capabilities)
+    form, why = choose(product, capabilities)
     return in_form(form, why, product, choice, library, is_conjugated=is_conjugated, capabilities=capabilities)
 
 

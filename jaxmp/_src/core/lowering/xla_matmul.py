@@ -60,7 +60,7 @@ def matmul(
     the accumulator's type.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
-    compute = precisions.find(spec.precision, a.dtype, platform)
+    compute = precisions.compute_type(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
     is_scaled = low_precision.is_scaled(a.dtype)
     if spec.distributions or (is_scaled and (spec.scales.are_of_factors or processes)):
@@ -163,7 +163,7 @@ def global_matmul(
     `out_sharding`: the sharding of d on explicit axes. `numbers`: dimension numbers of a product without an epilog.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
-    compute = precisions.find(spec.precision, a.dtype, platform)
+    compute = precisions.compute_type(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
     a, b = numerics.widened(*numerics.decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):

@@ -71,9 +71,9 @@ def dot_general(
 
 
 def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
-    """Computes `jaxmp.dot_general`; `is_part` as in `eager_calls.find`."""
+    """Computes `jaxmp.dot_general`; `is_part` as in `eager_calls.look_up`."""
     operands = {"a": request.a, "b": request.b}
-    entry = eager_calls.find(request, operands, dimension_numbers, is_part=is_part)
+    entry = eager_calls.look_up(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)
     if entry is not None and not entry:
         entry.append(run)

@@ -92,7 +92,7 @@ def gated_mlp(
         weights = w_gate, w_up, w_down, b_gate, b_up, b_down
         layer = functools.partial(gated_mlp, activation=activation)
         return activated.of_vector(layer, x, *weights, hidden_sharding=hidden_sharding, **options)
-    found = activations.find(activation)
+    found = activations.parse(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     plain = functools.partial(_plain, activations.of_jax(found))
     arrays, of_result = activated.as_weak_as(plain, x, w_gate, w_up, w_down, b_gate, b_up, b_down)

@@ -132,7 +132,7 @@ def matmul(
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
     operands = eager_calls.operands_of(request)
-    entry = eager_calls.find(request, operands)
+    entry = eager_calls.look_up(request, operands)
     if entry:
         return entry[0](*operands.values())  # type: ignore[no-any-return]
     if getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
@@ -142,7 +142,7 @@ def matmul(
 
 @functools.partial(jax.jit, inline=True)
 def _of_two(a: jax.Array, b: jax.Array) -> Any:
-    """Multiplies by JAX's own dispatch, which finds an eager call in less time than `eager_calls.find`."""
+    """Multiplies by JAX's own dispatch, which finds an eager call in less time than `eager_calls.look_up`."""
     return matmul(a, b)
 
 
@@ -242,10 +242,10 @@ def dense(request: Request, activation: Activation | None) -> Any:
     """Computes `jaxmp.linear`; the request has the bias, and no epilog."""
     operands = eager_calls.operands_of(request)
     is_named = activation is None or isinstance(activation, str)
-    entry = eager_calls.find(request, operands, activation) if is_named else None
+    entry = eager_calls.look_up(request, operands, activation) if is_named else None
     if entry:
         return entry[0](*operands.values())
-    found = activations.find(activation)
+    found = activations.parse(activation)
     if found == "relu" and _wraps(request):
         return jax.nn.relu(dense(request, None))
     epilog = epilogs.for_activation(found if isinstance(found, str) else None, request.epilog_inputs is not None)

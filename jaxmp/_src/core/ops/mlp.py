@@ -90,7 +90,7 @@ def mlp(
     if getattr(x, "ndim", 0) == 1 and axis_name is None:
         layer = functools.partial(mlp, activation=activation)
         return activated.of_vector(layer, x, w_in, b_in, w_out, b_out, hidden_sharding=hidden_sharding, **options)
-    found = activations.find(activation)
+    found = activations.parse(activation)
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None

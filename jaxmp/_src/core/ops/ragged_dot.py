@@ -102,8 +102,8 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
     of_x, of_w = _scales(request, scaling)
     out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
     spec = GroupedSpec(out, determinism=request.determinism, function=request.function)
-    f, beside = activation_of(spec, activation), bias_of(spec, bias, request.b)
-    if spec.level.fixed_order and (beside or of_w.ndim == 3):
+    f, biases = activation_of(spec, activation), bias_of(spec, bias, request.b)
+    if spec.level.fixed_order and (biases or of_w.ndim == 3):
         raise spec.level.refusal("takes no bias with scales and no scales of blocks, because XLA would add them")
     is_int8 = all(y.dtype == np.int8 for y in (request.a, request.b))
     request = request._replace(preferred_element_type=np.int32 if is_int8 else np.float32)
@@ -119,7 +119,7 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
     else:
         d = multiply(request.a, request.b, of_w)
     d = d * _within(groups, of_x, d, request.b)
-    for each in beside.values():
+    for each in biases.values():
         d = d + _of_rows(request, groups, each.astype(np.float32), d)
     return (d if f is None else f(d)).astype(out)
 
@@ -223,7 +223,7 @@ def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
     """Returns the function that XLA applies."""
-    found = activations.find(activation)
+    found = activations.parse(activation)
     if found is not None and spec.out_dtype.name in INTEGERS:
         raise NotAvailable(
             f"with a result of {spec.out_dtype} activation is None; convert an operand, for example with "
@@ -294,7 +294,7 @@ def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Arra
     if implementation == "cublasmp":
         raise NotAvailable('implementation="cublasmp": it has no product of groups; pass implementation=None or "xla"')
     # Sums of integers are exact in any order.
-    level = levels.ANY_ORDER if types.operand.name in INTEGERS else levels.find(request.determinism)
+    level = levels.ANY_ORDER if types.operand.name in INTEGERS else levels.parse(request.determinism)
     spec = GroupedSpec(types.out, **level.option, implementation=implementation, function=request.function)
     x = x if x.dtype == types.operand else x.astype(types.operand)
     w = w if w.dtype == types.operand or types.is_mixed else w.astype(types.operand)  # the call decodes a narrow w

@@ -76,7 +76,7 @@ class GroupedSpec(Parts):
     @property
     def level(self) -> levels.Level:
         """The level of determinism."""
-        return levels.find(self.determinism)
+        return levels.parse(self.determinism)
 
     @property
     def nranks(self) -> int:

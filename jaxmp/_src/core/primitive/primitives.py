@@ -285,7 +285,7 @@ def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulS
     kept = None
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
-        kept = spec.alike(t.dtype, group)
+        kept = spec.plain(t.dtype, group)
     result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
     return result
 

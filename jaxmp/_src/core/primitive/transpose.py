@@ -147,9 +147,9 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
     distributions = spec.distributions and tuple(
         dict(zip("abd", spec.distributions, strict=True))[name] for name in names
     )
-    b_leads = spec.is_unsettled and names[1] == "d"  # JAX's own products have the cotangent first
+    is_b_first = spec.is_unsettled and names[1] == "d"  # JAX's own products have the cotangent first
     stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b"), False) | flags
-    return spec.bilinear(group=group, order=order, distributions=distributions, b_leads=b_leads, **stored)
+    return spec.bilinear(group=group, order=order, distributions=distributions, first_operand_is_b=is_b_first, **stored)
 
 
 def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:

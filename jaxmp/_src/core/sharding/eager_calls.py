@@ -41,7 +41,7 @@ def operands_of(request: Request) -> dict[str, Any]:
     return given | dict(inputs) if is_named else {}
 
 
-def find(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
+def look_up(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
     """Returns the entry for this request, these operands by name, and further arguments. `is_part`: the product may be
     one of several in a call.
 
@@ -81,7 +81,7 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """Does what `find` does, but for a contraction. Also None if operands are on several devices or a mesh is given."""
+    """Does what `look_up` does for a contraction. Also None if operands are on several devices or a mesh is given."""
     if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)

@@ -129,7 +129,7 @@ def sharding_rule_of(spec: MatmulSpec) -> str:
 def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
     """Puts the first operand of JAX's own product first. A second application restores the order."""
     a, b, *rest = operands
-    return (b, a, *rest) if spec.b_leads else operands
+    return (b, a, *rest) if spec.first_operand_is_b else operands
 
 
 def _place(

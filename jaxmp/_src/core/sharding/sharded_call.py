@@ -217,9 +217,8 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     )
     for each in filter(None, asked):
         raise NotAvailable(
-            f"{each} is not available where XLA partitions the product, because {why}; use a mesh "
-            "with axes that are all explicit, or all automatic with in_shardings, and shardings without unreduced "
-            "and reduced axes"
+            f"{each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
+            "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
         )
 
 

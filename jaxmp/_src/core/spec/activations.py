@@ -96,7 +96,7 @@ FUSED = ("relu", "gelu")
 _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
 
 
-def find(activation: Any) -> str | Function | None:
+def parse(activation: Any) -> str | Function | None:
     """Returns the name of a fused activation, a function that XLA applies, or None, from what the user passed."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
@@ -108,7 +108,7 @@ def find(activation: Any) -> str | Function | None:
 
 
 def of_jax(found: str | Function | None) -> Any:
-    """Returns JAX's own function for a fused name; any other result of `find` is returned unchanged."""
+    """Returns JAX's own function for a fused name; any other result of `parse` is returned unchanged."""
     return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
 
 

@@ -60,7 +60,7 @@ GLOBAL_ORDER = Level("topology", fixed_order=True, global_order=True)
 _LEVELS = {level.name: level for level in (ANY_ORDER, ANY_MESH_ORDER, GLOBAL_ORDER)}
 
 
-def find(name: Any) -> Level:
+def parse(name: Any) -> Level:
     """Returns the level of this name.
 
     Raises:

@@ -139,9 +139,9 @@ class MatmulSpec(Parts):
     result. `traced`: "alpha" and "beta" if they are arrays, and so extra operands of the call. `precision`: a row of
     the table in `precisions`. `distributions`: the stored a, b and d of a grid with block-cyclic shards.
     `source_line`: the name of the call in messages, which is the public function, and in a job of several processes
-    also its line: "matmul at train.py:41". `determinism`: the name of the `level`. `b_leads`: on automatic axes, JAX's
-    own product has b as its first operand, and XLA gives that operand an axis that rows and columns of d compete for.
-    `batch`: how many more dimensions operands and results have in front.
+    also its line: "matmul at train.py:41". `determinism`: the name of the `level`. `first_operand_is_b`: on automatic
+    axes, JAX's own product has b as its first operand, and XLA gives that operand an axis that rows and columns of d
+    compete for. `batch`: how many more dimensions operands and results have in front.
     """
 
     out_dtype: np.dtype
@@ -168,7 +168,7 @@ class MatmulSpec(Parts):
     distributions: tuple[Distributed, Distributed, Distributed] | None = None
     is_typed: bool = False
     source_line: str = "matmul"
-    b_leads: bool = False
+    first_operand_is_b: bool = False
     batch: int = 0
 
     @functools.cached_property
@@ -189,7 +189,7 @@ class MatmulSpec(Parts):
     @functools.cached_property
     def level(self) -> Level:
         """The level: it says what the bits of the result may depend on."""
-        return levels.find(self.determinism)
+        return levels.parse(self.determinism)
 
     @functools.cached_property
     def fixed_reduction_order(self) -> bool:
@@ -291,7 +291,7 @@ class MatmulSpec(Parts):
         """Returns the same product on one device, for whole operands; `fit_comm_options` adjusts the options."""
         return self.replace(group=Group())
 
-    def alike(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
+    def plain(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
         """Returns a plain product with the same implementation and level."""
         return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
 

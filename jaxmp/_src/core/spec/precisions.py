@@ -92,7 +92,7 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
             f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
             "precision=None"
         )
-    narrow = SUMMED_IN.get(find(asked, np.dtype(operand)))
+    narrow = SUMMED_IN.get(compute_type(asked, np.dtype(operand)))
     if narrow not in (None, np.dtype(out).name):
         raise NoPrecision(
             f"precision={asked} sums in {narrow}, so the result cannot be {np.dtype(out).name}; "
@@ -157,7 +157,7 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
 
 
 @functools.cache
-def find(asked: str, operand: np.dtype, platform: str = "") -> str:
+def compute_type(asked: str, operand: np.dtype, platform: str = "") -> str:
     """Returns the compute type of `operand` for a precision that `resolve` returned; by default on GPUs."""
     return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
 

@@ -55,7 +55,7 @@ class Request(NamedTuple):
     """One call as the user wrote it, with the argument names of `matmul` and the defaults of every public function.
 
     `function`: its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
-    `transpose_a` and `transpose_b`. `b_leads`: as in `MatmulSpec`.
+    `transpose_a` and `transpose_b`. `first_operand_is_b`: as in `MatmulSpec`.
     """
 
     function: str
@@ -80,11 +80,11 @@ class Request(NamedTuple):
     scaling: Scaling | None = None
     comm: CommOptions | None = None
     takes_transposed: bool = True
-    b_leads: bool = False
+    first_operand_is_b: bool = False
 
     @property
     def level(self) -> levels.Level:
-        return levels.find(self.determinism)
+        return levels.parse(self.determinism)
 
 
 class _Matrices(TypedDict, total=False):

@@ -38,7 +38,7 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
         return NOTHING, request
     if are_rows is None:
         are_rows = bool(request.transpose_b and not request.transpose_a)
-    found = result_types.find(
+    found = result_types.conversion(
         types_of(a, b, *added.values()),
         preferred,
         None if precision is None else precisions.preset(precision),
@@ -119,11 +119,11 @@ def validated(
     if is_low_precision or request.scaling is not None:
         of_scales, scales = scale_checks.resolve_scales(request.scaling, a, b, spec)
         spec = spec.replace(**of_scales)
-    beside = {} if c is None else {"c": c.astype(c_dtype)}
-    beside |= inputs | traced | scales
-    for name, x in beside.items():
+    others = {} if c is None else {"c": c.astype(c_dtype)}
+    others |= inputs | traced | scales
+    for name, x in others.items():
         operand_checks.check_operand("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
-    return spec, operands | beside, shape
+    return spec, operands | others, shape
 
 
 def _source_line(function: str) -> str:

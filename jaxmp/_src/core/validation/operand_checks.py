@@ -129,7 +129,7 @@ def check_flags(request: Request) -> dict[str, Any]:
         "conjugate_a": check_conjugate("conjugate_a", request.conjugate_a, request.a),
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
         "implementation": check_implementation(request.implementation),
-        "b_leads": request.b_leads,
+        "first_operand_is_b": request.first_operand_is_b,
     } | request.level.option
 
 

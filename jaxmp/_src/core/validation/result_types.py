@@ -103,7 +103,7 @@ NOTHING = Conversion()
 
 
 @_once_for_types
-def find(
+def conversion(
     types: Types,
     preferred: np.dtype | None,
     precision: lax.DotAlgorithmPreset | None,

@@ -182,5 +182,5 @@ def kind_of(dtype: str, compute: str = "") -> str:
         return "bfloat16"
     if dtype.startswith(("float8", "float4")):
         return dtype[:6]
-    alike = {"complex64": "float32", "complex128": "float64", "bool": "int8", "uint8": "int8"}
-    return alike.get(dtype, "float32" if dtype.startswith(("int1", "int3", "int6", "uint")) else dtype)
+    rated_as = {"complex64": "float32", "complex128": "float64", "bool": "int8", "uint8": "int8"}
+    return rated_as.get(dtype, "float32" if dtype.startswith(("int1", "int3", "int6", "uint")) else dtype)

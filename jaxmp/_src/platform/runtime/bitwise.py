@@ -42,8 +42,8 @@ def assert_bitwise_equal(actual: ArrayLike, expected: ArrayLike, err_msg: str = 
     first = tuple(map(int, places[0]))
     text = f"{head}{len(places)} of {actual.size} elements differ; the first at {first}: "
     text += _describe(actual, expected, first)
-    apart = np.max(distance(actual[differs], expected[differs]), axis=-1)
-    worst = tuple(map(int, places[np.argmax(apart)]))
+    distances = np.max(distance(actual[differs], expected[differs]), axis=-1)
+    worst = tuple(map(int, places[np.argmax(distances)]))
     if worst != first:
         text += f"; the farthest apart at {worst}: " + _describe(actual, expected, worst)
     raise AssertionError(text)
@@ -79,5 +79,5 @@ def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) 
     text = f"{show(actual)} instead of {show(expected)}"
     if np.isnan(actual[index]) or np.isnan(expected[index]):
         return text
-    apart = int(np.max(distance(actual[index], expected[index])))
-    return f"{text}, {apart} ulp{'s' * (apart != 1)} apart"
+    ulps = int(np.max(distance(actual[index], expected[index])))
+    return f"{text}, {ulps} ulp{'s' * (ulps != 1)} apart"

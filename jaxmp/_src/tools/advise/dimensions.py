@@ -112,8 +112,8 @@ class Dimensions:
 
     def _elementwise(self, taken: Sequence[tuple[Any, list[int]]], out: Sequence[int]) -> Dims:
         taken = [(shape, dims) for shape, dims in taken if len(shape) == len(out)]
-        alike = [[dims[i] for shape, dims in taken if shape[i] == n] for i, n in enumerate(out)]
-        return [self._merge(dims) if dims else None for dims in alike]
+        candidates = [[dims[i] for shape, dims in taken if shape[i] == n] for i, n in enumerate(out)]
+        return [self._merge(dims) if dims else None for dims in candidates]
 
     def _scan(self, eqn: Any, values: list[Value], every: int) -> Sequence[Dims]:
         (body,) = jax_compat.subjaxprs(eqn.params)
@@ -122,7 +122,7 @@ class Dimensions:
         self._looped += [dims[0] for dims, _ in rows]
         turn = [(dims[1:], bits) for dims, bits in rows]
         results = self._follow(body, [*values[:nconsts], *((dims, every) for dims in carry), *turn])
-        self._alike(carry, [dims for dims, _ in results[:ncarry]])
+        self._equate(carry, [dims for dims, _ in results[:ncarry]])
         return [*carry, *([None, *dims] for dims, _ in results[ncarry:])]
 
     def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Dims | None]:
@@ -134,7 +134,7 @@ class Dimensions:
             if given == [*map(_shape, (*body.invars, *body.outvars))]:
                 found.append([dims for dims, _ in self._follow(body, values[first:])])
         for others in found[1:]:
-            self._alike(found[0], others)
+            self._equate(found[0], others)
         return found[0] if found else [None] * len(shapes)
 
     def _of_product(self, indices: Sequence[str], eqn: Any, values: list[Value]) -> Sequence[Dims | None]:
@@ -146,7 +146,7 @@ class Dimensions:
         self.types[jax_compat.traced_line(eqn)] = eqn.invars[0].aval.dtype
         return [[of.get(i) for i in indices[2]] if len(_shape(v)) == len(indices[2]) else None for v in eqn.outvars]
 
-    def _alike(self, values: Sequence[list[int]], others: Sequence[list[int]]) -> None:
+    def _equate(self, values: Sequence[list[int]], others: Sequence[list[int]]) -> None:
         for dims, same in zip(values, others, strict=True):
             for pair in zip(dims, same, strict=True):
                 self._merge(pair)

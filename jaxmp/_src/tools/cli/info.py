@@ -134,8 +134,8 @@ def _calibration() -> dict[str, Any]:
     rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
     networks = ("network_bandwidth", "network_latency", "network_load")
     names = ("memory_bandwidth", "new_memory_bandwidth", "link_bandwidth", *networks, "launch")
-    beside = {name: f"{found[name]:.3g}" for name in names if name in found}
-    return rates | beside | {"source": found["source"], "file": str(calibration.path())}
+    measured = {name: f"{found[name]:.3g}" for name in names if name in found}
+    return rates | measured | {"source": found["source"], "file": str(calibration.path())}
 
 
 def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:

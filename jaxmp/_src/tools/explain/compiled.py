@@ -47,7 +47,7 @@ class Operation:
         or "unplaced".
       flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
       round: a name shared by collectives that do not depend on each other, so that one collective could do all of them.
-      behind: lines of products that do not depend on the collective, nor it on them, so that both could run together.
+      independent: lines of products that could run at the same time, because neither depends on the other.
       is_hidden: XLA has put other work between its start and its end.
     """
 
@@ -63,7 +63,7 @@ class Operation:
     flops: int = 0
     traffic: int = 0
     round: str = ""
-    behind: tuple[str, ...] = ()
+    independent: tuple[str, ...] = ()
     is_hidden: bool = False
 
     @property
@@ -188,12 +188,12 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))
     # If no collective of XLA belongs to jaxmp, "host+xla" calls move their data through shared memory.
-    apart = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
-    for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *apart):
+    shared = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
+    for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *shared):
         extents = ",".join(map(str, row.local_shapes[2]))
         shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
         what = (f"jaxmp {row.pattern.replace('_', '-')}", why.line, axes_of(row), row.bytes_moved, row.count, shape)
-        rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in apart))
+        rows.append(Operation(*what, why.text, why.remedy, why.kind, is_hidden=row.implementation not in shared))
     return CompiledExplanation(tuple(rows), calls, memory_of(compiled, program.compiled), calls.hardware)
 
 
@@ -222,14 +222,14 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
         independent = _Independent(module, computation)
         for each in computation.instructions.values():
             if each.kind in COLLECTIVES:
-                behind, is_hidden = independent.products(each), independent.is_hidden(each)
+                products, is_hidden = independent.products(each), independent.is_hidden(each)
                 axes = program.axes(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
                     why = cause(origins, computation, each, i)
                     why = beside_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     words = (why.text, why.remedy, why.kind)
-                    yield Operation(*what, *words, 0, 0, independent.round(each), behind, is_hidden)
+                    yield Operation(*what, *words, 0, 0, independent.round(each), products, is_hidden)
             elif each.is_product:
                 what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
                 traffic = each.held + sum(operand.nbytes for operand in computation.operands(each))
@@ -326,12 +326,12 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
 
     Causes and remedies are joined by `_joined`.
     """
-    alike: dict[Any, list[Operation]] = {}
+    groups: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
         key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden)
-        alike.setdefault(key, []).append(row)
+        groups.setdefault(key, []).append(row)
     merged = []
-    for found in alike.values():
+    for found in groups.values():
         largest, *_ = found = sorted(found, key=_total, reverse=True)
         count = None if None in (counts := [row.count for row in found]) else sum(counts)  # type: ignore[arg-type]
         shape = largest.shape + ", ..." * any(row.shape != largest.shape for row in found)
@@ -343,10 +343,10 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
 
 def _joined(texts: Sequence[str]) -> str:
     """Joins at most three different texts, one per line. Texts that differ only in numbers of layers are one text."""
-    alike: dict[str, set[str]] = {}
+    groups: dict[str, set[str]] = {}
     for text in texts:
-        alike.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
-    found = [layers if len(each) > 1 else next(iter(each)) for layers, each in alike.items()]
+        groups.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
+    found = [layers if len(each) > 1 else next(iter(each)) for layers, each in groups.items()]
     return "\n".join(found[:3] + [f"and {len(found) - 3} more like these"] * (len(found) > 3))
 
 
@@ -374,9 +374,9 @@ def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
         if text not in remedies:
             remedies.add(text)
             yield text if row.is_needed else f"remedy: {text}"
-    if row.behind and not row.is_hidden:
-        lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)
-        yield f"could run behind the product{'s' * (len(row.behind) > 1)} of {lines}"
+    if row.independent and not row.is_hidden:
+        lines = ", ".join(row.independent[:3]) + ", ..." * (len(row.independent) > 3)
+        yield f"could run behind the product{'s' * (len(row.independent) > 1)} of {lines}"
 
 
 def _total(row: Operation) -> int:

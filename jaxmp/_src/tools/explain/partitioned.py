@@ -103,16 +103,16 @@ class Program:
         size = computation.operands(collective)[operand].nbytes
 
         # The products in a layer's gradient have the same name.
-        def alike(place: Place) -> tuple[bool, bool]:
+        def matches(place: Place) -> tuple[bool, bool]:
             return place[0].operands(place[1])[0].nbytes == size, self.axes(place[1]) == self.axes(collective)
 
         for key in keys(computation, collective, operand):
             # Later passes turn an all-reduce into a reduce-scatter.
             kinds = {"all-reduce", "reduce-scatter"} if "reduce" in collective.kind else {collective.kind}
             found = [place for place in self._partitioned.get(key, ()) if place[1].kind in kinds]
-            found = [place for place in found if all(alike(place))] if key.startswith("in ") else found
+            found = [place for place in found if all(matches(place))] if key.startswith("in ") else found
             if found:
-                return max(found, key=alike)
+                return max(found, key=matches)
         return None
 
     @functools.cached_property

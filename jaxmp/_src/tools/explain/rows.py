@@ -191,7 +191,7 @@ def matmul_row(
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     operand = low_precision.operand_type(a.dtype, b.dtype)
-    compute = precisions.find(spec.precision, operand, where.platform)
+    compute = precisions.compute_type(spec.precision, operand, where.platform)
     # If operands are gathered, every rank computes an all-reduced product.
     is_repeated = isinstance(call, forms.Gathered) and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)

@@ -187,11 +187,15 @@ def _remarks(row: Row) -> str:
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
     """Returns the header and the cells without empty columns."""
     columns = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS.items()]
-    kept = [[header, *cells] for header, cells in columns if any(cells) and not (header == "by" and _is_alike(rows))]
+    kept = [
+        [header, *cells]
+        for header, cells in columns
+        if any(cells) and not (header == "by" and _has_one_implementation(rows))
+    ]
     return [list(cells) for cells in zip(*kept, strict=True)]
 
 
-def _is_alike(rows: tuple[Row, ...]) -> bool:
+def _has_one_implementation(rows: tuple[Row, ...]) -> bool:
     """True if one implementation computes every product; the notes below the table name it."""
     return len({row.implementation for row in rows if _is_call(row)}) == 1
 

@@ -86,13 +86,13 @@ class Values:
 
     def describe(self, dims: Iterable[Dim]) -> str:
         """Returns text like "model shards dimension 1 of x"."""
-        return joined([f"{shard(axes)} {self.dims(alike)}" for axes, alike in self._by_axes(dims).items()])
+        return joined([f"{shard(axes)} {self.dims(same)}" for axes, same in self._by_axes(dims).items()])
 
     def which(self, dims: Iterable[Dim]) -> str:
         """Returns text like "dimension 1 of x, which model shards"."""
         splits = f"XLA splits over {self.over}"
         by_axes = self._by_axes(dims).items()
-        texts = [f"{self.dims(alike)}, which {shard(axes) if axes else splits}" for axes, alike in by_axes]
+        texts = [f"{self.dims(same)}, which {shard(axes) if axes else splits}" for axes, same in by_axes]
         return ", and ".join(texts) or f"a dimension, which {splits}"
 
     def _by_axes(self, dims: Iterable[Dim]) -> dict[tuple[str, ...], list[Dim]]:
