@@ -232,7 +232,7 @@ def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
 @pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
-def test_a_row_of_a_derivative_of_one_product_does_not_know_its_batch(epilog, implementation):
+def test_rows_of_a_derivative_do_not_depend_on_the_batch(epilog, implementation):
     cases.require("host")
     for level in LEVELS:
         testing.check_rows(level, implementation, "float32", (1, 17), testing.SOME_ROWS, epilog=epilog)

@@ -56,7 +56,7 @@ def test_a_row_does_not_know_its_batch(mode, rng):
 @pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "grid", "ag-transposed", "rs-transposed"])
-def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, implementation, rng):
+def test_float8_results_and_gradients_keep_bits_on_any_mesh(name, implementation, rng):
     """Also on "xla", with scales of whole tensors; covers the epilog, the largest values and c."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 48))
     m, n, k = case.extents

@@ -31,7 +31,7 @@ CALLS = {
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("name", CALLS)
-def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, make, mesh_of, rng):
+def test_operands_without_a_mesh_are_whole_on_the_explicit_mesh(name, make, mesh_of, rng):
     arrays = x, w, bias = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), cases.integers(rng, 8)
     made = [make(array) for array in arrays]
     with jax.set_mesh(mesh_of({"x": 4})):
@@ -58,7 +58,7 @@ def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
     assert got.sharding.spec == spec
 
 
-def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
+def test_numpy_arrays_have_the_types_that_jax_gives_them():
     """With 64-bit types off (JAX's default), np.ones is float32 to every function of JAX."""
     a, b, c, bias = np.ones((2, 3)), np.ones((3, 4)), np.ones((2, 4)), np.ones(4)
     with jax.numpy_dtype_promotion("standard"):

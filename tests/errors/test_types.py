@@ -252,7 +252,7 @@ def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard
         jaxmp.linear(x, w, jnp.ones(4, jnp.float8_e4m3fn), activation=activation)
 
 
-def test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for(rng):
+def test_a_sum_is_rounded_once_to_the_requested_type(rng):
     a, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 64), (64, 8)))
     want = jnp.asarray(np.asarray(a, np.float64) @ np.asarray(b, np.float64), jnp.bfloat16)
     got = jaxmp.matmul(a, b, preferred_element_type="bfloat16")

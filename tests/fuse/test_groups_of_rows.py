@@ -101,7 +101,7 @@ def test_automatic_axes(of_x, of_w, is_known):
     assert row.pattern == ("experts" if of_x == of_w else "split")
 
 
-def test_an_order_of_the_global_array_is_left_to_xla_on_automatic_axes():
+def test_a_global_order_is_left_to_xla_on_automatic_axes():
     fused = jaxmp.fuse(model, determinism="topology", strict=False)
     warns = functools.partial(pytest.warns, RuntimeWarning, match="does not hold for the product")
     with jax.set_mesh(mesh_of(AxisType.Auto)), pytest.raises(NotImplementedError, match="strict=False"):

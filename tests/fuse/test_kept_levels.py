@@ -76,7 +76,7 @@ def test_the_error_names_each_product_within_loops_and_rules():
         jax.jit(fused)(X, W)
 
 
-def test_an_epilog_that_a_level_refuses_leaves_the_product_a_call(monkeypatch):
+def test_a_product_stays_a_call_if_the_level_refuses_its_epilog(monkeypatch):
     def refuse(*args, **options):
         if options["activation"]:
             raise AttributeError("unforeseen")

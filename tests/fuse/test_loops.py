@@ -90,7 +90,7 @@ def flat(x, w_in, w_out, bias):
 
 @pytest.mark.parametrize("refused", ["call", "gradient"])
 @pytest.mark.parametrize("function", [step_of(jax.nn.gelu), flat], ids=["loop", "layer"])
-def test_where_one_of_both_calls_is_refused_the_program_runs_as_it_is(refused, function, monkeypatch):
+def test_a_program_is_unchanged_if_one_of_two_calls_is_refused(refused, function, monkeypatch):
     def refuse(*args, **kwargs):
         raise NotAvailable("refused")
 

@@ -165,7 +165,7 @@ def test_conjugated_operands_are_those_of_the_call():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_activations_are_read_by_the_primitive_that_is_looked_for(dtype):
+def test_activations_are_found_by_their_primitive(dtype):
     """`fuse` looks for these primitives; it would miss an activation that a version of JAX writes differently."""
     z = jax.typeof(jnp.ones((2, 4), dtype))
     for activation in templates.ACTIVATIONS:
@@ -193,7 +193,7 @@ def test_of_two_products_that_are_added_one_takes_the_other():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(check_vma):
+def test_products_that_one_collective_sums_are_left_to_jax(check_vma):
     require_devices(4)
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
     specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(), "check_vma": check_vma}

@@ -247,7 +247,7 @@ def test_an_operand_that_others_read_transposed(mesh):
 
 
 @pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
-def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
+def test_a_shared_gather_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
     """On a machine with overlapping calls, large products hide three gathers; small products wait for them."""
     machine = jaxmp.advise(8, 8, 8, 1, hardware="h200-8", quiet=True).hardware
     monkeypatch.setattr(gathers, "reads_in_place", lambda implementation: False)
@@ -269,7 +269,7 @@ def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_
         assert all("is gathered before it, once for several products" in row.why for row in rows)
 
 
-def test_where_calls_hide_nothing_a_gather_of_several_products_stays(mesh):
+def test_a_shared_gather_stays_if_calls_hide_nothing(mesh):
     """CPUs of several processes, and XLA's products, hide no gather."""
 
     def body(x, w):

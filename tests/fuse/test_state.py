@@ -120,7 +120,7 @@ def test_errors_of_fn_pass():
 # Other values than arrays ----------------------------------------------------------------------------------------
 
 
-def test_arguments_and_results_that_are_no_arrays_stay_what_they_are():
+def test_arguments_and_results_that_are_no_arrays_are_unchanged():
     def program(x, dtype, *, name):
         numbers = (2, 2.5, np.float32(2), np.arange(3), jnp.asarray(2.5), jnp.asarray(np.arange(3)), jax.jit(same)(3.0))
         return (x @ W).astype(dtype), {"dtype": dtype, name: jnp.tanh, "none": None}, numbers, x

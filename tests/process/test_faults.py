@@ -145,7 +145,7 @@ def see(job, ranks, live, message, within):
     assert not job.orphans()
 
 
-def test_a_killed_rank_is_named_at_once_though_a_child_of_it_lives(tmp_path):
+def test_a_killed_rank_with_a_living_child_is_named_at_once(tmp_path):
     job, ranks = run(tmp_path, "killed-with-a-child", 2)
     assert re.search(rf"{CALL}: rank 1 {KILLED}", ranks[0].saw), job.all_logs()
     assert ranks[0].seconds < 2.0, job.all_logs()

@@ -57,7 +57,7 @@ def test_a_library_that_cannot_be_opened_leaves_xla_and_says_why(cards):
         choose(SPEC.replace(implementation="cublasmp"))
 
 
-def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
+def test_without_a_gpu_the_library_is_called_only_on_request(monkeypatch):
     monkeypatch.setattr(native, "cuda_devices", list)
     chosen = choose(SPEC)
     assert chosen.implementation == "xla"
@@ -86,7 +86,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
         ),
     ],
 )
-def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards, spec, operands, why):
+def test_calls_that_cublasmp_lacks_go_to_xla_or_are_refused(cards, spec, operands, why):
     cards("10.0", "9.0")  # the lowest capability decides, so that all processes choose the same
     assert choose(spec, operands=operands) == backend.Choice("xla", why)
     with pytest.raises(NotImplementedError, match=re.escape(f'"cublasmp": {why}; pass implementation=None or "xla"')):

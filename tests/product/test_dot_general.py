@@ -233,7 +233,7 @@ def test_empty_operands(shapes):
             assert not ct.size or not np.any(ct)  # JAX 0.10 cannot read shards without elements
 
 
-def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
+def test_operands_that_are_stored_as_needed_are_not_copied(rng):
     """Adjacent dimensions need no transpose, in either order."""
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
         numbers, _ = numbers_of(subscripts)

@@ -320,7 +320,7 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
         assert "mesh_shape = dense<> " in text
 
 
-def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
+def test_a_gathered_pattern_drops_its_communication_options(mesh_of):
     mesh = mesh_of({"y": 4})
     a, b = (cases.typed(mesh, (8, 8), *spec, dtype=jnp.bfloat16) for spec in (P(None, "y"), P("y", None)))
     options = {"comm": CommOptions(algorithm="split_p2p", dtype="float32"), "determinism": "batch"}

@@ -117,7 +117,7 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
+def test_a_grid_is_used_if_it_costs_no_more_than_moving_rows(mesh):
     """With few rows, moving them is cheaper than gathering the weights."""
 
     def patterns(rows):

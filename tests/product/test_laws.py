@@ -73,7 +73,7 @@ def test_results_do_not_depend_on_what_memory_held(case, rng):
 # The plan cache --------------------------------------------------------------------------------------------------
 
 
-def test_equal_calls_share_a_plan_and_a_second_step_misses_nothing(rng):
+def test_equal_calls_share_a_plan_and_a_second_step_hits(rng):
     """Example 01 promises this: all plans are made in the first step."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
     jax.clear_caches()

@@ -261,7 +261,7 @@ def _strong(z):
 
 @pytest.mark.parametrize("activation", [*activations.FUNCTIONS, jax.nn.gelu, jax.nn.softplus, _strong])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_activations_of_weakly_typed_products_are_as_weak_as_those_of_jax(activation, has_bias, standard_promotion):
+def test_activations_of_weak_products_are_weak_as_in_jax(activation, has_bias, standard_promotion):
     """jax.nn.gelu of a weakly typed array has a strong type, which decides the type of the next product."""
     x, w = jnp.full((2, 4), 2), jnp.full((4, 4), 0.5)
     bias = w[0] if has_bias else None

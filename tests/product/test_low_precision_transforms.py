@@ -46,7 +46,7 @@ def test_gradients(name, out, rng):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
 
 
-def test_derivatives_take_no_communication_option_that_is_not_theirs(rng):
+def test_derivatives_take_only_communication_options_that_apply(rng):
     """Partial sums of a bfloat16 result may travel in bfloat16, but partial sums of its float32 derivatives may not."""
     case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents

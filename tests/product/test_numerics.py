@@ -39,7 +39,7 @@ def test_a_long_contraction(case, rng):
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
-def test_a_wider_result_keeps_the_accumulator_and_its_gradients_are_rounded_once(case, dtype, implementation, rng):
+def test_a_wider_result_and_its_gradients_are_rounded_once(case, dtype, implementation, rng):
     """Integer operands give sums that a float32 result holds; gradients have the operands' type."""
     case = case.replace(per_shard=(3, 5, 64), dtype=dtype)
     a, b = (9 * x for x in case.integers(rng))
@@ -97,7 +97,7 @@ def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-def test_a_scalar_is_rounded_with_the_accumulator_and_the_result_once(rng):
+def test_scalars_are_rounded_as_the_accumulator_the_result_once(rng):
     """With bfloat16 operands, alpha stays float32, and so does the product that it scales."""
     a, b = (rng.standard_normal((32, 32)).astype(jnp.bfloat16) for _ in range(2))
     alpha = np.float32(1 + 2**-12)

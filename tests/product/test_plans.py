@@ -282,7 +282,7 @@ def test_every_form_gives_the_same_result(name, transposition, shape, conjugatio
     np.testing.assert_array_equal(np.asarray(d), 2 * np.matmul(*case.op(a, b)) - c + bias)
 
 
-def test_several_processes_and_other_platforms_communicate_through_xla():
+def test_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
     choose = functools.partial(

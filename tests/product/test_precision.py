@@ -269,13 +269,13 @@ def test_communication_options_ahead_of_a_pattern(comm):
         jaxmp.matmul(a, b, comm=comm)
 
 
-def test_communication_options_of_the_functions_that_name_an_axis():
+def test_communication_options_of_functions_that_name_an_axis():
     case = cases.BY_NAME["ag"].replace(per_shard=(3, 5, 7))
     with pytest.raises(ValueError, match=r"all_gather_matmul: comm\.algorithm='fused' needs the pattern all_reduce"):
         modes.in_checked_shard_map(case, comm=CommOptions(algorithm="fused"))(*case.values(np.random.default_rng(0)))
 
 
-def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
+def test_hostmp_agrees_on_every_algorithm_of_every_pattern(rng):
     """hostmp runs everything that Python accepts."""
     served = set()
     for name, algorithm in itertools.product(

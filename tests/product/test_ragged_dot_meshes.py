@@ -129,7 +129,7 @@ def test_it_is_local_inside_shard_map():
     assert_same(derivatives(ours, x, w), derivatives(theirs, x, w))
 
 
-def test_replicated_weights_inside_shard_map_get_the_sum_of_all_ranks():
+def test_gradients_of_replicated_weights_are_summed_in_shard_map():
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     x, w, sizes = integers((8, 4)), integers((2, 4, 5), 1), jnp.array([1, 2])
     ours = jax.shard_map(

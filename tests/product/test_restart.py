@@ -29,7 +29,7 @@ def run(*args):
     return ended.stdout
 
 
-def test_a_process_that_starts_again_compiles_nothing_and_runs_what_was_exported(tmp_path):
+def test_a_second_process_uses_the_cache_and_exported_programs(tmp_path):
     run("write", str(tmp_path))
     found = json.loads(run("read", str(tmp_path)).splitlines()[-1])
     expected = {}

@@ -126,7 +126,7 @@ def test_a_reshard_and_its_transpose(dtype, is_explicit):
 
 
 @pytest.mark.parametrize("dtype", WIDENED)
-def test_a_gather_and_an_exchange_inside_shard_map_and_their_transposes(dtype):
+def test_gathers_and_exchanges_in_shard_map_and_their_transposes(dtype):
     """The transpose of a gather sums in float32 and rounds once."""
     case = cases.BY_NAME["ag"]
     mesh, value = case.jax_mesh(), np.random.default_rng(0).integers(1, 4, (8, 16)).astype(np.float32).astype(dtype)

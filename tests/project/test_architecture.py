@@ -87,7 +87,7 @@ def attributes_of(module, source):
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: path.name)
-def test_only_config_reads_the_environment_and_only_one_folder_uses_private_jax(path):
+def test_one_module_reads_the_environment_one_folder_private_jax(path):
     source = path.read_text()
     if path.stem != "config":
         assert not attributes_of("os", source) & {"environ", "getenv", "putenv"}
@@ -126,7 +126,7 @@ def mentioned_variables():
     return found
 
 
-def test_every_environment_variable_is_known_and_documented_and_nothing_else_is():
+def test_exactly_the_known_environment_variables_are_documented():
     """docs/tools.md documents the users' variables, CONTRIBUTING.md the tests'."""
     tables = (ROOT / "docs" / "tools.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     first_cells = re.findall(r"^\| (`JAXMP_[^|]*)\|", tables, flags=re.M)

@@ -79,7 +79,7 @@ def test_a_source_distribution_has_what_its_tests_read():
     assert not read & set(exclude)
 
 
-def test_the_commands_that_documents_name_are_those_of_the_makefile():
+def test_documents_name_only_targets_of_the_makefile():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.M))
     text = "\n".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCUMENTS] if path.stem != "CHANGELOG")
     named = set(re.findall(r"`make ([a-z-]+)", text))

@@ -44,7 +44,7 @@ def test_cases_of_a_product(left, right):
     """A test with several cases; the next test finds fewer of them."""
 
 
-def test_the_small_suite_leaves_cases_out_and_the_exhaustive_one_none(request):
+def test_only_the_exhaustive_suite_runs_every_case(request):
     config = request.config
     if config.getoption("--share") or config.getoption("keyword") or any("[" in arg for arg in config.args):
         pytest.skip("a part of the tests was asked for")

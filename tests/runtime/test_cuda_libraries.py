@@ -45,7 +45,7 @@ def load(tmp_path, *paths):
     (tmp_path / "maps").write_text("".join(lines))
 
 
-def test_the_wheels_are_found_where_they_put_their_files_or_the_loader_looks(wheels, tmp_path, monkeypatch):
+def test_libraries_are_found_in_wheels_or_by_the_loader(wheels, tmp_path, monkeypatch):
     wheels()
     found = cuda_libraries.find()
     assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
@@ -73,7 +73,7 @@ def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch
     assert {tmp_path / "one/nvidia", tmp_path / "two/nvidia"} <= set(cuda_libraries._wheel_roots())
 
 
-def test_without_a_plugin_both_cudas_will_do_and_the_newer_is_taken(wheels, monkeypatch):
+def test_without_a_plugin_the_newer_of_both_cudas_is_used(wheels, monkeypatch):
     monkeypatch.setattr(cuda_libraries, "_plugins", lambda: ())
     wheels("cu12", "nccl")
     assert "/cu12/" in cuda_libraries.find().cublasmp

@@ -76,7 +76,7 @@ jaxmp._src.platform.runtime.native.blas_info()
 """
 
 
-def test_import_loads_no_extension_starts_no_backend_and_names_a_misspelt_variable(extension):
+def test_import_loads_nothing_and_names_a_misspelt_variable(extension):
     """The import alone warns, at its own line. A missing BLAS is named."""
     env = os.environ | {f"JAXMP_{'TIMOUT'}": "5", "JAXMP_TIMEOUT": "5", "JAXMP_BLAS": "/nowhere/libblas.so"}
     ran = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, timeout=120)

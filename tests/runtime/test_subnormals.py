@@ -66,7 +66,7 @@ def test_bits_do_not_depend_on_which_device_comes_last(extents, options, mesh_of
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("extents", [(1, 3, 5), (4, 64, 64), (300, 200, 600)], ids=str)
-def test_eager_jitted_and_ordered_products_take_subnormal_numbers_as_zero(extents, dtype):
+def test_products_treat_subnormal_numbers_as_zero(extents, dtype):
     """On the main thread and on XLA's, with any kernel: few rows in place, tiles, one order of sums."""
     cases.require(None)
     m, n, k = extents

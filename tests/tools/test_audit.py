@@ -307,7 +307,7 @@ def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activatio
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
 
 
-def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, rng):
+def test_gradients_summed_in_the_order_of_devices_are_named(mesh_of, rng):
     """The gradient is reported by its difference, not by the order of its rows. Forward, small integers are exact."""
     mesh = mesh_of({"x": 4})
     program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
@@ -321,7 +321,7 @@ def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, 
     assert not found.uncompared
 
 
-def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_of, rng):
+def test_a_difference_in_device_order_has_its_numbers(mesh_of, rng):
     """Sums over devices; each device keeps its part of the sequence."""
     mesh = mesh_of({"x": 4})
 

@@ -143,7 +143,7 @@ def some_checks(*arguments):
 ALL_CHECKS = selftest.checks
 
 
-def test_the_selftest_checks_every_pattern_and_type_and_both_levels():
+def test_the_selftest_checks_all_patterns_types_and_levels():
     found = list(selftest.checks(4, None, True))
     assert {check.promise for check in found} == {"placement", "rounding", "batch", "topology"}
     subjects = {check.subject for check in found if check.promise == "placement"}

@@ -189,7 +189,7 @@ ORIGINS = [
 
 
 @pytest.mark.parametrize(("fn", "args", "words"), ORIGINS, ids=range(len(ORIGINS)))
-def test_a_cause_names_the_array_or_the_constraint_that_it_begins_at(fn, args, words, array, mesh):
+def test_a_cause_names_the_array_or_constraint_where_it_begins(fn, args, words, array, mesh):
     def typed(arg):
         return array(*arg) if isinstance(arg, tuple) else arg
 
@@ -317,7 +317,7 @@ def test_calls_of_jaxmp_stand_beside_the_collectives(array, mesh):
     assert row.cause.startswith("this product sums dimension 1 of a and dimension 0 of b, which model shards")
 
 
-def test_a_program_without_collectives_passes_and_others_fail_with_their_table(array):
+def test_assert_no_collectives_fails_with_the_table(array):
     x, w = array((8, 16), "data"), array((16, 32))
     assert not jaxmp.assert_no_collectives(lambda x, w: x @ w)(x, w).collectives
     mean = jaxmp.assert_no_collectives(lambda x: x.mean())

@@ -89,7 +89,7 @@ def called_again(x, y):
 
 
 @pytest.mark.parametrize("fn", [called_in_a_loop, called_again])
-def test_a_line_with_one_caller_stands_alone_in_loops_and_checkpoints(fn, rows_of):
+def test_lines_with_one_caller_are_alone_in_loops_and_remat(fn, rows_of):
     rows = rows_of(jax.grad(lambda x, y: fn(x, y).sum()), ((16, 16), "data"), ((16, 16), "model"))
     assert rows
     assert not [row for row in rows if "->" in row.line]
@@ -159,7 +159,7 @@ def test_callers_are_read_from_the_tables_of_frames(frame, line):
     assert module.innermost(each) == line.rpartition(" -> ")[2].replace("norm", "train.py")
 
 
-def test_no_argument_is_said_to_be_sharded_over_an_axis_that_it_lacks(rows_of):
+def test_no_cause_names_an_axis_that_the_argument_lacks(rows_of):
     rows = rows_of(
         lambda tok, pos, tokens: jnp.take(tok, tokens, axis=0) * 16.0 + pos[None],
         *(((64, 16), "model"), ((8, 16), None, "model"), ((4, 8), "data")),
@@ -197,7 +197,7 @@ def second_scan(xs):
     return jax.lax.scan(lambda carry, x: (carry * x, None), carry, xs)[0]
 
 
-def test_a_scan_has_its_own_line_though_another_was_traced_before(rows_of):
+def test_a_scan_has_its_own_line_after_another_was_traced(rows_of):
     for fn, number in ((first_scan, 1), (second_scan, 2)):
         lines = {row.line for row in rows_of(fn, ((4, 8, 16), "model")) if row.cause.startswith("the scan wants")}
         assert lines == {line_in(fn, number)}
@@ -461,7 +461,7 @@ BLAMED = [
 
 
 @pytest.mark.parametrize(("fn", "blamed"), BLAMED, ids=[fn.__name__ for fn, _ in BLAMED])
-def test_the_line_that_asks_is_blamed_not_one_that_xla_moves_the_data_to(fn, blamed, rows_of):
+def test_a_row_names_the_line_that_asks_for_the_data(fn, blamed, rows_of):
     is_asked = fn is asked_ahead_by_a_result
     rows = rows_of(jax.jit(fn, out_shardings=P("model")) if is_asked else fn, ((16, 16), None, "model"))
     assert {(row.line, row.cause_kind) for row in rows} == {(line_in(fn, line), kind) for line, kind in blamed}
@@ -517,7 +517,7 @@ def rotated(w, x):
     return jnp.sum(x @ w)
 
 
-def test_one_row_of_the_table_stands_for_all_of_one_line_and_cause_and_those_needed_come_last(rows_of):
+def test_rows_of_one_line_and_cause_merge_with_needed_ones_last(rows_of):
     explanation = rows_of.explained(jax.grad(rotated), ((16, 4),), ((8, 16), "data", "model"))
     found = {(row.kind, row.line, row.axes, row.cause_kind, row.is_needed) for row in explanation.collectives}
     table = rows_of_table(str(explanation).partition("product ")[0])

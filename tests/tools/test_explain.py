@@ -271,7 +271,7 @@ def test_implementation_types_and_why(asked, why):
         assert row.flops == 2 * 2 * 3 * 5 * (4 if dtype == "complex64" else 1)
 
 
-def test_rows_come_in_the_order_of_the_program_without_calls_that_nobody_needs():
+def test_rows_follow_the_program_without_unused_calls():
 
     def program(a, b):
         def step(carry, _):

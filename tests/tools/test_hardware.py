@@ -129,7 +129,7 @@ def test_explain_predicts_each_call(mesh_of, capsys):
         assert jaxmp.explain(product, quiet=True)(a, b).times == (None,)
 
 
-def test_host_calls_on_a_shared_processor_move_nothing_over_links(mesh_of):
+def test_host_calls_on_one_processor_move_nothing_over_links(mesh_of):
     mesh = mesh_of({"x": 4})
     shared = jaxmp.Hardware("shared", {"float32": 1e9}, memory_bandwidth=1e9, link_bandwidth=1e3, is_shared=True)
     a, b = (cases.typed(mesh, (16, 16), *spec) for spec in (P("x", None), P(None, "x")))

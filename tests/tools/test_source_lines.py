@@ -59,7 +59,7 @@ def test_files_of_libraries(file, is_library):
     assert is_of_library(file) == is_library
 
 
-def test_a_layer_of_flax_and_of_equinox_has_the_line_that_calls_it():
+def test_layers_of_flax_and_equinox_have_the_line_of_their_call():
     graph, params = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     layer = equinox.nn.Linear(8, 8, key=jax.random.key(0))
 
