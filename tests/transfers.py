@@ -13,13 +13,13 @@ from jaxmp._src.tools.explain.hlo import COLLECTIVES
 
 def check(program, *args):
     """Compiles `program` once and compares; returns (the rows of `explain`, the compiled program)."""
-    compile_anew, programs = jax_compiled.compile_anew, []
+    recompile, programs = jax_compiled.recompile, []
 
     def keep(*given):
-        programs.append(compile_anew(*given))
+        programs.append(recompile(*given))
         return programs[-1]
 
-    with mock.patch.object(jax_compiled, "compile_anew", keep):
+    with mock.patch.object(jax_compiled, "recompile", keep):
         explanation = jaxmp.explain(program, quiet=True, compiled=True)(*args)
     differ = differences(explanation)
     assert not differ, f"(kind, axes): bytes that explain says, and that the program receives: {differ}"

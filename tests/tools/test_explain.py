@@ -160,8 +160,8 @@ def test_the_partitioner_of_a_gradient(rng):
 @pytest.mark.parametrize(("ndevices", "patterns"), [(4, ["grid", "all_gather"]), (1, ["local", "local"])])
 def test_xla_stops_once_shardings_are_settled(ndevices, patterns, mesh_of, monkeypatch):
     """XLA takes ten times as long to compile a step of two layers as JAX takes to lower it."""
-    compile_anew, programs = jax_compiled.compile_anew, []
-    monkeypatch.setattr(jax_compiled, "compile_anew", lambda *args: programs.append(compile_anew(*args)))
+    recompile, programs = jax_compiled.recompile, []
+    monkeypatch.setattr(jax_compiled, "recompile", lambda *args: programs.append(recompile(*args)))
     mesh = mesh_of({"x": ndevices}, AxisType.Auto)
     x, w = (jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P("x"))) for _ in range(2))
 

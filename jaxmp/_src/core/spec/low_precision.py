@@ -103,16 +103,16 @@ def is_scaled(dtype: DTypeLike) -> bool:
 @functools.cache
 def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
     """True if one type is narrow and the other wide."""
-    return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
+    return _is_narrow_with_wide(a, b) or _is_narrow_with_wide(b, a)
 
 
 @functools.cache
 def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
     """Returns the type of the multiplication: the wide type of a mixed pair, else the type of a."""
-    return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
+    return np.dtype(b if _is_narrow_with_wide(a, b) else a)
 
 
-def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
+def _is_narrow_with_wide(a: DTypeLike, b: DTypeLike) -> bool:
     return np.dtype(a).name in NARROW and np.dtype(b).name in WIDE
 
 

@@ -149,7 +149,7 @@ def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
     return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
 
 
-def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
+def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
     """Returns JAX's type for operands that the preset does not take; None if it takes them."""
     if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
         return None

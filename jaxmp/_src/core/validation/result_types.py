@@ -273,7 +273,7 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     elif a != b and not {a.name, b.name} <= _FLOAT8:
         has_narrow = [kernel for kernel, wide, holds in _HOLDING if wide == out and holds(a) and holds(b)]
         steps = (has_narrow[0] if has_narrow else out,)
-    taken = precisions.taken(precision, steps[-1] if steps else a)
+    taken = precisions.converted_to(precision, steps[-1] if steps else a)
     return steps if taken is None else (taken,)
 
 

@@ -21,7 +21,7 @@ def devices_to_compile_for(count: int) -> list[Any]:
     return list(client.devices())
 
 
-def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:
+def recompile(lowered: Any, options: Mapping[str, Any]) -> Any:
     """Compiles a `jax.stages.Lowered` with options of XLA; neither reads nor writes the persistent compilation cache.
 
     The key of the cache does not include the dump folder of XLA, so a hit would dump nothing.

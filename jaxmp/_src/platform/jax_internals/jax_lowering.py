@@ -158,7 +158,7 @@ def lower_each_call(key: str) -> None:
     _mlir._uncacheable_primitives.update(_mlir._lowerings)
     for primitive in list(_mlir._lowerings):
         if primitive.name in _KEEPING:
-            _wrap(primitive, _lowering_anew)
+            _wrap(primitive, _lowering_without_cache)
         if primitive.name in _BODIES:
             _wrap(primitive, _lowering_body)
 
@@ -168,7 +168,7 @@ _KEEPING = ("jit", "core_call", "closed_call", "shard_map", "eval_jaxpr", "progr
 _numbered: set[str] = set()
 
 
-def _lowering_anew(rule: LoweringRule) -> LoweringRule:
+def _lowering_without_cache(rule: LoweringRule) -> LoweringRule:
     """Wraps a rule so that it does not cache functions that asked for an index."""
 
     @functools.wraps(rule)

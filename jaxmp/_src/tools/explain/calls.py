@@ -28,7 +28,7 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
             yield row, _cause(row, origins, site)
 
 
-def beside_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
+def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
     """Returns the cause of a collective that jaxmp added to a call, from the row of the collective or of the call."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]

@@ -19,7 +19,7 @@ from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compiled
 from jaxmp._src.platform.runtime.text import aligned, as_html
 from jaxmp._src.tools.explain import hlo
-from jaxmp._src.tools.explain.calls import axes_of, beside_call, moving_calls
+from jaxmp._src.tools.explain.calls import axes_of, cause_in_call, moving_calls
 from jaxmp._src.tools.explain.causes import cause
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
@@ -179,7 +179,7 @@ def settled_program(lowered: Any) -> Module | None:
 
 
 def _compile(lowered: Any, folder: str) -> Any:
-    return jax_compiled.compile_anew(lowered, {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"})
+    return jax_compiled.recompile(lowered, {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"})
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
@@ -226,7 +226,7 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
                 axes = program.axes(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
                     why = cause(origins, computation, each, i)
-                    why = beside_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
+                    why = cause_in_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     words = (why.text, why.remedy, why.kind)
                     yield Operation(*what, *words, 0, 0, independent.round(each), products, is_hidden)

@@ -214,7 +214,7 @@ class Module:
         """
         inner, stack = self.innermost(of), self._stack(of)
         pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
-        above = (b for a, b, _ in pairs if self._asks(a) and not self._asks(b))
+        above = (b for a, b, _ in pairs if self._only_constrains(a) and not self._only_constrains(b))
         several = (b for _, b, lines in pairs if len(lines) > 1 and b in lines)
         caller = next(itertools.chain(above, several), None)
         if caller is None or (outer := source_lines.line_name(*caller[:2])) == inner:
@@ -227,7 +227,7 @@ class Module:
         """Returns the innermost line outside libraries of layers, "train.py:41", or ""."""
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
 
-    def _asks(self, frame: Frame) -> bool:
+    def _only_constrains(self, frame: Frame) -> bool:
         """True if a function only asks for a sharding. Most trainers have such a function."""
         return _function(frame) not in self._working
 
