@@ -33,7 +33,7 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-# JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
+# JAX's own watch ends a process without an exception if a peer is gone. Ours raises before it.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.
 # Without XLA's flag that is half an hour, and on GPUs never; a link may be slow.

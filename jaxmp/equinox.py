@@ -94,7 +94,7 @@ class MoE(_equinox.Module):  # type: ignore[misc]
       dtype, key: as in `equinox.nn.Linear`.
 
     A call takes x (features,), as in Equinox, or (..., features) without `jax.vmap`. It returns y with x's shape and
-    the loss that balances experts, for the tokens of this call.
+    the loss of this call's tokens that balances experts.
 
     Raises: as `jaxmp.moe_mlp`; ValueError for other scores, and for a top_k above num_experts.
 

@@ -73,10 +73,10 @@ def ragged_dot(
       mesh: as in `matmul`.
       implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses. Or a function with the
         arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
-      determinism: "run_to_run" or "batch": the bits of a row depend on the row and its matrix alone, not on sizes, on
-        where the row stands or on other rows. k is then never split over devices; in gradients the order of sums over
-        devices is XLA's. "topology": in addition gradients are those of one device, for one device, and where all axes
-        that the call splits shard rows of x and matrices of w.
+      determinism: "run_to_run", "batch" or "topology". "batch": the bits of a row depend only on the row and its matrix,
+        not on sizes, on the row's place or on other rows. k is then never split over devices; in gradients XLA chooses
+        the order of sums over devices. "topology": in addition, gradients have the bits of one device, on one device
+        and where all axes that the call splits shard rows of x and matrices of w.
 
     Returns:
       (m, n), sharded as `out_sharding`; by default along m as x, and along n as w.
@@ -281,7 +281,7 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
 
 
 def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """Returns the spec, and the operands in the type in which they are multiplied."""
+    """Returns the spec, and the operands in the type of their multiplication."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)

@@ -229,7 +229,7 @@ def naming_by_spec(rule: Rule) -> Rule:
 
 
 def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
-    """Returns the axes over which d varies in shard_map. If operands vary over fewer axes, their transposes sum."""
+    """Returns the axes that d varies over in shard_map. If operands vary over fewer axes, their transposes sum."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
     product = a.manual_axis_type.varying | b.manual_axis_type.varying

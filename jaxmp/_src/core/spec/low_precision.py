@@ -66,8 +66,8 @@ class Scaling:
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
       c: scalar float32, for tensor-wide scales only.
-      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one; multiplies the result.
-      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`); multiplies it.
+      d: scalar float32 that multiplies a float8 result (tensor-wide scales) or a float4 result.
+      aux: scalar float32 that multiplies a float8 gelu_aux (see `aux_dtype`).
       result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
       aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
       aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.

@@ -53,7 +53,7 @@ class InvalidOperands(InvalidValue, TypeError):
 
 
 class InvalidSharding(InvalidValue, ShardingTypeError):
-    """Shardings from which JAX cannot infer the result's sharding either."""
+    """Shardings that do not decide the result's sharding, for JAX either."""
 
 
 class InvalidType(Refusal, TypeError):

@@ -64,7 +64,7 @@ def _once_for_types(fn: F) -> F:
 class Conversion:
     """The conversions around a call; by default none.
 
-    `steps`: the types to which operands are converted in turn. `result`: the call's preferred_element_type. `out`: the
+    `steps`: operands are converted to these types in turn. `result`: the call's preferred_element_type. `out`: the
     type that the user gets; None if what is added to the product decides. `are_weak`: both operands are weak.
     """
 
@@ -321,7 +321,7 @@ def _of_kernel(
 
 
 def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
-    """Returns the types for int8 operands, for which kernels give int32 without an epilog."""
+    """Returns the types for int8 operands; their kernels give int32 without an epilog."""
     if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
         return None, _INT32  # the low bits equal sums in a narrower type
     is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # a relu of narrower sums differs

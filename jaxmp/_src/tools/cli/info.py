@@ -1,4 +1,4 @@
-"""What this machine and installation have, and which implementation computes a product; --json for bug reports."""
+"""Shows the machine, the installation, and which implementation computes a product; --json for bug reports."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class CallTimes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
-    """What the devices did while a program ran: `str` gives a table and a timeline, notebooks show a picture.
+    """A profile of the devices while a program ran: `str` gives a table and a timeline, notebooks show a picture.
 
     A device that waits for its peers within a call is busy with the call. So where devices share few cores, the times
     of calls include waiting.
