@@ -73,9 +73,9 @@ def ragged_dot(
       mesh: as in `matmul`.
       implementation: "host" on CPU devices, else "xla", which is `lax.ragged_dot`; None chooses. Or a function with the
         arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
-      determinism: "run_to_run", "batch" or "topology". "batch": the bits of a row depend only on the row and its matrix,
-        not on sizes, on the row's place or on other rows. k is then never split over devices; in gradients XLA chooses
-        the order of sums over devices. "topology": in addition, gradients have the bits of one device, on one device
+      determinism: "run_to_run", "batch" or "topology". "batch": the bits of a row depend only on the row and its
+        matrix, not on sizes, on the row's place or on other rows. k is then never split over devices; in gradients XLA
+        chooses the order of sums over devices. "topology": in addition, gradients have the bits of one device, on one device
         and where all axes that the call splits shard rows of x and matrices of w.
 
     Returns:
