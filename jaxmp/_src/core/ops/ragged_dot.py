@@ -75,8 +75,8 @@ def ragged_dot(
         arguments of `lax.ragged_dot_general`, which multiplies a device's shards, in derivatives too.
       determinism: "run_to_run", "batch" or "topology". "batch": the bits of a row depend only on the row and its
         matrix, not on sizes, on the row's place or on other rows. k is then never split over devices; in gradients XLA
-        chooses the order of sums over devices. "topology": in addition, gradients have the bits of one device, on one device
-        and where all axes that the call splits shard rows of x and matrices of w.
+        chooses the order of sums over devices. "topology": in addition, gradients have the bits of one device, on one
+        device and where all axes that the call splits shard rows of x and matrices of w.
 
     Returns:
       (m, n), sharded as `out_sharding`; by default along m as x, and along n as w.
