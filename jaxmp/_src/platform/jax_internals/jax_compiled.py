@@ -28,11 +28,11 @@ def recompile(lowered: Any, options: Mapping[str, Any]) -> Any:
     """
     module = lowered.compiler_ir("stablehlo").operation
     with module.context, _config.persistent_cache_min_compile_time_secs(float("inf")):
-        module.attributes["jaxmp.compiled_anew"] = _ir.StringAttr.get(uuid.uuid4().hex)
+        module.attributes["jaxmp.recompiled"] = _ir.StringAttr.get(uuid.uuid4().hex)
         try:
             return lowered.compile(compiler_options=dict(options))
         finally:
-            del module.attributes["jaxmp.compiled_anew"]
+            del module.attributes["jaxmp.recompiled"]
 
 
 def lowered_mesh(lowered: Any) -> dict[str, int]:

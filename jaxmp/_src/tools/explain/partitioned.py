@@ -29,7 +29,7 @@ class Program:
     whole: Module | None = None
     parts: Module | None = None
     # Caches of `wholes`, `dims` and `axes`.
-    _alike: dict[Any, tuple[list[Place], dict[str, int]]] = dataclasses.field(default_factory=dict)
+    _places_of_shape: dict[Any, tuple[list[Place], dict[str, int]]] = dataclasses.field(default_factory=dict)
     _dims: dict[tuple[str, str], Dims] = dataclasses.field(default_factory=dict)
     _axes: dict[Instruction, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
@@ -66,13 +66,13 @@ class Program:
         if not part.op_name:
             return []
         key, shape = (origin(part), part.opcode), part.shapes[:1]
-        if (*key, *shape) not in self._alike:
+        if (*key, *shape) not in self._places_of_shape:
             every = self._wholes.get(key) or self._wholes.get((key[0], ""), [])[::-1]
             found = [place for place in every if self.local(*place) == shape]
             twins = [each.name for _, each in self._parts.get(key, ()) if each.shapes[:1] == shape]
             places = {name: i for i, name in enumerate(twins)} if len(twins) == len(found) else {}
-            self._alike[*key, *shape] = found or every, places
-        found, places = self._alike[*key, *shape]
+            self._places_of_shape[*key, *shape] = found or every, places
+        found, places = self._places_of_shape[*key, *shape]
         at = places.get(part.name, 0)
         return found[at:] + found[:at]
 
