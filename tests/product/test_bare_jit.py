@@ -68,9 +68,6 @@ def test_results_are_those_of_one_device(program, determinism, shardings, rng):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-# Shardings that no axis of the mesh expresses ---------------------------------------------------------------------
-
-
 def microbatches(multiply, x, w):
     """Sums the gradients of a loss over four parts of the batch."""
 
@@ -164,9 +161,6 @@ def test_gspmd_is_told_the_same(determinism, mesh_of, rng):
     np.testing.assert_array_equal(forward(*placed), got[0])
 
 
-# Results of callbacks, which XLA places on one device --------------------------------------------------------------
-
-
 def doubled(x, callback=jax.pure_callback):
     return callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
@@ -204,9 +198,6 @@ def test_callbacks_inside_shard_map_are_operands(mesh_of, rng):
 
     run = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P(None, "x"))
     np.testing.assert_array_equal(jax.jit(run)(x, w), 2 * x @ w)
-
-
-# Programs that JAX lowers only without devices ------------------------------------------------------------------------
 
 
 def test_arrays_of_two_meshes_are_multiplied(mesh_of, rng):

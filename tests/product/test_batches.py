@@ -1,9 +1,6 @@
 """Batches that both operands have: one product (XLA's, or ours for narrow types), unless separate calls are asked for
-or faster.
-
-Values are small integers, so every result is exact. Without these tests, a loop could replace one product, each index
-could need a collective, and operands without the batch could get wrong gradients.
-"""
+or faster. Values are small integers, so every result is exact. Without these tests, a loop could replace one product,
+each index could need a collective, and operands without the batch could get wrong gradients."""
 
 import functools
 import itertools
@@ -46,9 +43,6 @@ def product(pattern, **options):
 def operands(mesh, pattern, rng, dtype=np.float32):
     values = [cases.integers(rng, 8, 4, 12).astype(dtype), cases.integers(rng, 8, 12, 16).astype(dtype)]
     return values, [cases.put(x, mesh, spec) for x, spec in zip(values, PATTERNS[pattern][:2], strict=True)]
-
-
-# What runs -----------------------------------------------------------------------------------------------------
 
 
 @OVER_PATTERNS

@@ -1,8 +1,6 @@
-"""Reaching the real cuBLASMp, tested without a GPU: when it is chosen, and the program that calls it.
-
-Without these tests, a rank could choose another library than its peers and leave them waiting, or an attribute that
-only a GPU reads could be wrong.
-"""
+"""Reaching the real cuBLASMp, tested without a GPU: when it is chosen, and the program that calls it. Without these
+tests, a rank could choose another library than its peers and leave them waiting, or an attribute that only a GPU reads
+could be wrong."""
 
 import contextlib
 import functools
@@ -28,8 +26,6 @@ from jaxmp._src.platform.jax_internals import jax_lowering
 from jaxmp._src.platform.runtime import native
 
 __all__ = ["cards"]  # a fixture
-
-# ---- the rule
 
 
 SPEC = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
@@ -115,9 +111,6 @@ def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
         assert why == ("" if is_fit else f"{what}, this card has {capability[0]}.{capability[1]}")
     assert why_card_refuses(spec, (dtype, dtype), None) == ""
     assert why_card_refuses(SPEC, FLOATS, (7, 5)) == ""
-
-
-# ---- the program
 
 
 @pytest.fixture
@@ -264,9 +257,6 @@ def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
     exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu", "cuda"], disabled_checks=[check])(*placed)
     assert sorted(re.findall(r"platform\\22: \\22(\w+)", exported.mlir_module())) == ["cpu", "cuda"]
     np.testing.assert_array_equal(jax.jit(exported.call)(*placed), a @ b)
-
-
-# ---- explain
 
 
 def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):

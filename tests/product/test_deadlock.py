@@ -1,10 +1,7 @@
-"""Programs that hang if a collective call blocks the thread it runs on.
-
-A handler that waits for its peers works in every small test and deadlocks in real programs. XLA:CPU runs independent
-operations of each device in any order, so two devices can wait in different calls, and their threads are then missing
-from XLA's own collectives. Each program runs in its own process with a deadline, because a hang cannot be caught from
-inside.
-"""
+"""Programs that hang if a collective call blocks the thread it runs on. A handler that waits for its peers works in
+every small test and deadlocks in real programs. XLA:CPU runs independent operations of each device in any order, so two
+devices can wait in different calls, and their threads are then missing from XLA's own collectives. Each program runs in
+its own process with a deadline, because a hang cannot be caught from inside."""
 
 import os
 import subprocess

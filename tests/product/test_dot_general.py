@@ -1,8 +1,6 @@
-"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers.
-
-Without these tests, dimensions could be joined and split in different orders, a reshape could move shards between
-devices, a batch could be summed, and a diagonal of a sharded operand could be wrong.
-"""
+"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers. Without these tests, dimensions could
+be joined and split in different orders, a reshape could move shards between devices, a batch could be summed, and a
+diagonal of a sharded operand could be wrong."""
 
 import dataclasses
 import functools
@@ -92,9 +90,6 @@ def test_dimension_numbers(implementation, rng):
     for name, value in want.items():
         assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
         np.testing.assert_array_equal(got[name], value, err_msg=name)
-
-
-# On a mesh -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Products of groups drawn at random: modes, sizes, types, meshes of up to three axes, shardings, and transformations.
-
 Values, tangents, cotangents and second derivatives must equal a loop of `jnp` products. Operands are small integers, so
-results are bitwise equal. `JAXMP_FUZZ=n` draws n products instead of a few, starting at `JAXMP_FUZZ_SEED`.
-"""
+results are bitwise equal. `JAXMP_FUZZ=n` draws n products instead of a few, starting at `JAXMP_FUZZ_SEED`."""
 
 import functools
 import math

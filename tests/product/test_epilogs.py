@@ -1,8 +1,6 @@
 """Epilogs beyond the table (test_table.py): masks of odd columns on odd grids, extreme values, cuBLASMp's numbers.
-
 Without these tests, a mask bit could come from the neighbouring column, so that gradients are wrong although relu is
-right; a gelu could have the wrong form (the erf and the tanh form differ by 5e-4).
-"""
+right; a gelu could have the wrong form (the erf and the tanh form differ by 5e-4)."""
 
 import functools
 

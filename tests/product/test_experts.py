@@ -1,8 +1,6 @@
-"""`ragged_dot` if ranks hold rows of any group and some matrices, against a loop of `jnp` products, exactly.
-
-Without these tests, rows could meet another rank's matrix, sums could miss a rank's rows, and calls of different ranks
-could mix.
-"""
+"""`ragged_dot` if ranks hold rows of any group and some matrices, against a loop of `jnp` products, exactly. Without
+these tests, rows could meet another rank's matrix, sums could miss a rank's rows, and calls of different ranks could
+mix."""
 
 import functools
 

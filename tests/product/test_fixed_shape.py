@@ -1,10 +1,8 @@
-"""The levels of determinism over a library that promises no order of sums; hostmp stands for cuBLASMp.
-
-If only cuBLASMp's documented forms are taken, a product under a level gathers its operands and makes calls of one
-shape, on hostmp as on GPUs. These tests show that each element is in its place after cutting, padding and joining, and
-that all calls of a product share one plan for any batch and mesh, so bits depend only on a place in a tile. They cannot
-show that cuBLASLt's kernels sum in the same order at every place (docs/determinism.md).
-"""
+"""The levels of determinism over a library that promises no order of sums; hostmp stands for cuBLASMp. If only
+cuBLASMp's documented forms are taken, a product under a level gathers its operands and makes calls of one shape, on
+hostmp as on GPUs. These tests show that each element is in its place after cutting, padding and joining, and that all
+calls of a product share one plan for any batch and mesh, so bits depend only on a place in a tile. They cannot show
+that cuBLASLt's kernels sum in the same order at every place (docs/determinism.md)."""
 
 import functools
 import re
@@ -37,11 +35,9 @@ ROWS, COLUMNS = 32, 128
 
 @pytest.fixture
 def in_tiles(monkeypatch):
-    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128.
-
-    A BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's
-    calls use a fixed order of sums.
-    """
+    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128. A
+    BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's calls
+    use a fixed order of sums."""
     monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
@@ -69,8 +65,6 @@ def extents_of(text):
     lines = [line for line in text.splitlines() if "@jaxmp_matmul" in line]
     return {tuple(number(line, name) for name in "mnk") for line in lines}, len(lines)
 
-
-# Placement -------------------------------------------------------------------------------------------------------
 
 # Extents per device: smaller than a tile, whole tiles and ragged ones, with one and several tiles in each direction.
 SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
@@ -167,9 +161,6 @@ def test_nothing_to_multiply(shape, in_tiles):
     np.testing.assert_array_equal(in_tiles(product, a, b, c), np.full((m, n), 4.0, np.float32))
 
 
-# Low precision ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
     """Scales are powers of two, so products stay exact; 384 x 256 in tiles of 128 x 128."""
@@ -199,8 +190,6 @@ def test_a_largest_value_is_not_that_of_padding(in_tiles):
     assert not more["relu_aux"].any()
 
 
-# Bits ------------------------------------------------------------------------------------------------------------
-
 SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
 
 
@@ -223,10 +212,8 @@ def test_a_column_does_not_know_its_neighbours(in_tiles):
     ids=str,
 )
 def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch):
-    """Gradients do not know it either, although some are computed transposed on one mesh only.
-
-    hostmp's sums equal the transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1.
-    """
+    """Gradients do not know it either, although some are computed transposed on one mesh only. hostmp's sums equal the
+    transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1."""
     custom_call = forms.custom_call
 
     def unequal(operands, *options):
@@ -285,8 +272,6 @@ def test_all_batches_and_meshes_share_a_plan(in_tiles):
 
     assert in_tiles(plans) == 1
 
-
-# Programs for CUDA -----------------------------------------------------------------------------------------------
 
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 

@@ -1,9 +1,6 @@
-"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's layers against theirs.
-
-Without these tests, a layer could pass an option that we ignore; a parameter could be initialised or stored
-differently, so that a checkpoint gives another function; a gradient could be one rank's part; a layer could stop being
-one call.
-"""
+"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's layers against theirs. Without
+these tests, a layer could pass an option that we ignore; a parameter could be initialised or stored differently, so
+that a checkpoint gives another function; a gradient could be one rank's part; a layer could stop being one call."""
 
 import importlib
 import io
@@ -34,10 +31,8 @@ AXIS_TYPES = pytest.mark.parametrize(
 
 
 def judge(got, want, dtype="float32", roundings=256):
-    """Asserts that `got` and `want` differ by no more than `roundings` roundings of the largest value.
-
-    A small model is so well conditioned: its sums have some hundred terms no larger than the largest result.
-    """
+    """Asserts that `got` and `want` differ by no more than `roundings` roundings of the largest value. A small model is
+    so well conditioned: its sums have some hundred terms no larger than the largest result."""
     for i, (g, w) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
         g, w = (np.asarray(x, np.float32) for x in (g, w))
@@ -127,8 +122,6 @@ def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
     ):
         np.testing.assert_array_equal(got, want)
 
-
-# jaxmp's own layers, against those of the libraries followed by the activation ------------------------------------
 
 ACTIVATIONS = {
     None: lambda z: z,

@@ -1,7 +1,5 @@
-"""Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k.
-
-Integer results are bitwise equal: on hostmp, in the forms that cuBLASMp takes, and with XLA's collectives.
-"""
+"""Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k. Integer results
+are bitwise equal: on hostmp, in the forms that cuBLASMp takes, and with XLA's collectives."""
 
 import functools
 

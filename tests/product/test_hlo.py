@@ -1,7 +1,5 @@
-"""The compiled program: our calls, and no collective that was not asked for.
-
-Values cannot show this: if XLA gathers operands first, the product is right, and as slow as without jaxmp.
-"""
+"""The compiled program: our calls, and no collective that was not asked for. Values cannot show this: if XLA gathers
+operands first, the product is right, and as slow as without jaxmp."""
 
 import functools
 from collections import Counter

@@ -1,7 +1,6 @@
 """Products of int8 times scales of rows and columns. Without these tests, a scale could reach another row if an operand
 is stored transposed, if ranks share the sums or if a batch folds; sums could be rounded before the last rank's sum; a
-bias or an activation could be applied before the scales.
-"""
+bias or an activation could be applied before the scales."""
 
 import functools
 

@@ -1,8 +1,6 @@
-"""The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change.
-
-A kernel that reads C although beta is 0, writes into an operand's padding, or depends on the order of threads passes
-every test of values; each would show months later as a training run that cannot be repeated.
-"""
+"""The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change. A
+kernel that reads C although beta is 0, writes into an operand's padding, or depends on the order of threads passes
+every test of values; each would show months later as a training run that cannot be repeated."""
 
 import cases
 import jax
@@ -68,9 +66,6 @@ def test_results_do_not_depend_on_what_memory_held(case, rng):
             jax.block_until_ready(waste)
             del waste
             assert bits(program(a, b)) == want
-
-
-# The plan cache --------------------------------------------------------------------------------------------------
 
 
 def test_equal_calls_share_a_plan_and_a_second_step_misses_nothing(rng):

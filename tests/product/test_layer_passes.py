@@ -1,8 +1,6 @@
-"""The calls and collectives in the passes of layers, what the passes keep, and what layers refuse.
-
-Without these tests, x could travel twice, a derivative could stay unfused, a hidden layer could be kept twice, and a
-product could be rounded before its activation.
-"""
+"""The calls and collectives in the passes of layers, what the passes keep, and what layers refuse. Without these tests,
+x could travel twice, a derivative could stay unfused, a hidden layer could be kept twice, and a product could be
+rounded before its activation."""
 
 import functools
 
@@ -56,10 +54,7 @@ def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
 
 
 # Layout: the collectives outside the calls, for x, the cotangent of y for w_down, and the gradient of x.
-OF_GATED = {
-    "tensor parallel": ["all-reduce"],
-    "sequence parallel": ["all-gather", "all-gather", "reduce-scatter"],
-}
+OF_GATED = {"tensor parallel": ["all-reduce"], "sequence parallel": ["all-gather", "all-gather", "reduce-scatter"]}
 
 
 @pytest.mark.parametrize("layout", OF_GATED)
@@ -105,9 +100,6 @@ def test_the_forward_pass_stores_no_aux(rng):
     operands = operands_of(data("mlp", "tensor parallel", rng))
     rows = jaxmp.explain(functools.partial(jaxmp.mlp, activation="gelu"))(*operands).rows
     assert [row.epilog for row in rows] == ["GELU_BIAS", "BIAS"]
-
-
-# linear ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_vector_eager_calls_and_jax_functions(rng):

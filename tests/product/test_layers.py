@@ -1,9 +1,7 @@
 """Layers (`linear`, `mlp`, `gated_mlp`): values and derivatives on every kind of mesh, and the calls of their passes.
-
 Without these tests, a product could be rounded before its activation, the gate's cotangent could be swapped with the
 other one, a hidden bias's gradient could miss rows of other ranks, a second derivative could ignore that the first
-depends on z, and x could travel twice.
-"""
+depends on z, and x could travel twice."""
 
 import functools
 

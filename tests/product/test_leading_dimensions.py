@@ -1,9 +1,7 @@
-"""Leading dimensions of a and vmap, bitwise on small integers.
-
-Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
-so the fold must put the rank outermost. A wrong order permutes rows between examples, and does not show with one
-example or one rank. The table (test_table.py) has vmap over each operand in every mode.
-"""
+"""Leading dimensions of a and vmap, bitwise on small integers. Rows of a batch fold into rows of one product. Gathered
+and scattered rows are ordered by rank first and batch second, so the fold must put the rank outermost. A wrong order
+permutes rows between examples, and does not show with one example or one rank. The table (test_table.py) has vmap over
+each operand in every mode."""
 
 import functools
 import re
@@ -92,8 +90,6 @@ def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implement
     np.testing.assert_array_equal(da, (w @ b.T).swapaxes(-1, -2) if transpose_a else w @ b.T)
     np.testing.assert_array_equal(db, a.reshape(-1, 6).T @ w.reshape(-1, 4))
 
-
-# vmap ------------------------------------------------------------------------------------------------------------
 
 IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 

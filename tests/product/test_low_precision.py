@@ -1,6 +1,5 @@
 """Products of fp8, fp4 and int8. Without these tests, a scale could be applied to a wrong row or block in one layout
-only, a code could be decoded wrongly, and a sum of integers could be rounded.
-"""
+only, a code could be decoded wrongly, and a sum of integers could be rounded."""
 
 import itertools
 

@@ -1,6 +1,5 @@
 """Further results of fp8 and fp4 products. Without these tests, a result could overflow instead of saturating, an amax
-could be one rank's, and a gelu_aux could have a wrong type or scale.
-"""
+could be one rank's, and a gelu_aux could have a wrong type or scale."""
 
 import bounds
 import cases

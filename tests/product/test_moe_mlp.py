@@ -1,8 +1,5 @@
-"""`moe_mlp` against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, hidden rows could meet another expert's weights, and terms of ranks could be summed twice or not at
-all.
-"""
+"""`moe_mlp` against a loop of `jnp` products, exactly, on small integers. Without these tests, hidden rows could meet
+another expert's weights, and terms of ranks could be summed twice or not at all."""
 
 import functools
 import random
@@ -118,9 +115,6 @@ def test_one_rounding_of_the_hidden_rows(activation):
     assert_same(jaxmp.moe_mlp(x, *weights, jnp.array(SIZES), activation=activation), want)
 
 
-# Meshes ----------------------------------------------------------------------------------------------------------
-
-
 WANT = passes(loop, X, *WEIGHTS)
 
 
@@ -192,9 +186,6 @@ def test_inside_shard_map():
         )
 
     assert_same(passes(lambda *operands: mapped(*operands, sizes), X, *WEIGHTS), passes(theirs, X, *WEIGHTS))
-
-
-# Errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_lie_otherwise():

@@ -1,7 +1,5 @@
-"""NaN is kept by everything that computes a largest value; otherwise a diverged step would look sound.
-
-XLA's maximum on CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has no NaN.
-"""
+"""NaN is kept by everything that computes a largest value; otherwise a diverged step would look sound. XLA's maximum on
+CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has no NaN."""
 
 import cases
 import jax

@@ -1,8 +1,6 @@
 """Numerics beyond the table (test_table.py): long contractions, results wider than operands, types of operands and
-scalars, and the devices of a product.
-
-These tests would show a wrong accumulator, a narrowed partial sum, or a scalar that widens the result.
-"""
+scalars, and the devices of a product. These tests would show a wrong accumulator, a narrowed partial sum, or a scalar
+that widens the result."""
 
 import bounds
 import cases
@@ -78,9 +76,6 @@ def test_c_and_bias_of_narrower_types_are_widened(standard_promotion):
     np.testing.assert_array_equal(np.asarray(d), np.full((2, 4), 4.25))
 
 
-# alpha and beta that are arrays ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
     """The result has the bits that Python numbers give, for every type of the scalar array."""
@@ -145,9 +140,6 @@ def test_one_program_serves_every_value():
     for alpha in (0.0, 1.0, 2.5):
         np.testing.assert_array_equal(np.asarray(f(jnp.float32(alpha))), np.full((4, 4), 4 * alpha))
     assert f._cache_size() == 1
-
-
-# The devices of a product ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.small("pairs")

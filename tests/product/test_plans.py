@@ -1,8 +1,6 @@
-"""Decisions before a call, tested without devices: from shardings to patterns, and the forms that are legal.
-
-Each has its own oracle: sharding rules are compared with a brute force over devices, legal forms with the capabilities
-that they may use.
-"""
+"""Decisions before a call, tested without devices: from shardings to patterns, and the forms that are legal. Each has
+its own oracle: sharding rules are compared with a brute force over devices, legal forms with the capabilities that they
+may use."""
 
 import functools
 import itertools
@@ -31,9 +29,6 @@ from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleMo
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
-
-
-# Shardings to patterns ----------------------------------------------------------------------------------------------
 
 
 def holdings(dims, device):
@@ -68,9 +63,6 @@ def check_plan(plan, devices, out):
         # The group holds the whole contraction.
         assert sum(1 / parts for _, parts in {p[1] for p in row_parts}) == 1, (plan, device)
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
-
-
-# What the partitioner may propose -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
@@ -150,8 +142,6 @@ def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
     left, right = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
     np.testing.assert_array_equal(jax.jit(jaxmp.matmul)(left, right), a @ b)
 
-
-# Forms: what cuBLASMp does not take as it is -------------------------------------------------------------------------
 
 CUBLASMP = Capabilities()
 HOSTMP = Capabilities(
@@ -290,11 +280,7 @@ def test_several_processes_and_other_platforms_communicate_through_xla():
     )
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
-        (
-            choose(collective),
-            "host+xla",
-            "the ranks of a group live in 2 processes: each multiplies on its own",
-        ),
+        (choose(collective), "host+xla", "the ranks of a group live in 2 processes: each multiplies on its own"),
         (choose(collective, apart=""), "host", "CPU devices of one process"),
         (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
     ):

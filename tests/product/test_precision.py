@@ -86,9 +86,6 @@ def test_gradients_have_the_precision_of_the_product(name, rng):
     assert text.count("precision='TF32_TF32_F32'") == text.count("spec=MatmulSpec(") >= 3
 
 
-# The table -------------------------------------------------------------------------------------------------------
-
-
 def test_every_preset_of_jax_has_a_row():
     assert {preset.name for preset in lax.DotAlgorithmPreset} <= set(precisions._TABLE)
 
@@ -138,9 +135,6 @@ def test_a_library_is_given_the_compute_type():
         assert ffi_call.call_attributes(spec, operand, operand)["compute"] == want
 
 
-# Refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
     """Operands are converted to the preset's type, which may round them, and sums to the result's type."""
     presets = ("F16_F16_F16", "BF16_BF16_F32", "F32_F32_F32", "BF16_BF16_F32_X3", "F64_F64_F64")
@@ -184,8 +178,6 @@ def test_algorithms_are_the_presets_that_they_spell_out():
         d = product(precision=algorithm, preferred_element_type="float32")
         np.testing.assert_array_equal(d, np.full((3, 3), 4, np.float32))
 
-
-# Communication options -------------------------------------------------------------------------------------------
 
 COMM = {
     "ag-data": [CommOptions(algorithm="split_p2p"), CommOptions(algorithm="no_overlap"), CommOptions(sm_count=8)],

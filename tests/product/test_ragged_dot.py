@@ -1,7 +1,5 @@
-"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, rows could meet another group's matrix, and weights of a group without rows could reach the result.
-"""
+"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers. Without these tests, rows could meet
+another group's matrix, and weights of a group without rows could reach the result."""
 
 import functools
 import itertools
@@ -14,8 +12,6 @@ from jax.experimental import checkify
 from ragged import activated, assert_same, derivatives, integers, reference, with_bias
 
 import jaxmp
-
-# One device ------------------------------------------------------------------------------------------------------
 
 SIZES = {
     "even": (2, 2, 2, 2),
@@ -200,9 +196,6 @@ def test_checkify_finds_sizes_that_do_not_fit(sizes):
         error, _ = checkify.checkify(jax.jit(f))(x, w)
         assert (error.get() is None) == (sizes == (2, 4))
         assert sizes == (2, 4) or "group_sizes must not be negative, nor sum to more than the rows" in error.get()
-
-
-# A function of the user's ---------------------------------------------------------------------------------------------
 
 
 def test_a_function_multiplies_rows_and_derivatives():

@@ -1,9 +1,7 @@
 """Products of groups under `jax.vmap` over a sharded dimension, on meshes with two kinds of axes, and in a `shard_map`
-over some of the axes, against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, a result or a gradient could have another sharding than JAX's, groups could be counted over a whole
-batch, and a level could be dropped if XLA partitions.
-"""
+over some of the axes, against a loop of `jnp` products, exactly, on small integers. Without these tests, a result or a
+gradient could have another sharding than JAX's, groups could be counted over a whole batch, and a level could be
+dropped if XLA partitions."""
 
 import functools
 

@@ -1,8 +1,5 @@
-"""`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, ranks of an axis could count a group from the wrong row, and a partial sum or a bias could be added
-twice.
-"""
+"""`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers. Without these tests, ranks of an
+axis could count a group from the wrong row, and a partial sum or a bias could be added twice."""
 
 import functools
 import math

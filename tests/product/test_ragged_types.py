@@ -1,7 +1,5 @@
-"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers.
-
-Without these tests, a result could have another type than with lax, and a narrow operand could be read wrongly.
-"""
+"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers. Without these tests, a
+result could have another type than with lax, and a narrow operand could be read wrongly."""
 
 import functools
 import itertools

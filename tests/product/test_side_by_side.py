@@ -1,8 +1,6 @@
-"""Whole programs: JAX and jaxmp compute every product, and the results are compared (tests/side_by_side.py).
-
-Without these tests, a result could have another type or weak type, be on other devices or be committed to them, so that
-the rest of the program differs from JAX's.
-"""
+"""Whole programs: JAX and jaxmp compute every product, and the results are compared (tests/side_by_side.py). Without
+these tests, a result could have another type or weak type, be on other devices or be committed to them, so that the
+rest of the program differs from JAX's."""
 
 import contextlib
 
@@ -38,9 +36,6 @@ def train(loss, params, *data):
     state = optimizer.init(params)
     for _ in range(2):
         params, state = step(params, state)
-
-
-# Programs ---------------------------------------------------------------------------------------------------------
 
 
 def every_function(rng):
@@ -184,8 +179,6 @@ def test_every_product(program, rng, standard_promotion):
     with side_by_side.side_by_side():
         program(rng)
 
-
-# What each property looks like where it is wrong ------------------------------------------------------------------
 
 ONES = np.ones((4, 4), np.float32)
 TAMPERED = {

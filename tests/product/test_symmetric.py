@@ -1,8 +1,6 @@
-"""A matrix times its own transpose: only half is computed.
-
-Without these tests, a half could stay unwritten, a block could be at another rank's place, the two halves could differ,
-and bits under a level could depend on whether both operands are in one memory.
-"""
+"""A matrix times its own transpose: only half is computed. Without these tests, a half could stay unwritten, a block
+could be at another rank's place, the two halves could differ, and bits under a level could depend on whether both
+operands are in one memory."""
 
 import re
 

@@ -1,9 +1,7 @@
 """The table of products (drawn.py): every pair of layout, way to call, transposition, type, epilog, traced scalars,
-implementation, level of determinism and batch. The oracle of suite.py judges each with its gradients.
-
-`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which is printed. Every program has a number,
-and a failure says how to draw it alone.
-"""
+implementation, level of determinism and batch. The oracle of suite.py judges each with its gradients. `JAXMP_FUZZ=n`
+draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which is printed. Every program has a number, and a failure
+says how to draw it alone."""
 
 import collections
 import os

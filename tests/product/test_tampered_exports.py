@@ -1,6 +1,5 @@
 """An exported program is untrusted input: if the description that XLA's partitioner passes to a product is changed,
-running it gives an error or a result and never crashes. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)
-"""
+running it gives an error or a result and never crashes. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)"""
 
 import dataclasses
 import os

@@ -1,8 +1,6 @@
 """The transform matrix: every mode x transform x pattern, against tests/reference.py in float64 under the bound.
-
 Without these tests, a gradient could be summed over the wrong ranks, a tangent could lose one of its two terms, and
-vmap could order rows by batch instead of by rank.
-"""
+vmap could order rows by batch instead of by rank."""
 
 import dataclasses
 import functools

@@ -1,9 +1,6 @@
-"""The width of collectives: data that only moves keeps its type.
-
-XLA:CPU widens bfloat16 to float32 and float8 to float16 in collectives, so a gather of such operands between machines
-would take several times as long, with right results. `implementation="xla"` uses the collectives of a job whose
-processes share no memory.
-"""
+"""The width of collectives: data that only moves keeps its type. XLA:CPU widens bfloat16 to float32 and float8 to
+float16 in collectives, so a gather of such operands between machines would take several times as long, with right
+results. `implementation="xla"` uses the collectives of a job whose processes share no memory."""
 
 import functools
 import math
