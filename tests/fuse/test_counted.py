@@ -1,8 +1,6 @@
-"""Every product of a fused function is a row of `explain`, with a true reason.
-
-Without these tests, a product could silently stay JAX's: in a differentiation rule, in a derivative of JAX's own, or if
-it is another primitive than `dot_general`.
-"""
+"""Every product of a fused function is a row of `explain`, with a true reason. Without these tests, a product could
+silently stay JAX's: in a differentiation rule, in a derivative of JAX's own, or if it is another primitive than
+`dot_general`."""
 
 import functools
 import sys

@@ -1,8 +1,6 @@
-"""Factors that `jaxmp.fuse` moves across a rounding, at both ends of each type's range.
-
-Without these tests a moved scale could underflow (gradients of float16 layers do), sums could overflow before they are
-scaled, and an infinite scale could miss a NaN. Compares the errors of fused results and of plain JAX against float64.
-"""
+"""Factors that `jaxmp.fuse` moves across a rounding, at both ends of each type's range. Without these tests a moved
+scale could underflow (gradients of float16 layers do), sums could overflow before they are scaled, and an infinite
+scale could miss a NaN. Compares the errors of fused results and of plain JAX against float64."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
-"""`fuse` on mixtures of experts as users write them, with `lax.ragged_dot` and `lax.ragged_all_to_all`.
-
-Without these tests, a token could return to another token's place, and a gradient could be one rank's part.
-"""
+"""`fuse` on mixtures of experts as users write them, with `lax.ragged_dot` and `lax.ragged_all_to_all`. Without these
+tests, a token could return to another token's place, and a gradient could be one rank's part."""
 
 import functools
 

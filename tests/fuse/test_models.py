@@ -1,8 +1,5 @@
-"""Models that do not use jaxmp, through `jaxmp.fuse`.
-
-Without these tests, a rewrite could miss a product, use a wrong operand, type or sharding, add a collective, or fuse
-nothing.
-"""
+"""Models that do not use jaxmp, through `jaxmp.fuse`. Without these tests, a rewrite could miss a product, use a wrong
+operand, type or sharding, add a collective, or fuse nothing."""
 
 import dataclasses
 import functools

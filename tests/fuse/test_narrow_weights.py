@@ -1,8 +1,6 @@
-"""Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`.
-
-Without these tests, a scale could multiply wrong columns, a gradient could lose it, and weights could be decoded in
-memory. Small integers and powers of two keep sums exact, so results are compared bitwise.
-"""
+"""Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`. Without these tests, a scale
+could multiply wrong columns, a gradient could lose it, and weights could be decoded in memory. Small integers and
+powers of two keep sums exact, so results are compared bitwise."""
 
 import functools
 import re

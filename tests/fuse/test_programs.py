@@ -146,11 +146,7 @@ def test_conjugated_operands_are_those_of_the_call():
         "conj(a).T @ b": (lambda a, b: jnp.matmul(jnp.conj(a).T, b, out_sharding=P()), P("x", None), P("x", None)),
         "a.conj() @ b": (lambda a, b: a.conj() @ b, P("x", None), P()),
         "a @ b.T.conj()": (lambda a, b: a @ b.T.conj(), P(), P("x", None)),
-        "conj, of three dimensions": (
-            lambda a, b: jnp.einsum("bmk,kn->bmn", a[None].conj(), b),
-            P("x", None),
-            P(),
-        ),
+        "conj, of three dimensions": (lambda a, b: jnp.einsum("bmk,kn->bmn", a[None].conj(), b), P("x", None), P()),
     }
     with jax.set_mesh(mesh):
         for name, (model, *specs) in models.items():

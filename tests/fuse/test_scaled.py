@@ -1,8 +1,5 @@
-"""`jax.nn.scaled_matmul` and `scaled_dot_general` through `jaxmp.fuse`.
-
-Without these tests, a scale could multiply a wrong block, on one device or on a mesh, and a gradient could differ from
-JAX's definition.
-"""
+"""`jax.nn.scaled_matmul` and `scaled_dot_general` through `jaxmp.fuse`. Without these tests, a scale could multiply a
+wrong block, on one device or on a mesh, and a gradient could differ from JAX's definition."""
 
 import contextlib
 

@@ -1,8 +1,5 @@
-"""Bodies of `jax.shard_map` that do not use jaxmp, through `jaxmp.fuse`.
-
-Without these tests, a call could gather, sum or scatter along a wrong dimension, give a transposed result, or be
-missed.
-"""
+"""Bodies of `jax.shard_map` that do not use jaxmp, through `jaxmp.fuse`. Without these tests, a call could gather, sum
+or scatter along a wrong dimension, give a transposed result, or be missed."""
 
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
-"""State through `jaxmp.fuse`: pytrees and Flax NNX objects are arguments, and are returned or changed.
-
-State that leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests, a fused
-train step could leave a model or an optimizer unchanged.
-"""
+"""State through `jaxmp.fuse`: pytrees and Flax NNX objects are arguments, and are returned or changed. State that
+leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests, a fused train step
+could leave a model or an optimizer unchanged."""
 
 import functools
 
@@ -40,9 +38,6 @@ def assert_same(want, got):
         else:
             assert type(w) is type(g)
             assert w is g or np.all(w == g)
-
-
-# Objects of Python ------------------------------------------------------------------------------------------------
 
 
 def through_a_list(wrap, x):
@@ -117,9 +112,6 @@ def test_errors_of_fn_pass():
         jaxmp.fuse(program)(X)
 
 
-# Other values than arrays ----------------------------------------------------------------------------------------
-
-
 def test_arguments_and_results_that_are_no_arrays_stay_what_they_are():
     def program(x, dtype, *, name):
         numbers = (2, 2.5, np.float32(2), np.arange(3), jnp.asarray(2.5), jnp.asarray(np.arange(3)), jax.jit(same)(3.0))
@@ -179,9 +171,6 @@ def test_reports_take_any_argument():
         rows = jaxmp.explain(f(program), quiet=True)({"kept": X}, X, np.float32).rows
         assert len(rows) == (2 if f is jaxmp.fuse else 0)
     assert not jaxmp.audit(program, {"kept": X}, X, np.float32, batch_argnums=1, quiet=True).outputs
-
-
-# Flax NNX ---------------------------------------------------------------------------------------------------------
 
 
 class Model(nnx.Module):
@@ -318,9 +307,6 @@ def test_caches_metrics_and_transforms_of_flax():
         return results, metric.compute(), state_of(attention), state_of(stack)
 
     assert_same(run(same), run(jaxmp.fuse))
-
-
-# Equinox ----------------------------------------------------------------------------------------------------------
 
 
 def equinox_step(model, x, loss_of=lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)):

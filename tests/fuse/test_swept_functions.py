@@ -1,8 +1,6 @@
-"""Functions of JAX, and their gradients, through `fuse` on no mesh, automatic and explicit axes, at every level.
-
-Each gives plain JAX's values and types without a warning, or under a level an error that names the line. Without these
-tests, a function could be wrong because `fuse` does not know its jaxpr.
-"""
+"""Functions of JAX, and their gradients, through `fuse` on no mesh, automatic and explicit axes, at every level. Each
+gives plain JAX's values and types without a warning, or under a level an error that names the line. Without these
+tests, a function could be wrong because `fuse` does not know its jaxpr."""
 
 import functools
 import re
