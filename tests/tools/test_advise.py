@@ -1,7 +1,5 @@
-"""The ranking of shardings: against `explain`, against bounds from the literature, and its order.
-
-Without these tests, advice could state other bytes than the call moves, or call a grid optimal that is not.
-"""
+"""The ranking of shardings: against `explain`, against bounds from the literature, and its order. Without these tests,
+advice could state other bytes than the call moves, or call a grid optimal that is not."""
 
 import itertools
 

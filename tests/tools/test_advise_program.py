@@ -1,8 +1,6 @@
 """Plans for a function: against `explain` of the program with their shardings, and against plain data parallelism.
-
 Without these tests, advice could move more than shardings written by hand, state other bytes than the compiled program
-moves, or confuse dimensions.
-"""
+moves, or confuse dimensions."""
 
 import contextlib
 import dataclasses

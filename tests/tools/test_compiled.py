@@ -46,59 +46,26 @@ def scan_with_constraint(x, w):
 # (name, function, arguments as (shape, spec...), a row: kind, axes, cause)
 CASES = [
     ("contracted", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)], ("all-gather", "model", "product")),
-    (
-        "both",
-        lambda x, w: x @ w,
-        [((8, 16), "model", None), ((16, 32), None, "model")],
-        ("collective-permute", "data model", "product"),
-    ),
-    (
-        "row-parallel",
-        lambda x, w: x @ w,
-        [((8, 16), None, "model"), ((16, 32), "model", None)],
-        ("all-reduce", "model", "product"),
-    ),
-    (
-        "constraint",
-        lambda x: jax.lax.with_sharding_constraint(x * 2, P()) + 1,
-        [((8, 16), "data")],
-        ("all-gather", "data", "constraint"),
-    ),
-    (
-        "two-shardings",
-        lambda x, y: (x + y) @ y.T,
-        [((8, 16), "data"), ((8, 16), "model")],
-        ("all-gather", "data", "elementwise"),
-    ),
-    (
-        "lookup",
-        lambda table: table[jnp.arange(8) * 3],
-        [((64, 16), "model")],
-        ("all-reduce", "model", "whole"),
-    ),
-    (
-        "norm",
-        lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
-        [((8, 16), None, "model")],
-        ("all-reduce", "model", "reduction"),
-    ),
+    ("both", lambda x, w: x @ w, [((8, 16), "model", None), ((16, 32), None, "model")],
+     ("collective-permute", "data model", "product")),
+    ("row-parallel", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32), "model", None)],
+     ("all-reduce", "model", "product")),
+    ("constraint", lambda x: jax.lax.with_sharding_constraint(x * 2, P()) + 1, [((8, 16), "data")],
+     ("all-gather", "data", "constraint")),
+    ("two-shardings", lambda x, y: (x + y) @ y.T, [((8, 16), "data"), ((8, 16), "model")],
+     ("all-gather", "data", "elementwise")),
+    ("lookup", lambda table: table[jnp.arange(8) * 3], [((64, 16), "model")], ("all-reduce", "model", "whole")),
+    ("norm", lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)), [((8, 16), None, "model")],
+     ("all-reduce", "model", "reduction")),
     ("carry", scan_with_constraint, [((8, 16), "data"), ((16, 16),)], ("collective-permute", "data model", "carry")),
-    (
-        "weights-gradient",
-        jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)),
-        [((16, 32), None, "model"), ((8, 16), "data")],
-        ("all-reduce", "data", "gradient"),
-    ),
-    (
-        "bias-gradient",
-        jax.grad(lambda b, x: jnp.sum(jnp.tanh(x + b[None]))),
-        [((16,),), ((8, 16), "data")],
-        ("all-reduce", "data", "gradient"),
-    ),
+    ("weights-gradient", jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)),
+     [((16, 32), None, "model"), ((8, 16), "data")], ("all-reduce", "data", "gradient")),
+    ("bias-gradient", jax.grad(lambda b, x: jnp.sum(jnp.tanh(x + b[None]))), [((16,),), ((8, 16), "data")],
+     ("all-reduce", "data", "gradient")),
     ("sort", lambda x: jnp.sort(x, 1), [((8, 16), None, "model")], ("all-to-all", "model", "whole")),
     ("cumsum", lambda x: jnp.cumsum(x, 0), [((8, 16), "data")], ("all-gather", "data", "whole")),
     ("reshape", lambda x: x.reshape(-1)[3:80] + 1, [((6, 16), None, "model")], ("all-gather", "model", "reshape")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "args", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -150,42 +117,21 @@ ORIGINS = [
         [jax.ShapeDtypeStruct((1, 16), "float32"), ((8, 16), None, "model"), ((16, 32), None, "model")],
         r"sums dimension 1 of the result of tanh .* \(from dimension 1 of x\) and keeps .* of w, but model",
     ),
-    (
-        lambda x, w: x @ w,
-        [((8, 16), None, "model"), ((16, 32),)],
-        "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole",
-    ),
-    (
-        momentum,
-        [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
-        r"^the gradient.s product has model on dimension 1 \(to meet dimension 0 of m in test_compiled.py:\d+\), but",
-    ),
-    (
-        slices_of_a_reshape,
-        [((8, 16), "data")],
-        r"^the scan wants dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)",
-    ),
-    (
-        layers,
-        [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
-        r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]",
-    ),
-    (
-        decode,
-        [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
-        "dimension 0 of cache whole, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w",
-    ),
-    (
-        scaled,
-        [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
-        r"dimension 0 of settings\['w'\], which model shards",
-    ),
-    (
-        lambda x: jnp.fft.fft(x, axis=0).real,
-        [((8, 16), "data")],
-        "^fft wants dimension 0 of x whole, but data shards it$",
-    ),
-]
+    (lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)],
+     "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole"),
+    (momentum, [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
+     r"^the gradient.s product has model on dimension 1 \(to meet dimension 0 of m in test_compiled.py:\d+\), but"),
+    (slices_of_a_reshape, [((8, 16), "data")],
+     r"^the scan wants dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)"),
+    (layers, [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
+     r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]"),
+    (decode, [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
+     "dimension 0 of cache whole, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w"),
+    (scaled, [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
+     r"dimension 0 of settings\['w'\], which model shards"),
+    (lambda x: jnp.fft.fft(x, axis=0).real, [((8, 16), "data")],
+     "^fft wants dimension 0 of x whole, but data shards it$"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "args", "words"), ORIGINS, ids=range(len(ORIGINS)))

@@ -1,7 +1,5 @@
-"""Drawings: each block against the devices on which JAX puts it.
-
-Without these tests, a drawing could show a block on a wrong device.
-"""
+"""Drawings: each block against the devices on which JAX puts it. Without these tests, a drawing could show a block on a
+wrong device."""
 
 import xml.etree.ElementTree as ET
 
