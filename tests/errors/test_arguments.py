@@ -1,8 +1,6 @@
 """The public functions take what `jnp.matmul` takes: NumPy arrays, arrays without a mesh, empty and weakly typed ones.
-
 Without these tests, operands outside the current mesh could crash XLA's partitioner, a vector's sharding could be taken
-for a matrix's, and empty batches, which a training loop meets at the end of its data, could fail in a gradient only.
-"""
+for a matrix's, and empty batches, which a training loop meets at the end of its data, could fail in a gradient only."""
 
 import functools
 import re
@@ -166,8 +164,6 @@ def test_automatic_axes_within_explicit_ones(mesh_of, rng):
     np.testing.assert_array_equal(grad, (x @ w + bias > 0) @ w.T)
 
 
-# Nothing --------------------------------------------------------------------------------------------------------
-
 EMPTY = {"no rows": (0, 8, 8), "no columns": (8, 8, 0), "no contraction": (8, 0, 8)}
 
 
@@ -212,9 +208,6 @@ def test_mapped_weights_of_no_extent(batch, k, transpose_b):
     w = jnp.ones((batch, 5, k) if transpose_b else (batch, k, 5))
     product = functools.partial(jaxmp.matmul, transpose_b=transpose_b)
     np.testing.assert_array_equal(jax.vmap(product, (None, 0))(jnp.ones((4, k)), w), np.zeros((batch, 4, 5)))
-
-
-# Programs -------------------------------------------------------------------------------------------------------
 
 
 ASKED = pytest.mark.parametrize(

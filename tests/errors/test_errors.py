@@ -1,7 +1,6 @@
 """Every wrong argument is found before a launch; the message names it, the requirement, the given value and a remedy.
-
-Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the test.
-"""
+Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the
+test."""
 
 import re
 
@@ -351,8 +350,6 @@ def test_a_sum_that_is_not_taken(name, mesh_of):
         jax.shard_map(call, mesh=mesh_of({"x": 2}), in_specs=(), out_specs=P("x"))()
 
 
-# Shardings ------------------------------------------------------------------------------------------------------
-
 # id: (specs of a and b, out_sharding, keywords, message); a is (4, 6), b (6, 8), on a 2 x 2 mesh.
 WRONG_SHARDINGS = {
     "axis not in the mesh": ((P("z", None), P()), P(), {}, "matmul: the sharding of a names axis 'z', the mesh has ('x', 'y')"),
@@ -424,9 +421,6 @@ def test_a_sharding_of_another_mesh_is_not_taken_for_the_calls(axis_type, argume
         jaxmp.matmul(a, b, **options)
 
 
-# Inside shard_map -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("f", COLLECTIVES, ids=lambda f: f.__name__)
 def test_collectives_in_a_partial_manual_region(f):
     message = (
@@ -450,9 +444,6 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
         match=r"matmul_all_reduce: c and epilog inputs must be equal on every rank of axis .*'y'.*, but one varies over",
     ):
         f(A, B, zeros(16))
-
-
-# Implementations that cannot serve --------------------------------------------------------------------------------
 
 
 def test_an_implementation_that_the_platform_lacks(monkeypatch):

@@ -91,9 +91,6 @@ def test_types_of_every_pair_of_sixty_four_bits():
         check_types("dot_general", wide=True, npreferred=1)
 
 
-# Wrong calls -----------------------------------------------------------------------------------------------------
-
-
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
 WRONG_OPERANDS = [(A, A), (A, A[0, :3]), (A, 1.0), (2, B), (A[0, 0], B), (A, None), ("a", B), ({}, B), (A, [[1.0]])]
 WRONG_OPERANDS += [(jax.random.key(0), B), (A[None], B[None, :5]), (A[:, :0], B), (A.astype(object), B), (jnp.sin, B)]
@@ -149,14 +146,9 @@ def assert_same_error(ours, theirs):
         ours()
 
 
-# Values ----------------------------------------------------------------------------------------------------------
-
-
 def is_compiled(a, b, out, dtype):
-    """True if XLA (JAX 0.10 to 0.12) compiles a product and its result can be 0.
-
-    XLA lacks products with 2-bit results, and products of types below 8 bits with a result of another type.
-    """
+    """True if XLA (JAX 0.10 to 0.12) compiles a product and its result can be 0. XLA lacks products with 2-bit results,
+    and products of types below 8 bits with a result of another type."""
     changes = out is not None and not BELOW_8_BITS.isdisjoint({out, a if a == b else out})
     return not changes and dtype not in ("int2", "uint2", "float8_e8m0fnu")
 
@@ -301,9 +293,6 @@ def test_conversions_on_meshes(out):
     np.testing.assert_array_equal(np.asarray(d), np.asarray(jnp.matmul(a, b, preferred_element_type=out)))
 
 
-# Weak types ------------------------------------------------------------------------------------------------------
-
-
 def weak(dtype=jnp.float32, shape=(8, 8)):
     x = lax.full(shape, 1.0 if jnp.issubdtype(dtype, jnp.floating) else 1)
     return x if x.dtype == dtype else jax.jit(lambda: lax.full(shape, 1).astype(dtype) * 1)()
@@ -440,9 +429,6 @@ def test_a_weak_integer_does_not_become_narrower():
             multiply(a, b)
         with pytest.raises(TypeError):
             jnp.matmul(a, b)
-
-
-# Types of 64 bits --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["allow", "error", "warn"])
