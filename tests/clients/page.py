@@ -1,8 +1,6 @@
-"""Write docs/works-with.md from benchmarks/results/clients, which has one file for each JAX.
-
-`python page.py --keep` first copies the results of this environment's last `make test-clients` there. For times, run
-the tests with CLIENT_TIMES=20.
-"""
+"""Write docs/works-with.md from benchmarks/results/clients, which has one file for each JAX. `python page.py --keep`
+first copies the results of this environment's last `make test-clients` there. For times, run the tests with
+CLIENT_TIMES=20."""
 
 import argparse
 import json
