@@ -1,8 +1,6 @@
-"""The extension as Python sees it: loading, versions, registration, plans and their counters.
-
-Without these tests, a stale extension could read new attributes, different calls could share a plan, and an import
-could start JAX's backend before `jax.distributed.initialize`.
-"""
+"""The extension as Python sees it: loading, versions, registration, plans and their counters. Without these tests, a
+stale extension could read new attributes, different calls could share a plan, and an import could start JAX's backend
+before `jax.distributed.initialize`."""
 
 import concurrent.futures
 import functools
@@ -62,9 +60,6 @@ def custom_call(a, b, **changes):
     call = attributes(**{"m": n, "n": m, "k": k, **changes})
     with jax.enable_x64(True):
         return jax.ffi.ffi_call(native.TARGET, jax.ShapeDtypeStruct((m, n), a.dtype))(b, a, **call)
-
-
-# ---- loading
 
 
 IMPORT = """
@@ -150,9 +145,6 @@ def test_the_processors_instruction_set_and_the_blas_are_named(extension):
     assert all(info[dtype] for dtype in dtypes)
 
 
-# ---- configuration
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -197,9 +189,6 @@ def test_known_variables_are_not_warned_of(monkeypatch):
     for name in (*config_lib.VARIABLES, *config_lib.TEST_VARIABLES):
         monkeypatch.setenv(name, config_lib.VARIABLES.get(name, ("", ""))[1])
     config_lib.config.__wrapped__()
-
-
-# ---- plans
 
 
 def test_plan_cache_counts_hits_and_misses(extension):
@@ -315,9 +304,6 @@ def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
             each.propagate, each.handlers = propagate, handlers
     assert taken == (["who computes"] if has_own_handler else [])
     assert capsys.readouterr().err == ("" if has_own_handler else "jaxmp.backend: who computes\n")
-
-
-# ---- the custom call
 
 
 def on_threads(count, run):
