@@ -1,7 +1,5 @@
-"""Flags that JAX marks as coming defaults.
-
-`make test-python RUN=tests/coming_flags.py` runs a part of the tests under each of them.
-"""
+"""Flags that JAX marks as coming defaults. `make test-python RUN=tests/coming_flags.py` runs a part of the tests under
+each of them."""
 
 import os
 import subprocess

@@ -1,9 +1,6 @@
-"""Compares every product of a program by JAX and by jaxmp.
-
-Within `side_by_side()`, both compute the products of `jax.numpy` and `jax.lax`, and the operator `@`, forward and in
-reverse mode; value, dtype, weak type, sharding and committedness are compared. The program continues with JAX's
-results, so each product is judged by itself.
-"""
+"""Compares every product of a program by JAX and by jaxmp. Within `side_by_side()`, both compute the products of
+`jax.numpy` and `jax.lax`, and the operator `@`, forward and in reverse mode; value, dtype, weak type, sharding and
+committedness are compared. The program continues with JAX's results, so each product is judged by itself."""
 
 from __future__ import annotations
 
