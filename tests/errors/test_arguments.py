@@ -87,7 +87,6 @@ WAYS = {
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
 def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):
-    """NumPy does the same: a sum of bools over ranks is True if any term is."""
     mesh = mesh_of({"x": 2, "y": 2})
     a, b = (rng.integers(0, INTEGERS[dtype], shape).astype(dtype) for shape in ((4, 8), (8, 6)))
     with jax.set_mesh(mesh):

@@ -338,8 +338,6 @@ def with_bias(a, b, bias):
 
 @pytest.mark.parametrize("name", ["x", "w", "bias"])
 def test_a_sum_that_is_not_taken(name, mesh_of):
-    """Inside shard_map, jnp refuses such a and b, too."""
-
     def call():
         given = {"x": jnp.ones((2, 2)), "w": jnp.ones((2, 2)), "bias": jnp.ones(2)}
         terms = jax.lax.axis_index("x").astype(jnp.float32) * given[name]

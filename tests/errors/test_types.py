@@ -159,7 +159,6 @@ MIXED = (("int32", "float32"), ("bool", "bfloat16"), ("int8", "float32"), ("int8
 
 
 def test_values_of_pairs(standard_promotion):
-    """Each type with a kernel or in frequent use, into each such type, and some of the other pairs, in one program."""
     some = [(a, b, (None, *NAMES)[i % (1 + len(NAMES))]) for i, (a, b) in enumerate(itertools.product(NAMES, NAMES))]
     combinations = [(a, a, out) for a in USED for out in (None, *USED)] + [(*pair, None) for pair in MIXED] + some[::5]
     types = {name: jax.ShapeDtypeStruct((4, 4), name) for name in NAMES}
@@ -199,7 +198,6 @@ PAIRS += [(name, name) for name in (*NARROW, "float8_e8m0fnu")]
 
 
 def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
-    """Covers matrices, vectors and a bias; sums that exceed the narrow integers wrap around."""
     operands = [
         (jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype), jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other))
         for dtype, other in PAIRS

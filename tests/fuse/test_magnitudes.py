@@ -90,7 +90,6 @@ def test_products_hold_at_both_ends(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_do_not_underflow(dtype):
-    """Checks the gradient in x, a sum over the columns that a scale multiplies, inside and outside `fuse`."""
     x, q, s = operands(dtype, (N,))
     size = {"float16": 1e-4, "bfloat16": 1e-36}[dtype]
     ct = jnp.asarray(np.random.default_rng(1).standard_normal((M, N)) * size, dtype)

@@ -118,7 +118,6 @@ def test_scales_of_blocks(narrow):
 
 
 def test_blocks_inside_of_other_programs():
-    """The gradient, a vmap, a loop, a mesh, and shards."""
     x, q, s = operands("int8", "float32")
     x, form, ct = x[:1], BLOCKS["a block"], jnp.resize(s, (1, N))
 
@@ -208,7 +207,6 @@ GROUPS = {
 
 @pytest.mark.parametrize("form", GROUPS)
 def test_matrices_of_groups_stay_narrow(form):
-    """Forward, in gradients, and with rows and groups on one axis; with one order of sums, all but blocks."""
     x, q, s = operands("int8", "float32")
     x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([jnp.stack([s, 2 * s]) * 2.0**i for i in range(4)])
     q = q.swapaxes(1, 2).reshape(q.shape) if "stored" in form else q
@@ -240,7 +238,6 @@ SPLITS = {
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
 def test_meshes(kind):
-    """Each product is a call; inside shard_map next to its collective, and scales stay with the weights."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
     x, q, s = operands("int8")
     form = FORMS["a column"]

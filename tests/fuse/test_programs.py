@@ -104,8 +104,6 @@ def test_a_policy_keeps_what_it_keeps_of_dot_general():
 
 
 def test_what_only_looks_like_a_pattern_keeps_its_value():
-    """Programs similar to a relu, to a gelu, and to a scatter of columns."""
-
     def almost_relu(x, w):
         return jnp.maximum(x @ w, 1)
 
@@ -138,7 +136,6 @@ def test_a_factor_of_a_transposed_product_on_automatic_axes(level, mesh_of):
 
 
 def test_conjugated_operands_are_those_of_the_call():
-    """Operands are stored transposed or not; rows, columns or the contraction are sharded."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-2, 3, (4, 4, 2)).astype(np.float32).view(np.complex64)[..., 0] for _ in range(2))
@@ -223,7 +220,6 @@ def test_options():
 
 
 def test_topology_gives_a_model_the_same_bits_on_every_mesh():
-    """Covers products of matrices, heads and batches, and their gradients; relu's values are exact."""
     rng = np.random.default_rng(2)
     arrays = {"x": (8, 6, 16), "wq": (16, 4, 8), "wo": (4, 8, 16), "w": (16, 32)}
     specs = {

@@ -147,7 +147,6 @@ def test_what_is_fused(case, mesh):
 
 @pytest.mark.parametrize("where", ["gradient in the body", "grad(fuse)", "fuse(grad)"])
 def test_values_gradients_and_collectives(where, mesh):
-    """One program computes all cases."""
     args = [operands(case) for case in CASES]
 
     def program(inner, outer):

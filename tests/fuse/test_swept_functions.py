@@ -281,7 +281,6 @@ def name_of(i):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_is_as_without_fuse(mesh_of, kind, level, part):
-    """Compares the traced types of each function, and all values from one program."""
     mesh = None if KINDS[kind] is None else mesh_of({"x": 2}, KINDS[kind])
     fuse = functools.partial(jaxmp.fuse, determinism=level)
     faults, programs = [], []

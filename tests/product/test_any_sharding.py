@@ -90,7 +90,6 @@ def result_types(f, mesh, arrays, chosen):
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_types_are_those_of_jnp(request, mesh_name, name):
-    """Where jnp takes shardings, jaxmp takes them and gives the same type; else jaxmp's error says why."""
     count = 5000 if request.config.getoption("--exhaustive") else 250
     subscripts, extents = PRODUCTS[name]
     arrays = operands(subscripts, extents)

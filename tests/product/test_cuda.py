@@ -234,7 +234,6 @@ def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
 
 
 def test_one_export_serves_both_platforms(sharded):
-    """No options are needed: hostmp runs on CPUs, XLA's products on GPUs."""
     pytest.importorskip("flatbuffers")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     exported = jax.export.export(

@@ -71,7 +71,6 @@ SUBSCRIPTS = {
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_dimension_numbers(implementation, rng):
-    """One program computes all cases with jaxmp, another with `lax` and `jnp`."""
     shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
     operands = [[integers(rng, *shape) for shape in each] for each in shapes]
     others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
@@ -175,7 +174,6 @@ def check(layout, got, values):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_explicit_axes(layout, rng):
-    """The result is exact and sharded as asked, from one call of the pattern and only the expected collectives."""
     values, mesh = layout.values(rng), MESH.jax_mesh()
     with jax.set_mesh(mesh):
         f = product_of(layout, implementation="host" if layout.is_batch else None)  # default: XLA's (test_batches)
@@ -229,7 +227,6 @@ def test_empty_operands(shapes):
 
 
 def test_no_operand_that_is_stored_as_a_product_takes_it_is_copied(rng):
-    """Adjacent dimensions need no transpose, in either order."""
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
         numbers, _ = numbers_of(subscripts)
         lhs, rhs = (integers(rng, *(4 for _ in letters)) for letters in subscripts.split("->")[0].split(","))

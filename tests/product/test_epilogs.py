@@ -73,7 +73,6 @@ def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
 def test_activations_of_extreme_values(epilog, implementation):
-    """Large values pass or vanish without overflow; NaN stays NaN."""
     z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
     d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
@@ -123,7 +122,6 @@ def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng
 
 @pytest.mark.parametrize("name", ["ar-data", "local"])
 def test_allreduce_is_what_the_pattern_does(name, rng):
-    """Checked with every epilog and alone, on the pattern that it names and on a single rank."""
     mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
 
     def program(given):

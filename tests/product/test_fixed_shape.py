@@ -81,7 +81,6 @@ PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "
     ids=str,
 )
 def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng):
-    """Sums of small integers are exact, also with C, bias, alpha and beta."""
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
     m, n, _ = case.extents
@@ -143,7 +142,6 @@ def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_tiles):
-    """Checks outputs and gradients of gathered operands on every device; "xla" runs without tiles."""
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME[name].replace(per_shard=(6, 40, 5), transposition=transposition, epilog=epilog)
     trial = suite.Trial(case, implementation=implementation, determinism="batch")
@@ -163,7 +161,6 @@ def test_nothing_to_multiply(shape, in_tiles):
 
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
-    """Scales are powers of two, so products stay exact; 384 x 256 in tiles of 128 x 128."""
     a, b = (rng.integers(-2, 3, (rows, 256)).astype(mode.dtype) for rows in (384, 256))
     out = mode.dtype if mode.a in ("mx", "nv") else jnp.float32
 
@@ -252,8 +249,6 @@ def test_the_slope_of_a_gelu_is_the_librarys(in_tiles):
 
 
 def test_all_batches_and_meshes_share_a_plan(in_tiles):
-    """Row counts, column counts, patterns and stored forms differ, but the calls are equal."""
-
     def plans():
         native.plan_cache_clear()
         for m, n in ((1, 1), (31, 7), (70, 300)):
@@ -278,7 +273,6 @@ ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_for_cuda_call_one_shape(mesh_of, level):
-    """One call in a loop, with the same attributes for all batches and meshes, and only the needed gathers."""
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):

@@ -80,8 +80,6 @@ def test_nnx(axis_type, rng):
 
 
 def test_nnx_model_that_the_program_makes_itself():
-    """One program makes parameters and input and calls the model on automatic axes, so no argument has a sharding."""
-
     @nnx.jit(static_argnums=0)
     def create(dot_general):
         model = Mlp(dot_general, is_explicit=False)
@@ -99,7 +97,6 @@ def test_nnx_model_that_the_program_makes_itself():
     ],
 )
 def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
-    """The forward pass has an all-gather and a reduce-scatter inside our calls, and no other collective."""
     mesh = MESH.jax_mesh()
     with jax.set_mesh(mesh):
         graph, state = nnx.split(make())
@@ -182,7 +179,6 @@ def test_nnx_takes_no_other_product():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.small("values")
 def test_equinox(activation, dtype, rng):
-    """A vector, rows under vmap, and rows at once; first loads a plain layer's leaves from a file."""
     plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
     ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
     file = io.BytesIO()

@@ -116,8 +116,6 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
 
 
 def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
-    """With few rows, moving them is cheaper than gathering the weights."""
-
     def patterns(rows):
         a, b = (cases.typed(mesh, shape, "x") for shape in ((rows, 1024), (1024, 1024)))
         f = functools.partial(jaxmp.matmul, out_sharding=P("x"))

@@ -50,7 +50,6 @@ def specs_of_scales(case, scales):
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b", "grid-2x4")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_row(case, rng):
-    """Operands are stored in each transposition, with odd extents; also on "xla" and under a level."""
     options = ({}, {"implementation": "xla"}, {"determinism": "topology"})
     options += ({"determinism": "batch", "implementation": "xla"},)
     todo = [
@@ -86,7 +85,6 @@ def test_every_scale_reaches_its_row(case, rng):
 @pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), WAYS)
 def test_every_way_to_call(mode, case, rng):
-    """Calls have a bias, c and relu; inside shard_map each device passes the scales of its shard."""
     case = case.replace(transposition="NT", per_shard=(3, 5, 4))
     in_shard_map = mode.id.startswith("shard_map")
     a, b, s, t, want = drawn(case, KINDS[3 if in_shard_map else 0], rng)
@@ -148,7 +146,6 @@ def test_nothing_to_multiply(shape, implementation):
 
 
 def test_gradients_are_those_of_decoded_operands(rng):
-    """Checks the gradients in c, the bias and the scales; int8 has no gradient."""
     case = cases.BY_NAME["rs"].replace(transposition="TN", per_shard=(2, 3, 5))
     m, n, _ = case.extents
     a, b, s, t, _ = drawn(case, KINDS[0], rng)

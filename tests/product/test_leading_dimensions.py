@@ -55,7 +55,6 @@ def swapped_spec(spec):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
 def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
-    """Includes C, a bias, and an aux output with d's order of rows."""
     epilog = Epilog.RELU_AUX_BIAS if transpose_a else Epilog.GELU_AUX_BIAS
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = cases.integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), cases.integers(rng, 6, 4)

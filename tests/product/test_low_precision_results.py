@@ -107,7 +107,6 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "ag-transposed"])
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 def test_block_scaled_results(kind, name, rng):
-    """d and its block scales agree bitwise on "host" and "xla", within a block's rounding of the exact product."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
     m, n, k = case.extents
     dtype = E4M3 if kind == "mx" else FP4

@@ -167,7 +167,6 @@ def test_shardings_that_xla_chooses():
 
 
 def test_inside_shard_map():
-    """Each device has the rows of its own experts."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sizes = jnp.array([1, 3, 2, 1])
 

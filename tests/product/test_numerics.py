@@ -25,7 +25,6 @@ def placed(case, *arrays):
     "case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-transposed")])
 )
 def test_a_long_contraction(case, rng):
-    """k is in the thousands; the bound does not grow with it."""
     case = case.replace(per_shard=(5, 7, 4099))
     a, b = case.values(rng)
     with EXPLICIT.scope(case):
@@ -78,7 +77,6 @@ def test_c_and_bias_of_narrower_types_are_widened(standard_promotion):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
-    """The result has the bits that Python numbers give, for every type of the scalar array."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 2), dtype=dtype)
     a, b = case.integers(rng)
     c = rng.integers(-3, 4, case.extents[:2]).astype(a.dtype)

@@ -67,7 +67,6 @@ def check_plan(plan, devices, out):
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_every_proposal_is_planned_consistently(transposition):
-    """No matrix has an axis twice, and each device can compute its part of the result from its group's parts."""
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
     devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
     extents = (("m", 8), ("k", 8), ("n", 8))
@@ -88,7 +87,6 @@ def test_every_proposal_is_planned_consistently(transposition):
 
 @pytest.mark.parametrize(("sizes", "parts"), [((8,), (2, 2, 2)), ((2, 4), (2, 2, 2)), ((6,), (3, 2)), ((3, 2), (3, 2))])
 def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
-    """Recovers the sharding of two dimensions over parts of the mesh's axes, in every order of the parts."""
     mesh = mesh_of(dict(zip("xyz", sizes, strict=False)), AxisType.Auto)
     split = mesh_of(dict(zip("abc", parts, strict=False)), AxisType.Auto)
     shape = (24, 24)
@@ -195,7 +193,6 @@ def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
 )
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch):
-    """It copies no operand, and XLA applies no epilog."""
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
     a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2

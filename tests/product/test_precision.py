@@ -192,7 +192,6 @@ COMM = {
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
 def test_communication_options_change_no_bit(name, comm, implementation, rng):
-    """The gradients have other patterns and drop the options that do not apply to them."""
     columns = 4 if comm.algorithm == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
     case = cases.BY_NAME[name].replace(per_shard=(3, columns, 7), dtype="bfloat16")
     a, b = case.values(rng)

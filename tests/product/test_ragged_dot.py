@@ -125,7 +125,6 @@ def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rounding(dtype, preferred):
-    """Sums are float32 and rounded once."""
     rng = np.random.default_rng(1)
     x, w = jnp.asarray(rng.normal(size=(300, 513)), dtype), jnp.asarray(rng.normal(size=(4, 513, 260)), dtype)
     sizes = [100, 0, 150, 50]
@@ -161,7 +160,6 @@ def test_it_is_kept_by_a_policy_exported_and_printed():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_and_activation(dtype):
-    """Each row gets its own group's bias, added before the single rounding."""
     x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
     bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
     ours = functools.partial(activated, sizes=jnp.array(sizes))

@@ -113,7 +113,6 @@ def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
 
 
 def test_it_is_local_inside_shard_map():
-    """Expert parallelism by hand: each device has the rows of its own groups."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), jnp.array([1, 2, 0, 4])
 

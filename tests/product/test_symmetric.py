@@ -103,7 +103,6 @@ CALLS = {
 @pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_has_one_array_twice(name, axis_type, rng):
-    """The library sees a single array: no transpose or copy makes a second one."""
     x, given = jnp.asarray(rng.normal(size=(320, 320)), jnp.float32), {}
     if axis_type is not None:
         require_devices(2)

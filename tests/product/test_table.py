@@ -39,7 +39,6 @@ def test_products(trial):
 
 
 def test_the_table_has_everything():
-    """The table has every value that drawn.py's docstring names."""
     trials = drawn.table()
     assert {trial.epilog for trial in trials} == set(suite.EPILOGS) == set(cases.EPILOGS)
     assert {trial.case.name for trial in trials} == set(cases.BY_NAME)
@@ -161,7 +160,6 @@ def test_values_are_what_their_kind_says():
 
 @pytest.mark.parametrize("kind", ["integers", "nan", "infinite", "zeros", "overflowing"])
 def test_the_judge_says_no(kind):
-    """The judge refuses one element that should be finite and is not, or the reverse."""
     trial = Trial(cases.BY_NAME["rs-data"].replace(per_shard=(5, 7, 9)))
     x = drawn.values(trial, kind, np.random.default_rng(3))
     if kind in ("nan", "infinite"):

@@ -64,7 +64,6 @@ def main():
 
 
 def test_a_changed_program_is_refused_or_runs():
-    """Runs in a separate process because it may crash."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
     last = ended.stdout.strip().splitlines()[-1:]

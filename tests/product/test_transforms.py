@@ -127,7 +127,6 @@ MATRIX = modes.pairs(modes.MODES, [sized(case) for case in cases.MATRIX])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_every_transform(mode, case, implementation):
-    """All transforms are in one program."""
     with mode.scope(case):
         f = mode.product(case, implementation=implementation)
         got = mode.run(lambda x: [transform(f, x) for transform in TRANSFORMS], placed(mode, case))
@@ -136,7 +135,6 @@ def test_every_transform(mode, case, implementation):
 
 
 def test_taylor_mode(rng):
-    """Derivatives in both operands, of a batch, and in one operand only."""
     a, b, da, db = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32) for _ in range(4))
     series = ((da, a, b), (db, a, da))
     # jet's factorials are not exact, so products round; XLA's products on both sides have equal bits.

@@ -69,7 +69,6 @@ def test_a_product_and_its_gradients(mode, case, dtype):
 @pytest.mark.parametrize("scales", [pytest.param(mode, id=mode.id) for mode in SCALE_MODES])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME["ag"], cases.BY_NAME["ag-transposed"]]))
 def test_a_product_with_scales(case, scales):
-    """The gathered operand moves in its own type, together with its scales."""
     case = case.replace(per_shard=(scales.unit,) * 3, transposition="NT")
     m, n, k = case.extents
     rng, mesh = np.random.default_rng(0), case.jax_mesh()

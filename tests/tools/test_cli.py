@@ -222,7 +222,6 @@ def test_types_are_read_as_jax_prints_them():
 
 
 def test_advise_of_extents_and_of_functions(program, capsys):
-    """With a mesh and without one."""
     types = ("bf16[64,256]", "bf16[256,512]", "bf16[512,256]")
     found = []
     for arguments in (

@@ -73,7 +73,6 @@ def test_a_line_that_several_lines_call_has_its_caller(rows_of):
 
 
 def test_a_function_that_only_asks_for_a_sharding_has_its_caller(rows_of):
-    """Even if only one line calls it."""
     (row,) = rows_of(asks_in_a_loop, ((8, 16), "data"), ((16, 16), None, "model"))
     helper = only_asks.__code__.co_firstlineno
     assert row.line == f"{line_in(asks_in_a_loop, 2)} -> lambda:{helper}"

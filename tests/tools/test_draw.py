@@ -149,7 +149,6 @@ def test_many_blocks_and_devices_are_left_out(mesh_of):
 
 @pytest.mark.parametrize(("of_x", "of_w", "of_d"), [(P("p"), P("p"), P("p")), (P(), P("p", None, "q"), P(None, "q"))])
 def test_groups_lie_where_jax_puts_them(of_x, of_w, of_d, mesh_of):
-    """Covers the matrices of a product, and the gradient in them."""
     mesh = mesh_of({"p": 2, "q": 2}, AxisType.Explicit)
     x, w = cases.typed(mesh, (8, 4), *of_x), cases.typed(mesh, (4, 4, 6), *of_w)
 
