@@ -67,9 +67,8 @@ def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
 def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
     """Judges D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
     want = a @ b if want is None else want
-    allowed = c * (
-        accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want)
-    )
+    u_out = unit_roundoff(out or operands)
+    allowed = c * (accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + u_out * np.abs(want))
     return judge(name, got, want, allowed)
 
 

@@ -81,10 +81,8 @@ class Case:
     @property
     def extents(self) -> tuple[int, int, int]:
         """Returns the global (m, n, k): extents per shard times the number of shards of each dimension."""
-        names = {
-            "a": "mk" if self.transposition[0] == "N" else "km",
-            "b": "kn" if self.transposition[1] == "N" else "nk",
-        }
+        of_a, of_b = self.transposition
+        names = {"a": "mk" if of_a == "N" else "km", "b": "kn" if of_b == "N" else "nk"}
         parts = {"m": 1, "n": 1, "k": 1}
         for letters, spec in ((names["a"], self.stored[0]), (names["b"], self.stored[1]), ("mn", self.out)):
             for letter, entry in zip(letters, spec, strict=True):

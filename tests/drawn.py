@@ -178,9 +178,11 @@ def kinds_of(trial: Trial) -> tuple[str, ...]:
 def values(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
     """Returns stored operands and weights of the loss; a batch is the first dimension."""
     examples = [_example(trial, kind, rng) for _ in range(suite.BATCH if trial.batch else 1)]
-    return {
-        name: np.stack([x[name] for x in examples]) if trial.has_batch(name) else v for name, v in examples[0].items()
-    }
+
+    def stacked(name):
+        return np.stack([x[name] for x in examples]) if trial.has_batch(name) else examples[0][name]
+
+    return {name: stacked(name) for name in examples[0]}
 
 
 def _example(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:

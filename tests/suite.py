@@ -387,10 +387,8 @@ def check_results(trial: Trial, x, got, oracle, absolute: float = 0.0, is_exact:
     outputs, gradients = got
     for name, value in outputs.items():
         check_replicas(f"{trial.id} {name}", value)
-    parts = [
-        {name: v[i] if trial.has_batch(name) else v for name, v in x.items()}
-        for i in range(BATCH if trial.batch else 1)
-    ]
+    count = BATCH if trial.batch else 1
+    parts = [{name: v[i] if trial.has_batch(name) else v for name, v in x.items()} for i in range(count)]
     wanted = [oracle(trial, part) for part in parts]
     if trial.is_aliased:
         for _, want in wanted:

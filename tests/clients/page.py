@@ -61,14 +61,8 @@ def client_rows(results):
         }
         release = "; ".join(f"{version} (JAX {', '.join(jaxes)})" for version, jaxes in releases.items())
         line = f"`{client.line}`"
-        yield (
-            name.replace("_", " "),
-            release,
-            line,
-            "; ".join(calls),
-            "; ".join(speeds),
-            ", ".join(sorted(left)) or "nothing",
-        )
+        cells = "; ".join(calls), "; ".join(speeds), ", ".join(sorted(left)) or "nothing"
+        yield name.replace("_", " "), release, line, *cells
 
 
 def suite_rows(results):

@@ -98,16 +98,8 @@ def outcomes(suite, root, mode):
     """Returns the outcome of each test in a mode, and the counts of products."""
     report = BUILD / f"{suite.name}-{mode}.json"
     report.unlink(missing_ok=True)
-    options = [
-        "-p",
-        "plugin",
-        f"--jaxmp={mode}",
-        f"--jaxmp-report={report}",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-    ]
+    options = ["-p", "plugin", f"--jaxmp={mode}", f"--jaxmp-report={report}"]
+    options += ["-p", "no:cacheprovider", "-q", "--tb=short"]
     options += [f"--jaxmp-share={suite.share}"]
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{root}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", *options, *suite.files]

@@ -34,11 +34,8 @@ def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, mak
     made = [make(array) for array in arrays]
     with jax.set_mesh(mesh_of({"x": 4})):
         got = CALLS[name](*made)
-    want = {
-        "linear": x @ w + bias,
-        "mlp": np.maximum(x @ w + bias, 0) @ w + bias,
-        "grad": np.repeat(x.sum(0)[:, None], 8, 1),
-    }
+    z = x @ w + bias
+    want = {"linear": z, "mlp": np.maximum(z, 0) @ w + bias, "grad": np.repeat(x.sum(0)[:, None], 8, 1)}
     np.testing.assert_array_equal(got, want.get(name, x @ w))
     assert len(got.devices()) == 4
 
@@ -47,11 +44,8 @@ def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, mak
 def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
     x, w, mesh = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), mesh_of({"x": 4})
     spec = P(None, "x")
-    options = {
-        "mesh": {"mesh": mesh, "out_sharding": spec},
-        "out_sharding": {"out_sharding": NamedSharding(mesh, spec)},
-    }
-    got = jaxmp.matmul(x, w, **options[how])
+    given = {"mesh": {"mesh": mesh, "out_sharding": spec}, "out_sharding": {"out_sharding": NamedSharding(mesh, spec)}}
+    got = jaxmp.matmul(x, w, **given[how])
     np.testing.assert_array_equal(got, x @ w)
     assert got.sharding.spec == spec
 
@@ -248,9 +242,8 @@ def test_an_export_for_any_extent_shards_multiples(mesh_of):
         (m,) = jax.export.symbolic_shape(extent)
         return jax.export.export(call)(jax.ShapeDtypeStruct((m, 8), np.float32), b)
 
-    message = (
-        "a has extent n, which axis 'x' of size 4 does not divide (global shape (n, 8)); export for an extent of 4 * n"
-    )
+    message = "a has extent n, which axis 'x' of size 4 does not divide (global shape (n, 8)); "
+    message += "export for an extent of 4 * n"
     with pytest.raises(ValueError, match=re.escape(message)):
         export("n")
     assert export("4 * n").out_avals[0].shape[1] == 8

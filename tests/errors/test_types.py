@@ -233,9 +233,8 @@ def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard
         if want.dtype == np.int8:
             np.testing.assert_array_equal(got, want)
         else:  # the unwrapped sums
-            np.testing.assert_array_equal(
-                got, act(x.astype("int32") @ w.astype("int32") + bias[None]).astype(want.dtype)
-            )
+            sums = x.astype("int32") @ w.astype("int32")
+            np.testing.assert_array_equal(got, act(sums + bias[None]).astype(want.dtype))
     four = x.astype(jnp.int4)
     assert_same_error(lambda: jaxmp.linear(four, four, x[0], activation=activation), lambda: four @ four + x)
     with pytest.raises(TypeError, match="bias has dtype float8_e4m3fn but the result has dtype int32"):
@@ -261,9 +260,8 @@ def test_the_other_options_apply(rng):
     a, b = (jnp.asarray(rng.integers(-2, 3, (8, 8)), jnp.float32) for _ in range(2))
     bias = jnp.arange(8, dtype=jnp.float32)
     row = bias[None]
-    d, more = jaxmp.matmul(
-        a, b, epilog=jaxmp.Epilog.GELU_AUX_BIAS, epilog_inputs={"bias": bias}, preferred_element_type="float16"
-    )
+    epilog = {"epilog": jaxmp.Epilog.GELU_AUX_BIAS, "epilog_inputs": {"bias": bias}}
+    d, more = jaxmp.matmul(a, b, **epilog, preferred_element_type="float16")
     assert (d.dtype, more["gelu_aux"].dtype) == (np.float16, np.float32)
     np.testing.assert_array_equal(more["gelu_aux"], a @ b + row)
     d = jaxmp.matmul(a, b, row + a * 0, beta=2.0, determinism="topology", preferred_element_type="float16")
@@ -412,9 +410,8 @@ SPECS = (P(None, "x"), P("x", None))
 
 
 def _weakened(x):
-    return jax.jit(lambda x: jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None))(
-        x
-    )
+    bind = lax.convert_element_type_p.bind
+    return jax.jit(lambda x: bind(x, new_dtype=x.dtype, weak_type=True, sharding=None))(x)
 
 
 def test_a_weak_integer_does_not_become_narrower():

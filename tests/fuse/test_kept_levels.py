@@ -257,9 +257,7 @@ def test_heads_stay_sharded_on_automatic_axes(mesh_of):
 
     def found(fn):
         compiled = jax.jit(fn).lower(*weights, x).compile()
-        return jax.tree.map(lambda sharding: sharding.spec, compiled.output_shardings), collectives_of(
-            compiled.as_text()
-        )
+        return jax.tree.map(lambda x: x.spec, compiled.output_shardings), collectives_of(compiled.as_text())
 
     with jax.set_mesh(mesh):
         heads = P(None, "x")

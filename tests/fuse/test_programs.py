@@ -96,9 +96,7 @@ def test_a_policy_keeps_what_it_keeps_of_dot_general():
         def total(x, w, f):
             return f(x, w).sum()
 
-        plain, fused = (
-            jax.value_and_grad(functools.partial(total, f=f), argnums=(0, 1)) for f in (model, jaxmp.fuse(model))
-        )
+        plain, fused = (jax.value_and_grad(functools.partial(total, f=f), (0, 1)) for f in (model, jaxmp.fuse(model)))
         found = jaxmp.explain(fused, quiet=True)(X, W)
         assert found.calls + found.left == str(jax.make_jaxpr(plain)(X, W)).count("dot_general"), str(found)
 
@@ -222,12 +220,8 @@ def test_options():
 def test_topology_gives_a_model_the_same_bits_on_every_mesh():
     rng = np.random.default_rng(2)
     arrays = {"x": (8, 6, 16), "wq": (16, 4, 8), "wo": (4, 8, 16), "w": (16, 32)}
-    specs = {
-        "x": P("data", None, None),
-        "wq": P(None, "model", None),
-        "wo": P("model", None, None),
-        "w": P(None, "model"),
-    }
+    specs = {"x": P("data", None, None), "wq": P(None, "model", None)}
+    specs |= {"wo": P("model", None, None), "w": P(None, "model")}
     values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in arrays.items()}
 
     def model(x, wq, wo, w, of=lambda spec: None):

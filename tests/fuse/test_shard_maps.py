@@ -171,9 +171,8 @@ def test_values_gradients_and_collectives(where, mesh):
 
 
 def collectives(program):
-    return Counter(
-        re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text())
-    )
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return Counter(re.findall(rf"({kinds})\(", program.as_text()))
 
 
 @pytest.mark.parametrize(

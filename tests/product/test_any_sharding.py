@@ -48,9 +48,8 @@ def triples(mesh, subscripts, count):
     options.append([None, *shardings(len(output), tuple(MESHES[mesh]))])
     total = math.prod(map(len, options))
     chosen = range(total) if count is None or count >= total else random.Random(0).sample(range(total), count)
-    return [
-        tuple(x[i] for x, i in zip(options, np.unravel_index(i, [*map(len, options)]), strict=True)) for i in chosen
-    ]
+    places = (np.unravel_index(i, [*map(len, options)]) for i in chosen)
+    return [tuple(x[i] for x, i in zip(options, place, strict=True)) for place in places]
 
 
 def product(library, subscripts):

@@ -242,9 +242,8 @@ def test_transforms_of_layers(activation, bias_axis, rng):
         z = x @ w + bias[None]  # ranks are not promoted in these tests
         return jax.nn.relu(z) if activation else z
 
-    f, g = (
-        jax.vmap(layer, (0, 0, bias_axis)) for layer in (functools.partial(jaxmp.linear, activation=activation), plain)
-    )
+    ours = functools.partial(jaxmp.linear, activation=activation)
+    f, g = (jax.vmap(layer, (0, 0, bias_axis)) for layer in (ours, plain))
     assert_same(all_of(f, args), all_of(g, args))
 
 

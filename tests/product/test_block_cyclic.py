@@ -208,9 +208,8 @@ def test_c_alpha_and_beta(implementation, rng):
     d = jaxmp.matmul(a, b, c, alpha=2.0, beta=-3.0, implementation=implementation)
     assert d.layout == c.layout
     assert_holds(d, 2 * (x @ y) - 3 * z)
-    nothing = jaxmp.matmul(
-        a, b, place(np.full_like(z, np.nan), c.layout, mesh), beta=0.0, implementation=implementation
-    )
+    no_c = place(np.full_like(z, np.nan), c.layout, mesh)
+    nothing = jaxmp.matmul(a, b, no_c, beta=0.0, implementation=implementation)
     assert_holds(nothing, x @ y)
 
 

@@ -89,11 +89,8 @@ print("done")
 
 def run_program(program, devices):
     """Runs the program on this many CPU devices; fails with its output if it fails or exceeds the deadline."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-X", "faulthandler", "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=environment)

@@ -179,10 +179,7 @@ def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
         return of_c(a, b, z), of_c(*nothing, z), jax.grad(of_aux)(z)
 
     with mode.scope(case):
-        a, b = (
-            mode.put(case, np.zeros((m, k), np.float32), case.a),
-            mode.put(case, np.zeros((k, n), np.float32), case.b),
-        )
+        a, b = (mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, k), case.a), ((k, n), case.b)))
         nothing = [mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, 0), case.a), ((0, n), case.b))]
         *of_c, of_aux = mode.run(program, a, b, nothing, mode.put(case, z, case.out))
     for got in of_c:

@@ -25,9 +25,8 @@ MESH = cases.BY_NAME["local"]
 ROWS, COLUMNS = P("x", "y"), P("x", None, "y")
 BATCH, LENGTH, WIDTH, HIDDEN = 4, 6, 8, 16
 IN, OUT, FEATURES = 6, 8, P("x", None)
-AXIS_TYPES = pytest.mark.parametrize(
-    "axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"]
-)
+KINDS = {"explicit": AxisType.Explicit, "bare jit": AxisType.Auto, "no mesh": None}
+AXIS_TYPES = pytest.mark.parametrize("axis_type", KINDS.values(), ids=KINDS)
 
 
 def judge(got, want, dtype="float32", roundings=256):
@@ -120,12 +119,8 @@ def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
         np.testing.assert_array_equal(got, want)
 
 
-ACTIVATIONS = {
-    None: lambda z: z,
-    "relu": jax.nn.relu,
-    "gelu_exact": lambda z: jax.nn.gelu(z, False),
-    "silu": jax.nn.silu,
-}
+ACTIVATIONS = {None: lambda z: z, "relu": jax.nn.relu, "gelu_exact": lambda z: jax.nn.gelu(z, False)}
+ACTIVATIONS["silu"] = jax.nn.silu
 
 
 def of_nnx(layer, is_explicit, **options):

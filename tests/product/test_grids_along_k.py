@@ -99,9 +99,8 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
     spec_a, spec_b, out, _ = LAYOUTS[layout]
     a, b = cases.integers(rng, 4, 8, 16), cases.integers(rng, 2, 16, 8)
     a, b = a + 1j * a[::-1], b + 1j * b[::-1]
-    a, b = (
-        jax.device_put(x.astype(np.complex64), NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, P(None, *spec_b)))
-    )
+    pairs = (a, spec_a), (b, P(None, *spec_b))
+    a, b = (jax.device_put(x.astype(np.complex64), NamedSharding(mesh, spec)) for x, spec in pairs)
 
     def gradients(product, a, b):
         def loss(a, b):

@@ -154,10 +154,8 @@ def test_gradients_are_those_of_decoded_operands(rng):
     mesh, options = case.jax_mesh(), {"beta": 2.0, "epilog": Epilog.RELU_BIAS}
 
     def ours(s, t, c, bias, a, b, w):
-        scaling, inputs = Scaling(a=s, b=t), {"bias": bias}
-        d = jaxmp.matmul(
-            a, b, c, scaling=scaling, epilog_inputs=inputs, out_sharding=case.out, **case.transpose, **options
-        )
+        given = {"scaling": Scaling(a=s, b=t), "epilog_inputs": {"bias": bias}, "out_sharding": case.out}
+        d = jaxmp.matmul(a, b, c, **given, **case.transpose, **options)
         return jnp.sum(d * w)
 
     def plain(s, t, c, bias, a, b, w):

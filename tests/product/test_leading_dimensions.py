@@ -100,10 +100,8 @@ IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
     case = case.replace(per_shard=(2, 3, 2), transposition="TT")
     examples = [case.integers(rng) for _ in range(3)]
-    stored = [
-        np.stack(xs, axis) if axis is not None else xs[0]
-        for xs, axis in zip(zip(*examples, strict=True), axes, strict=True)
-    ]
+    pairs = zip(zip(*examples, strict=True), axes, strict=True)
+    stored = [xs[0] if axis is None else np.stack(xs, axis) for xs, axis in pairs]
 
     def with_batch(spec, axis):
         return spec if axis is None else P(*spec[:axis], None, *spec[axis:])

@@ -93,10 +93,8 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
         d, more = jaxmp.matmul_reduce_scatter(a, b, "y", preferred_element_type=E4M3, scaling=scaling, **TN)
         return d, more["result_amax"][None]
 
-    spec_a, spec_b = case.stored
-    mapped = jax.shard_map(
-        body, mesh=case.jax_mesh(AxisType.Auto), in_specs=(spec_a, spec_b), out_specs=(case.out, P("x"))
-    )
+    specs = {"in_specs": case.stored, "out_specs": (case.out, P("x"))}
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), **specs)
     _, amax = jax.jit(mapped)(a, b)
     halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
     np.testing.assert_array_equal(amax, halves.max(1))

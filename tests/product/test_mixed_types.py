@@ -98,9 +98,8 @@ def test_shards_are_read_in_place(pattern):
         ]
         return [bind(spec, a, b)["d"] for spec, (a, b) in zip(specs, 2 * operands, strict=True)]
 
-    placed = [
-        tuple(map(jax.device_put, each, (NamedSharding(mesh, of_a), NamedSharding(mesh, of_b)))) for each in operands
-    ]
+    where = NamedSharding(mesh, of_a), NamedSharding(mesh, of_b)
+    placed = [tuple(map(jax.device_put, each, where)) for each in operands]
     call = jax.shard_map(local, mesh=mesh, in_specs=([(of_a, of_b)] * len(pairs),), out_specs=of_d)
     for d, (a, b) in zip(jax.jit(call)(placed), 2 * operands, strict=True):
         check_same(d, exact(a, b, d.dtype))

@@ -94,9 +94,8 @@ def test_biases():
     for spec in (P("p"), P(None, None, "p")):  # experts, hidden features
         with jax.set_mesh(mesh):
             down = P("p") if spec == P("p") else P(None, "p")
-            weights = [
-                jax.device_put(w, NamedSharding(mesh, s)) for w, s in zip(WEIGHTS, (spec, spec, down), strict=True)
-            ]
+            where = [NamedSharding(mesh, s) for s in (spec, spec, down)]
+            weights = jax.device_put(WEIGHTS, where)
             got = passes(mine, X, *weights, *BIASES)
         assert_same(got, want)
 
@@ -146,11 +145,8 @@ def test_drawn_shardings_of_a_square(seed):
 )
 def test_nothing_is_exchanged_between_the_products(specs, collectives):
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    x, weights, sizes = (
-        jnp.ones((M, K)),
-        [jnp.ones((64, K, H)), jnp.ones((64, K, H)), jnp.ones((64, H, N))],
-        jnp.ones(64, int),
-    )
+    x, sizes = jnp.ones((M, K)), jnp.ones(64, int)
+    weights = [jnp.ones((64, K, H)), jnp.ones((64, K, H)), jnp.ones((64, H, N))]
     with jax.set_mesh(mesh):
         each = (specs[0], specs[1], specs[1], specs[2])
         placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, *weights), each, strict=True)]

@@ -61,9 +61,8 @@ def test_python_scalars_do_not_promote(dtype, implementation, rng):
             assert d.dtype == dtype
             wide = [cases.wide(x) for x in (a, b, c)]
             want = alpha * (wide[0] @ wide[1]) + beta * wide[2]
-            allowed = (
-                8 * bounds.unit_roundoff(dtype) * (alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2]))
-            )
+            size = alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2])
+            allowed = 8 * bounds.unit_roundoff(dtype) * size
             bounds.judge(f"{dtype} {alpha} {beta}", d, want, allowed)
 
 

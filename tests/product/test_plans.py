@@ -272,9 +272,8 @@ def test_every_form_gives_the_same_result(name, transposition, shape, conjugatio
 def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
-    choose = functools.partial(
-        backend.choose_implementation, platform="cpu", apart="the ranks of a group live in 2 processes"
-    )
+    apart = "the ranks of a group live in 2 processes"
+    choose = functools.partial(backend.choose_implementation, platform="cpu", apart=apart)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
         (choose(collective), "host+xla", "the ranks of a group live in 2 processes: each multiplies on its own"),

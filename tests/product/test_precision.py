@@ -69,9 +69,8 @@ def test_presets_round_no_sixteen_bit_operand(dtype, rng):
     want = np.asarray(multiply(case, a, b)).tobytes()
     for precision in [*ROUNDING, *FULL]:
         takes = precisions._TABLE[precision]
-        assert (dtype in takes) == (
-            precision not in ("BF16_BF16_F32", "F16_F16_F32") or dtype[0] == precision[0].lower()
-        )
+        is_narrow = precision in ("BF16_BF16_F32", "F16_F16_F32")
+        assert (dtype in takes) == (not is_narrow or dtype[0] == precision[0].lower())
         if dtype in takes:
             assert np.asarray(multiply(case, a, b, precision=precision)).tobytes() == want, precision
 
@@ -123,12 +122,8 @@ def test_explain_names_compute_type_and_accumulator(monkeypatch):
 
 def test_a_library_is_given_the_compute_type():
     """16-bit sums are the exception, because no library has them."""
-    wanted = {
-        "TF32_TF32_F32": "32F_FAST_TF32",
-        "BF16_BF16_F32": "32F_FAST_16BF",
-        "F16_F16_F16": "32F",
-        "DEFAULT": "32F",
-    }
+    wanted = {"TF32_TF32_F32": "32F_FAST_TF32", "BF16_BF16_F32": "32F_FAST_16BF"}
+    wanted |= {"F16_F16_F16": "32F", "DEFAULT": "32F"}
     for precision, want in wanted.items():
         operand = jax.ShapeDtypeStruct((4, 4), "float16" if precision == "F16_F16_F16" else "float32")
         spec = matmul_spec.MatmulSpec(operand.dtype, precision=precision)

@@ -48,10 +48,9 @@ BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None,
 def test_vmap(axes):
     batch, sizes = 3, np.array([[1, 4], [0, 6], [2, 2]])
     shapes = [(6, 3), (2, 3, 5)]
-    x, w = (
-        integers(s if a is None else (*s[:a], batch, *s[a:]), i)
-        for i, (s, a) in enumerate(zip(shapes, axes[:2], strict=True))
-    )
+    shapes = (6, 3), (2, 3, 5)
+    stored = [s if a is None else (*s[:a], batch, *s[a:]) for s, a in zip(shapes, axes[:2], strict=True)]
+    x, w = map(integers, stored, (0, 1))
     sizes = jnp.array(sizes if axes[2] == 0 else sizes[0])
 
     def one(product):
@@ -142,9 +141,8 @@ def test_rounding(dtype, preferred):
 def test_many_tiles():
     x, w, sizes = integers((1000, 40)), integers((3, 40, 700), 1), (700, 1, 250)
     product = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes))
-    assert_same(
-        jax.vjp(product, x, w)[1](product(x, w)), jax.vjp(lambda x, w: reference(x, w, sizes), x, w)[1](product(x, w))
-    )
+    theirs, d = lambda x, w: reference(x, w, sizes), product(x, w)
+    assert_same(jax.vjp(product, x, w)[1](d), jax.vjp(theirs, x, w)[1](d))
 
 
 def test_it_is_kept_by_a_policy_exported_and_printed():

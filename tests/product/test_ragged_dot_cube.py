@@ -170,10 +170,8 @@ def test_values_and_cotangents(request, kind):
     with jax.set_mesh(mesh):
         for part in range(0, len(cases), TOGETHER):
             some = cases[part : part + TOGETHER]
-            placed = [
-                [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(operands, specs, strict=True)]
-                for specs in some
-            ]
+            of = [[NamedSharding(mesh, spec) for spec in specs] for specs in some]
+            placed = [jax.device_put([*operands], each) for each in of]
             for specs, got in zip(some, jax.jit(functools.partial(run, cases=some))(placed), strict=True):
                 try:
                     assert_same(got, want)

@@ -35,9 +35,7 @@ def test_bias_on_a_mesh(specs):
     want = theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](ct)
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        x, w, bias, ct = (
-            jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w, bias, ct), specs, strict=True)
-        )
+        x, w, bias, ct = jax.device_put((x, w, bias, ct), tuple(NamedSharding(mesh, spec) for spec in specs))
         ours = functools.partial(activated, sizes=jnp.array([3, 0, 4, 0]), out_sharding=specs[3])
         got = jax.jit(lambda *operands: (ours(*operands), *jax.vjp(ours, *operands)[1](ct)))(x, w, bias)
     assert_same(got, want)

@@ -114,9 +114,8 @@ def test_scales(pair):
     for of_x, of_w in ((rows, columns), (rows, columns[:, 0]), (None, jnp.float32(3)), (jnp.float32(2), None)):
         scale = [jnp.float32(1) if y is None else y for y in (of_x, of_w)]
         whole = jnp.broadcast_to(scale[1] if scale[1].ndim != 1 else scale[1][:, None], columns.shape)
-        want = reference(
-            wide[0] * (scale[0] if scale[0].ndim == 0 else scale[0][:, None]), wide[1] * whole[:, None], sizes
-        )
+        of_rows = scale[0] if scale[0].ndim == 0 else scale[0][:, None]
+        want = reference(wide[0] * of_rows, wide[1] * whole[:, None], sizes)
         for options in ({}, {"preferred_element_type": "bfloat16"}):
             got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=of_x, b=of_w), **options)
             np.testing.assert_array_equal(got, want.astype(got.dtype))

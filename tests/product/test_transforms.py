@@ -75,15 +75,8 @@ class Expected:
 def data(extents):
     rng = np.random.default_rng(zlib.crc32(repr(extents).encode()))
     m, n, k = extents
-    shapes = {
-        "a": (m, k),
-        "b": (k, n),
-        "w": (m, n),
-        "ta": (m, k),
-        "tb": (k, n),
-        "a3": (BATCH, m, k),
-        "b3": (BATCH, k, n),
-    }
+    shapes = {"a": (m, k), "b": (k, n), "w": (m, n), "a3": (BATCH, m, k), "b3": (BATCH, k, n)}
+    shapes |= {"ta": (m, k), "tb": (k, n)}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 

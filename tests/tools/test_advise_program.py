@@ -169,9 +169,8 @@ def test_the_shardings_of_a_plan_run(mesh_of, rng):
     for plan in advice.choices:
         assert plan.keywords == {"scale": None}
         mesh = mesh_of(dict(plan.mesh), AxisType.Auto)
-        placed = jax.tree.map(
-            lambda x, s, mesh=mesh: jax.device_put(x, NamedSharding(mesh, s)), (params, x), plan.arguments
-        )
+        where = jax.tree.map(lambda spec, mesh=mesh: NamedSharding(mesh, spec), plan.arguments)
+        placed = jax.device_put((params, x), where)
         np.testing.assert_array_equal(jax.jit(program)(*placed, scale=2.0), wanted)
 
 

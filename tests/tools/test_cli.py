@@ -96,11 +96,8 @@ def test_the_script_is_the_same_command(capsys):
 
 def test_tables_without_rich_name_the_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    assert run(capsys, "info") == (
-        2,
-        "",
-        "jaxmp info: tables need the package rich: pip install 'jaxmp[cli]', or pass --json\n",
-    )
+    remedy = "tables need the package rich: pip install 'jaxmp[cli]', or pass --json"
+    assert run(capsys, "info") == (2, "", f"jaxmp info: {remedy}\n")
 
 
 TABLE = (

@@ -148,9 +148,8 @@ def test_a_cause_names_the_array_or_the_constraint_that_it_begins_at(fn, args, w
 
 def test_specs_of_exported_functions_and_shard_maps_are_causes(array, mesh):
     rows, cols = (NamedSharding(mesh, P(*spec)) for spec in (("model",), (None, "model")))
-    exported = jax.export.export(jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows))(
-        jax.ShapeDtypeStruct((8, 16), "float32")
-    )
+    program = jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows)
+    exported = jax.export.export(program)(jax.ShapeDtypeStruct((8, 16), "float32"))
     causes = [row.cause for row in compiled(lambda w: exported.call(w), array((8, 16), *cols.spec)).collectives]
     asks = "in_shardings of the exported function have model on dimension 0, but model shards dimension 1 of w"
     assert causes == [asks]
