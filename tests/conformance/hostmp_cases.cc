@@ -1,5 +1,4 @@
 #include <array>
-#include <cmath>
 #include <numeric>
 
 #include "tests/conformance/case.h"

@@ -7,24 +7,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <climits>
-#include <cmath>
 #include <csignal>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <map>
-#include <memory>
 #include <random>
-#include <sstream>
-#include <string>
-#include <utility>
-#include <variant>
-#include <vector>
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"

@@ -2,9 +2,6 @@
 // loops that their header describes; bf16's and int8's are exact. Without these a kernel could misplace a row or a
 // column at an edge, read beyond an operand, or write beyond C or its scratch area; and bits could depend on the
 // extents, or on where k is cut.
-#include <array>
-#include <cstdio>
-#include <utility>
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
