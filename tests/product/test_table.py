@@ -76,41 +76,6 @@ def test_drawn_products(capsys):
     assert not failures, f"{len(failures)} products of SEED={seed}:\n" + "\n".join(failures)
 
 
-# From tests/nvmath_tests/distributed/test_matmul.py of nvmath 0.9: its extents (global), transpositions, scalars and
-# epilogs, on its layouts (AG, RS; AR without epilog in TN) and number of processes.
-NVMATH_EXTENTS = ((64, 64, 64), (128, 96, 64), (64, 128, 64), (64, 32, 48), (84, 32, 48))
-NVMATH_EPILOGS = tuple(e for e in suite.EPILOGS if e not in (Epilog.DRELU, Epilog.DRELU_BGRAD))
-
-
-def with_extents(case, extents):
-    unit = case.replace(per_shard=(1, 1, 1)).extents
-    return case.replace(per_shard=tuple(-(-extent // parts) for extent, parts in zip(extents, unit, strict=True)))
-
-
-NVMATH = [
-    Trial(
-        with_extents(cases.BY_NAME[name].replace(transposition=transposition, epilog=epilog), extents),
-        alpha=0.8 if extents[0] == 64 else 1.0,
-        beta=0.5 if extents[1] == 96 else None,
-    )
-    for i, extents in enumerate(NVMATH_EXTENTS)
-    for j, transposition in enumerate(cases.TRANSPOSITIONS)
-    for e, epilog in enumerate(NVMATH_EPILOGS)
-    # Every pair of (extents, transposition), (extents, epilog) and (transposition, epilog) occurs on each layout.
-    for name in (("ag", "rs")[(i + j + e) % 2],)
-] + [
-    Trial(with_extents(cases.BY_NAME["ar"].replace(transposition="TN"), extents), beta=beta)
-    for extents in NVMATH_EXTENTS
-    for beta in (None, 0.8)
-]
-
-
-@pytest.mark.small("values", of=lambda trial: (trial.case.name, trial.case.extents, trial.epilog, trial.beta))
-@pytest.mark.parametrize("trial", [t for t in NVMATH if t.is_possible()], ids=lambda trial: trial.id)
-def test_what_nvmath_tests(trial):
-    suite.check(trial, rng_of(trial))
-
-
 @pytest.mark.parametrize("epilog", suite.OPERAND_SUMS, ids=lambda epilog: epilog.name)
 def test_sums_beside_an_empty_result(epilog):
     """Under a level, operands are gathered for these sums even if the other operand is empty."""
