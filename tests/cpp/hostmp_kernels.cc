@@ -83,8 +83,6 @@ void check_kernel(const Kernel<T>& kernel) {
   }
 }
 
-// ---- sums in one order
-
 template <typename T>
 void check_simd(hostmp::SimdLevel level, const char* name) {
   constexpr abi::cudaDataType_t kType = Type<T>::number;
@@ -223,8 +221,6 @@ TEST(test_few_columns_of_bf16_have_the_bits_of_many) {
     }
   }
 }
-
-// ---- exact products
 
 const Extents kBf16Extents = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},   {17, 15, 31},   {32, 32, 64},
                               {33, 31, 65}, {48, 8, 512},  {49, 9, 513},   {64, 96, 1024}, {31, 65, 1025},
