@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import require_devices
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -274,9 +273,8 @@ def test_the_other_options_apply(rng):
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "int32"])
-def test_conversions_on_meshes(out):
-    require_devices(4)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+def test_conversions_on_meshes(out, mesh_of):
+    mesh = mesh_of({"x": 4})
     a, b = (np.random.default_rng(0).integers(0, 2, shape).astype(np.float32) for shape in ((8, 16), (16, 8)))
     with jax.set_mesh(mesh):
         x, y = jax.device_put(a, P(None, "x")), jax.device_put(b, P("x", None))
@@ -383,10 +381,8 @@ def test_values_and_types_of_eager_calls():
     assert fused(a, h).dtype == jax.jit(fused)(a, h).dtype == jnp.bfloat16
 
 
-def test_weak_types_on_meshes():
-    require_devices(4)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
+def test_weak_types_on_meshes(mesh_of):
+    with jax.set_mesh(mesh_of({"x": 4})):
         a, b = (_weakened(jax.device_put(jnp.ones((8, 8)), spec)) for spec in SPECS)
         of_two = functools.partial(jaxmp.mlp, activation="relu", out_sharding=P("x"))
         for layer in (

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import require_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -179,7 +178,6 @@ def test_a_batch_of_one_is_a_product_of_matrices(name):
 
 
 def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
-    require_devices(4)
     with jax.set_mesh(mesh_of({"b": 2, "s": 2})):
         x = jax.device_put(jnp.ones((4, 8, 16)), P("b", "s", None))
         w = jax.device_put(jnp.ones((4, 16, 8)), P("b", None, None))

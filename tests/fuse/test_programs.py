@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import require_devices
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,15 +183,13 @@ def test_of_two_products_that_are_added_one_takes_the_other():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(check_vma):
-    require_devices(4)
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
+def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(check_vma, mesh_of):
     specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(), "check_vma": check_vma}
 
     def summed(x, w):
         return lax.psum(x @ w + (2 * x) @ w, "x")
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of({"x": 4})):
         x, w = jax.device_put(jnp.ones((8, 16)), P(None, "x")), jax.device_put(jnp.ones((16, 8)), P("x", None))
         rows = jaxmp.explain(jaxmp.fuse(jax.shard_map(summed, **specs)), quiet=True)(x, w).rows
     assert {row.why.split(" ahead")[0] for row in rows} == {"not fused: it is added to other values"}
@@ -316,7 +313,6 @@ def test_what_fn_refuses_is_still_refused():
 
 
 def test_an_eager_function_may_use_auto_axes(mesh_of):
-    require_devices(2)
     with jax.set_mesh(mesh_of({"x": 2})):
         x = jax.device_put(jnp.ones((6, 4)), P("x"))
         inner = jax.sharding.auto_axes(lambda x, w: jnp.sin(x) @ w)
