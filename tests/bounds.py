@@ -1,12 +1,8 @@
-"""Judges rounded numbers in all tests.
-
-The bound is componentwise, |D - D*| <= c * (u_acc * |A| |B| + u_out * |D*|), with D* from float64. A relative tolerance
-would depend on k, and one score for a whole matrix would hide a lost tile.
-
+"""Judges rounded numbers in all tests. The bound is componentwise, |D - D*| <= c * (u_acc * |A| |B| + u_out * |D*|),
+with D* from float64. A relative tolerance would depend on k, and one score for a whole matrix would hide a lost tile.
 For whole programs (gradients, tangents, Hessians) |A| |B| generalises to a *majorant*: the same program run on absolute
 values, with every function replaced by one with dominating derivatives. Sums of products of non-negative numbers do not
-cancel, so the majorant bounds the contribution of every rounding.
-"""
+cancel, so the majorant bounds the contribution of every rounding."""
 
 from __future__ import annotations
 
@@ -48,9 +44,7 @@ def judge(name: str, got, want, allowed) -> float:
 
 def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
     """Judges like `judge` if `want` may contain NaN and infinities: the same elements must be NaN or the same infinity.
-
-    For complex numbers only finiteness is judged. If `may_overflow`, an infinity of the right sign is accepted.
-    """
+    For complex numbers only finiteness is judged. If `may_overflow`, an infinity of the right sign is accepted."""
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{name}: shapes {got.shape}, {want.shape}"
     if np.iscomplexobj(want) or np.iscomplexobj(got):
@@ -73,9 +67,8 @@ def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
 def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
     """Judges D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
     want = a @ b if want is None else want
-    allowed = c * (
-        accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want)
-    )
+    u_out = unit_roundoff(out or operands)
+    allowed = c * (accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + u_out * np.abs(want))
     return judge(name, got, want, allowed)
 
 

@@ -1,9 +1,7 @@
-"""The table of cases that all suites use as parameters.
-
-A case is a product on a mesh. `CASES` has one per layout (pattern, groups, axes); a suite sets the other columns with
-`Case.replace`: extents, transposition, dtype, epilog, c. Extents are per shard, so that odd, single and empty extents
-stay so on every mesh; the global extents follow from the shardings.
-"""
+"""The table of cases that all suites use as parameters. A case is a product on a mesh. `CASES` has one per layout
+(pattern, groups, axes); a suite sets the other columns with `Case.replace`: extents, transposition, dtype, epilog, c.
+Extents are per shard, so that odd, single and empty extents stay so on every mesh; the global extents follow from the
+shardings."""
 
 from __future__ import annotations
 
@@ -26,11 +24,9 @@ from jaxmp._src.platform.runtime import native
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One product. `a`, `b` and `out` are the shardings of op(a) (m, k), op(b) (k, n) and d (m, n).
-
-    A grid shards all stored matrices in the same way, so there `a` and `b` are the shardings of the stored operands.
-    `pattern` is the name in `explain`; `gathers` names the operand that is gathered before a local product.
-    """
+    """One product. `a`, `b` and `out` are the shardings of op(a) (m, k), op(b) (k, n) and d (m, n). A grid shards all
+    stored matrices in the same way, so there `a` and `b` are the shardings of the stored operands. `pattern` is the
+    name in `explain`; `gathers` names the operand that is gathered before a local product."""
 
     name: str
     pattern: str
@@ -85,10 +81,8 @@ class Case:
     @property
     def extents(self) -> tuple[int, int, int]:
         """Returns the global (m, n, k): extents per shard times the number of shards of each dimension."""
-        names = {
-            "a": "mk" if self.transposition[0] == "N" else "km",
-            "b": "kn" if self.transposition[1] == "N" else "nk",
-        }
+        of_a, of_b = self.transposition
+        names = {"a": "mk" if of_a == "N" else "km", "b": "kn" if of_b == "N" else "nk"}
         parts = {"m": 1, "n": 1, "k": 1}
         for letters, spec in ((names["a"], self.stored[0]), (names["b"], self.stored[1]), ("mn", self.out)):
             for letter, entry in zip(letters, spec, strict=True):
@@ -124,9 +118,7 @@ class Case:
 
     def integers(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Returns stored operands of small non-zero integers: every partial sum is exact in every type's accumulator.
-
-        Without zeros no product is -0, so equal sums have equal bits.
-        """
+        Without zeros no product is -0, so equal sums have equal bits."""
         return tuple(self._store(small_integers(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
 
     def values(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -188,8 +180,6 @@ def wide(x) -> np.ndarray:
     return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-# The table -----------------------------------------------------------------------------------------------------
-
 _XY = (("x", 2), ("y", 2))
 _ROW, _COL, _NONE = P("y", None), P(None, "y"), P(None, None)
 
@@ -203,16 +193,14 @@ CASES = (
     Case("ag-one-rank", "all_gather", (("y", 1),), _ROW, _COL, _COL, ("y",)),
     Case("ag-data", "all_gather", _XY, P(("x", "y"), None), _COL, P("x", "y"), ("y",)),
     Case("ag-two-axes", "all_gather", _XY, P(("x", "y"), None), P(None, ("x", "y")), P(None, ("x", "y")), ("x", "y")),
-    Case(
-        "ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")
-    ),
+    Case("ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")),
+        ("y", "x")),
     Case("ag-transposed", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), computes_transposed=True),
     # The contraction is sharded, and the sum is scattered over the rows.
     Case("rs", "reduce_scatter", (("y", 4),), _COL, _ROW, _ROW, ("y",)),
     Case("rs-data", "reduce_scatter", _XY, P("x", "y"), _ROW, P(("x", "y"), None), ("y",)),
-    Case(
-        "rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")
-    ),
+    Case("rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None),
+        ("x", "y")),
     Case("rs-transposed", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), computes_transposed=True),
     # Every device gets the whole sum.
     Case("ar", "all_reduce", (("y", 8),), _COL, _ROW, _NONE, ("y",)),
@@ -224,17 +212,11 @@ CASES = (
     Case("grid-transposed", "grid", _XY, P("y", "x"), P("y", "x"), P("y", "x"), ("y", "x")),
     Case("grid-2x4", "grid", (("x", 2), ("y", 4)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
     Case("grid-4x2", "grid", (("x", 4), ("y", 2)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
-    Case(
-        "grid-two-axes",
-        "grid",
-        (("x", 2), ("y", 2), ("z", 2)),
-        *[P(("x", "y"), "z")] * 3,
-        group=("x", "y", "z"),
-    ),
+    Case("grid-two-axes", "grid", (("x", 2), ("y", 2), ("z", 2)), *[P(("x", "y"), "z")] * 3, group=("x", "y", "z")),
     # No other operand uses the axis: the requested gather, then a local product.
     Case("gather-a", "local", _XY, _ROW, _NONE, _NONE, gathers="a"),
     Case("gather-b", "local", _XY, _NONE, _COL, _NONE, gathers="b"),
-)
+)  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
 # The transform matrix's cases: one per pattern, on a 2 x 2 mesh. All have the same extents.

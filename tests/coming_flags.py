@@ -1,7 +1,5 @@
-"""Flags that JAX marks as coming defaults.
-
-`make test-python RUN=tests/coming_flags.py` runs a part of the tests under each of them.
-"""
+"""Flags that JAX marks as coming defaults. `make test-python RUN=tests/coming_flags.py` runs a part of the tests under
+each of them."""
 
 import os
 import subprocess
@@ -9,13 +7,7 @@ import sys
 
 from jax._src import config
 
-TESTS = (
-    "tests/product/test_frameworks.py",
-    "tests/product/test_layers.py",
-    "tests/product/test_einsum.py",
-    "--share",
-    "1/60",
-)
+TESTS = (*(f"tests/product/test_{name}.py" for name in ("frameworks", "layers", "einsum")), "--share", "1/60")
 
 # Named in JAX's source or changelog, without the mark that others have.
 SAID_ELSEWHERE = {"jax_auto_pcast": False, "eager_constant_folding": True}

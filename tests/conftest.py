@@ -90,11 +90,8 @@ def rng():
 
 
 def require_devices(count):
-    """Skips the test if fewer than `count` devices exist.
-
-    With JAXMP_REQUIRE_DEVICES=n, a test that needs at most n devices fails instead, so that a machine that should have
-    them cannot pass by skipping.
-    """
+    """Skips the test if fewer than `count` devices exist. With JAXMP_REQUIRE_DEVICES=n, a test that needs at most n
+    devices fails instead, so that a machine that should have them cannot pass by skipping."""
     found = jax.device_count()
     if found >= count:
         return
@@ -106,19 +103,14 @@ def require_devices(count):
 
 @pytest.fixture
 def mesh_of():
-    """Returns `mesh_of({"x": 2, "y": 4})`: a mesh over the first devices; skips the test if there are too few.
-
-    Axis types are explicit unless `axis_type` says otherwise.
-    """
+    """Returns `mesh_of({"x": 2, "y": 4})`: a mesh over the first devices; skips the test if there are too few. Axis
+    types are explicit unless `axis_type` says otherwise."""
 
     def make(sizes, axis_type=jax.sharding.AxisType.Explicit):
         count = int(np.prod(list(sizes.values()), dtype=int))
         require_devices(count)
         return jax.make_mesh(
-            tuple(sizes.values()),
-            tuple(sizes),
-            axis_types=(axis_type,) * len(sizes),
-            devices=jax.devices()[:count],
+            tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes), devices=jax.devices()[:count]
         )
 
     return make

@@ -1,7 +1,5 @@
-"""Runs the code of a page: every block that is marked `python`, in order, as one program.
-
-Blocks marked `py` quote other libraries' code for comparison, and do not run.
-"""
+"""Runs the code of a page: every block that is marked `python`, in order, as one program. Blocks marked `py` quote
+other libraries' code for comparison, and do not run."""
 
 import doctest
 import os

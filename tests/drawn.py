@@ -161,9 +161,6 @@ def table(candidates: int = 8) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-# Values -----------------------------------------------------------------------------------------------------------
-
-
 def kinds_of(trial: Trial) -> tuple[str, ...]:
     """Returns the kinds of values that the product runs on, in order, without kinds that do not fit it."""
     left_out = set()
@@ -181,9 +178,11 @@ def kinds_of(trial: Trial) -> tuple[str, ...]:
 def values(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
     """Returns stored operands and weights of the loss; a batch is the first dimension."""
     examples = [_example(trial, kind, rng) for _ in range(suite.BATCH if trial.batch else 1)]
-    return {
-        name: np.stack([x[name] for x in examples]) if trial.has_batch(name) else v for name, v in examples[0].items()
-    }
+
+    def stacked(name):
+        return np.stack([x[name] for x in examples]) if trial.has_batch(name) else examples[0][name]
+
+    return {name: stacked(name) for name in examples[0]}
 
 
 def _example(trial: Trial, kind: str, rng) -> dict[str, np.ndarray]:
@@ -224,10 +223,8 @@ def is_exact(trial: Trial, kind: str) -> bool:
 
 
 def _make_subnormal(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
-    """Makes some rows of op(a) subnormal, and all values so small that no sum with these rows is normal.
-
-    So any flush changes a result by at most the smallest normal number.
-    """
+    """Makes some rows of op(a) subnormal, and all values so small that no sum with these rows is normal. So any flush
+    changes a result by at most the smallest normal number."""
     case, tiny = trial.case, float(jnp.finfo(trial.case.dtype).tiny)
     (m, n, k), dtype = case.extents, jnp.dtype(trial.case.dtype)
     summed = max(m, 1) if trial.epilog in _SUMS_OF_D else 1
@@ -249,10 +246,8 @@ def _make_subnormal(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
 
 
 def _make_overflowing(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
-    """Makes a and b positive with few bits, so that the order of sums does not matter; some rows overflow.
-
-    All rows are within a factor of four: with few large terms among many, the bound would be too small.
-    """
+    """Makes a and b positive with few bits, so that the order of sums does not matter; some rows overflow. All rows are
+    within a factor of four: with few large terms among many, the bound would be too small."""
     case, dtype = trial.case, jnp.dtype(trial.case.dtype)
     largest, of_b = (16, 5) if dtype == jnp.float16 else (128, 61)
     of_a = largest - of_b - int(np.log2(4 * max(case.extents[2], 1)))  # k products of 4 on average
@@ -292,9 +287,6 @@ def _overflowed(trial: Trial, name: str, want: Expected) -> Expected:
     return dataclasses.replace(
         want, value=value, may_overflow=want.may_overflow | (want.scale * max(1, 1 / abs(trial.alpha)) > 0.99 * most)
     )
-
-
-# Many -------------------------------------------------------------------------------------------------------------
 
 
 def check_on(trial: Trial, kinds, rng) -> collections.Counter:

@@ -1,9 +1,6 @@
 """Shared parts of the fp8, fp4 and int8 tests: types, operands, scales of every mode and their definition, and a call
-with scales on sharded arrays.
-
-Placement is tested with small integers and power-of-two scales, so sums are exact; numerics with the bound of `bounds`
-and float64 products of the decoded operands.
-"""
+with scales on sharded arrays. Placement is tested with small integers and power-of-two scales, so sums are exact;
+numerics with the bound of `bounds` and float64 products of the decoded operands."""
 
 import dataclasses
 

@@ -72,9 +72,8 @@ def with_types(case, **options):
     """Returns a product that takes shardings from the operands' types."""
 
     def product(a, b, c=None, bias=None, **more):
-        return jaxmp.matmul(
-            a, b, c, **case.transpose, **case.conjugate, **_inputs(bias, more), out_sharding=case.out, **options
-        )
+        flags = case.transpose | case.conjugate | _inputs(bias, more) | options
+        return jaxmp.matmul(a, b, c, out_sharding=case.out, **flags)
 
     return product
 
@@ -125,10 +124,8 @@ def _in_shard_map(case, options, check_vma):
 
     def product(a, b, c=None, bias=None, **more):
         extra = {name: x for name, x in ({"c": c, "bias": bias} | more).items() if x is not None}
-        in_specs = (*case.stored, {name: case.spec_of(name) for name in extra})
-        mapped = jax.shard_map(
-            body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-        )
+        specs = {"in_specs": (*case.stored, {name: case.spec_of(name) for name in extra}), "out_specs": out_specs}
+        mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), check_vma=check_vma, **specs)
         return mapped(a, b, extra)
 
     return product

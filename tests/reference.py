@@ -1,8 +1,6 @@
-"""The same mathematics in plain `jnp`: global arrays, no sharding, no primitive, differentiable.
-
-`is_majorant` replaces each function by its majorant, for non-negative operands: every factor and activation becomes a
-function that dominates it and its derivatives of each order. Errors are measured relative to it (bounds.py).
-"""
+"""The same mathematics in plain `jnp`: global arrays, no sharding, no primitive, differentiable. `is_majorant` replaces
+each function by its majorant, for non-negative operands: every factor and activation becomes a function that dominates
+it and its derivatives of each order. Errors are measured relative to it (bounds.py)."""
 
 import functools
 

@@ -61,10 +61,8 @@ _BATCHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One product with every option.
-
-    `traced` names the scalars that are operands; `donated` is "", "c" (in a forward pass only), or "everything".
-    """
+    """One product with every option. `traced` names the scalars that are operands; `donated` is "", "c" (in a forward
+    pass only), or "everything"."""
 
     case: cases.Case
     alpha: float = 1.0
@@ -103,9 +101,7 @@ class Trial:
 
     def refusal(self) -> str:
         """Returns a part of jaxmp's message if it refuses this trial under its level of determinism, otherwise "".
-
-        Follows docs/determinism.md: there is no promise for sums and epilogs that XLA would compute.
-        """
+        Follows docs/determinism.md: there is no promise for sums and epilogs that XLA would compute."""
         case, level = self.case, f'determinism="{self.determinism}"'
         if self.determinism == "run_to_run":
             return ""
@@ -132,8 +128,6 @@ def is_possible(epilog: Epilog, transposition: str, is_complex: bool, conjugatio
     is_stored_so = {Epilog.BGRADA: transposition[0] == "T", Epilog.BGRADB: transposition[1] == "N"}
     return is_stored_so.get(epilog, True) and (is_complex or not any(conjugation))
 
-
-# The definitions, in float64 --------------------------------------------------------------------------------------
 
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
@@ -204,10 +198,8 @@ def unpack(aux: np.ndarray, n: int, shards: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Expected:
-    """A value, the `scale` of its error (the expression on absolute values), and `extra`: an additional allowance.
-
-    If `may_overflow`, an infinity of the value's sign is accepted, too.
-    """
+    """A value, the `scale` of its error (the expression on absolute values), and `extra`: an additional allowance. If
+    `may_overflow`, an infinity of the value's sign is accepted, too."""
 
     value: np.ndarray
     scale: np.ndarray
@@ -314,9 +306,6 @@ def _stored(case: cases.Case, which: int, *parts) -> Expected:
     return Expected(np.conj(value) if case.conjugation[which] else value, *rest)
 
 
-# The library ------------------------------------------------------------------------------------------------------
-
-
 def specs(trial: Trial) -> dict[str, P]:
     case = trial.case
     whole = dict.fromkeys(("c", "gelu_aux", "relu_aux", "w_d", "w_gelu_aux"), case.out)
@@ -382,9 +371,6 @@ def compiled(trial: Trial):
     return run
 
 
-# The judge --------------------------------------------------------------------------------------------------------
-
-
 def check(trial: Trial, rng: np.random.Generator) -> None:
     """Runs the trial and judges each output and gradient on every device, or the refusal if it must be refused."""
     cases.require(trial.implementation)
@@ -401,10 +387,8 @@ def check_results(trial: Trial, x, got, oracle, absolute: float = 0.0, is_exact:
     outputs, gradients = got
     for name, value in outputs.items():
         check_replicas(f"{trial.id} {name}", value)
-    parts = [
-        {name: v[i] if trial.has_batch(name) else v for name, v in x.items()}
-        for i in range(BATCH if trial.batch else 1)
-    ]
+    count = BATCH if trial.batch else 1
+    parts = [{name: v[i] if trial.has_batch(name) else v for name, v in x.items()} for i in range(count)]
     wanted = [oracle(trial, part) for part in parts]
     if trial.is_aliased:
         for _, want in wanted:

@@ -1,7 +1,5 @@
 """Law 7: the transfers that `explain` prints are the collectives of the compiled program, by kind, mesh axes and bytes.
-
-Values cannot show a difference: a program with an unexpected collective is right, and slow.
-"""
+Values cannot show a difference: a program with an unexpected collective is right, and slow."""
 
 from collections import Counter
 from unittest import mock
@@ -27,10 +25,8 @@ def check(program, *args):
 
 
 def differences(explanation):
-    """Returns the bytes that a device receives, by kind and axes, if `explain` and the compiled program disagree.
-
-    XLA merges equal collectives, such as in a forward pass and in its recomputation.
-    """
+    """Returns the bytes that a device receives, by kind and axes, if `explain` and the compiled program disagree. XLA
+    merges equal collectives, such as in a forward pass and in its recomputation."""
     rows, said, once, done = set(), Counter(), Counter(), Counter()
     for row in explanation.calls.rows:
         for each in row.transfers if row.implementation != "host" else ():  # "host": ranks read each other's operands

@@ -1,8 +1,6 @@
-"""The clients: models as people install them, with tiny sizes and random weights, and the line that fuses each.
-
-A client is a generator of each step's results: a loss, and parameters or outputs. It imports its package when it runs,
-because some packages set JAX's configuration on import.
-"""
+"""The clients: models as people install them, with tiny sizes and random weights, and the line that fuses each. A
+client is a generator of each step's results: a loss, and parameters or outputs. It imports its package when it runs,
+because some packages set JAX's configuration on import."""
 
 import dataclasses
 import functools
@@ -34,9 +32,6 @@ def client(package, line, places=PLACES, bound=1e-4, why_not=""):
         return run
 
     return add
-
-
-# Flax -------------------------------------------------------------------------------------------------------------
 
 
 def flax_block(**options):
@@ -126,9 +121,6 @@ def flax_linen(run):
         return optax.l2_loss(model.apply(params, x), y).mean()
 
     return run.train(loss, model.init(jax.random.key(0), x), (x, y))
-
-
-# Others of plain JAX ----------------------------------------------------------------------------------------------
 
 
 @client("equinox", "step = eqx.filter_jit(jaxmp.fuse(train_step))")
@@ -267,9 +259,6 @@ def flash_attention(run):
         return jnp.mean((jnp.moveaxis(attended, 1, 2).reshape(x.shape) @ params["o"] - y) ** 2)
 
     return run.train(loss, params, (randoms(BATCH, LENGTH, WIDTH), randoms(BATCH, LENGTH, WIDTH, seed=9)))
-
-
-# Quantised --------------------------------------------------------------------------------------------------------
 
 
 def qwix_step(run, provider, is_training):

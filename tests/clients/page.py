@@ -1,8 +1,6 @@
-"""Write docs/works-with.md from benchmarks/results/clients, which has one file for each JAX.
-
-`python page.py --keep` first copies the results of this environment's last `make test-clients` there. For times, run
-the tests with CLIENT_TIMES=20.
-"""
+"""Write docs/works-with.md from benchmarks/results/clients, which has one file for each JAX. `python page.py --keep`
+first copies the results of this environment's last `make test-clients` there. For times, run the tests with
+CLIENT_TIMES=20."""
 
 import argparse
 import json
@@ -63,14 +61,8 @@ def client_rows(results):
         }
         release = "; ".join(f"{version} (JAX {', '.join(jaxes)})" for version, jaxes in releases.items())
         line = f"`{client.line}`"
-        yield (
-            name.replace("_", " "),
-            release,
-            line,
-            "; ".join(calls),
-            "; ".join(speeds),
-            ", ".join(sorted(left)) or "nothing",
-        )
+        cells = "; ".join(calls), "; ".join(speeds), ", ".join(sorted(left)) or "nothing"
+        yield name.replace("_", " "), release, line, *cells
 
 
 def suite_rows(results):

@@ -1,9 +1,7 @@
-"""A pytest plugin that runs the tests of any program on jaxmp: `pytest -p plugin --jaxmp=fused`.
-
-Modes: plain, unchanged; products, with jaxmp's matmul, einsum and dot_general instead of JAX's; fused, with
-`jax.jit(jaxmp.fuse(f))` instead of every `jax.jit(f)`. The last lines count the products, and `--jaxmp-report` writes
-each test's outcome as JSON, so that runs in two modes can be compared.
-"""
+"""A pytest plugin that runs the tests of any program on jaxmp: `pytest -p plugin --jaxmp=fused`. Modes: plain,
+unchanged; products, with jaxmp's matmul, einsum and dot_general instead of JAX's; fused, with `jax.jit(jaxmp.fuse(f))`
+instead of every `jax.jit(f)`. The last lines count the products, and `--jaxmp-report` writes each test's outcome as
+JSON, so that runs in two modes can be compared."""
 
 import collections
 import contextvars

@@ -1,7 +1,5 @@
-"""Run a client fused and plain, step by step at each place, and print the results as JSON, a line per place.
-
-`python run_client.py NAME [--times N]`. Exits with 1 if a step differs from plain by more than the client's bound.
-"""
+"""Run a client fused and plain, step by step at each place, and print the results as JSON, a line per place. `python
+run_client.py NAME [--times N]`. Exits with 1 if a step differs from plain by more than the client's bound."""
 
 import argparse
 import itertools

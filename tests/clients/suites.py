@@ -1,9 +1,7 @@
-"""Runs the tests of other packages, from their source distributions, plain and with jaxmp in two ways.
-
-`python suites.py NAME` downloads the sources of the installed release, runs a share of their tests in each mode of
-`plugin`, and prints the outcomes as JSON. Exits with 1 if a test passes plain and fails in another mode, unless KNOWN
-gives the reason.
-"""
+"""Runs the tests of other packages, from their source distributions, plain and with jaxmp in two ways. `python
+suites.py NAME` downloads the sources of the installed release, runs a share of their tests in each mode of `plugin`,
+and prints the outcomes as JSON. Exits with 1 if a test passes plain and fails in another mode, unless KNOWN gives the
+reason."""
 
 import argparse
 import dataclasses
@@ -47,7 +45,7 @@ SUITES = {
 
 # Parts of a test's name, the only mode that it may fail in, and the reason.
 KNOWN = {
-    ("LinearTest::test_precision", "fused"): "haiku reads the operation dot in a compiled program, where a call stands",
+    ("LinearTest::test_precision", "fused"): "haiku reads the operation dot in a compiled program, where a call stands"
 }
 
 
@@ -100,16 +98,8 @@ def outcomes(suite, root, mode):
     """Returns the outcome of each test in a mode, and the counts of products."""
     report = BUILD / f"{suite.name}-{mode}.json"
     report.unlink(missing_ok=True)
-    options = [
-        "-p",
-        "plugin",
-        f"--jaxmp={mode}",
-        f"--jaxmp-report={report}",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=short",
-    ]
+    options = ["-p", "plugin", f"--jaxmp={mode}", f"--jaxmp-report={report}"]
+    options += ["-p", "no:cacheprovider", "-q", "--tb=short"]
     options += [f"--jaxmp-share={suite.share}"]
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{root}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", *options, *suite.files]

@@ -1,8 +1,5 @@
-"""Unchanged programs of others compute the same fused and plain, and tests of others pass on jaxmp.
-
-Each runs in its own process, because some set JAX's configuration on import. Their output is kept for the page
-docs/works-with.md.
-"""
+"""Unchanged programs of others compute the same fused and plain, and tests of others pass on jaxmp. Each runs in its
+own process, because some set JAX's configuration on import. Their output is kept for the page docs/works-with.md."""
 
 import importlib.metadata
 import importlib.util

@@ -36,18 +36,12 @@ def of_flax(module):
 
 NNX = {
     "Linear": (1, lambda m, rngs, **o: m.Linear(16, 24, rngs=rngs, **o), {"dot_general": jaxmp.dot_general}),
-    "LinearGeneral": (
-        1,
-        lambda m, rngs, **o: m.LinearGeneral(16, (4, 6), rngs=rngs, **o),
-        {"dot_general": jaxmp.dot_general},
-    ),
+    "LinearGeneral": (1, lambda m, rngs, **o: m.LinearGeneral(16, (4, 6), rngs=rngs, **o),
+        {"dot_general": jaxmp.dot_general}),
     "Einsum": (1, lambda m, rngs, **o: m.Einsum("bti,ij->btj", (16, 24), rngs=rngs, **o), {"einsum_op": jaxmp.einsum}),
-    "MultiHeadAttention": (
-        4,
-        lambda m, rngs, **o: m.MultiHeadAttention(4, 16, decode=False, rngs=rngs, **o),
-        {"qkv_dot_general": jaxmp.dot_general, "out_dot_general": jaxmp.dot_general},
-    ),
-}
+    "MultiHeadAttention": (4, lambda m, rngs, **o: m.MultiHeadAttention(4, 16, decode=False, rngs=rngs, **o),
+        {"qkv_dot_general": jaxmp.dot_general, "out_dot_general": jaxmp.dot_general}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NNX)

@@ -10,12 +10,7 @@ from models import client
 from runs import DEVICES, randoms
 
 
-@client(
-    "keras",
-    "model.train_step = jaxmp.fuse(model.train_step)",
-    ("none", "its own mesh"),
-    why_not="no others",
-)
+@client("keras", "model.train_step = jaxmp.fuse(model.train_step)", ("none", "its own mesh"), why_not="no others")
 def keras(run):
     """Runs `fit()`, under ModelParallel if there is a mesh; a step is an epoch of two batches."""
     os.environ["KERAS_BACKEND"] = "jax"

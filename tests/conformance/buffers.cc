@@ -1,6 +1,5 @@
 #include "tests/conformance/buffers.h"
 
-#include <algorithm>
 #include <limits>
 
 namespace jaxmp::conformance {

@@ -3,8 +3,6 @@
 #define JAXMP_TESTS_CONFORMANCE_BUFFERS_H_
 
 #include <array>
-#include <map>
-#include <string>
 
 #include "tests/conformance/memory.h"
 #include "tests/conformance/operands.h"

@@ -6,9 +6,6 @@
 #define JAXMP_TESTS_CONFORMANCE_CASE_H_
 
 #include <functional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/cublasmp/api_table.h"
 #include "tests/cpp/definitions.h"

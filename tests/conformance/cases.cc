@@ -1,5 +1,4 @@
 #include <array>
-#include <utility>
 
 #include "tests/conformance/case.h"
 

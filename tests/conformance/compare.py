@@ -1,9 +1,7 @@
-"""Compares the results of two libraries for the same cases, and names every difference.
-
-`conformance` prints the lines. A difference is a *fault* if hostmp promises something that the other library does not
-keep: it would make every test on a CPU worthless for the GPU. hostmp may refuse what the other library takes, because
-it is strict on purpose, and may take what it declares as a capability.
-"""
+"""Compares the results of two libraries for the same cases, and names every difference. `conformance` prints the lines.
+A difference is a *fault* if hostmp promises something that the other library does not keep: it would make every test on
+a CPU worthless for the GPU. hostmp may refuse what the other library takes, because it is strict on purpose, and may
+take what it declares as a capability."""
 
 from __future__ import annotations
 

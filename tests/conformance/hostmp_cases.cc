@@ -1,5 +1,4 @@
 #include <array>
-#include <cmath>
 #include <numeric>
 
 #include "tests/conformance/case.h"
@@ -73,8 +72,6 @@ void add_scalars(int nranks, const Add& add) {
   }
 }
 
-// ---- a wide operand with each narrow one, decoded block by block, at any position in a byte
-
 constexpr cudaDataType_t kWide[] = {CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
 
 // Fits numbers to the narrow type: no sign for unsigned types, powers of two for exponents.
@@ -130,8 +127,6 @@ void add_every_mixed(int nranks, const Add& add) {
   }
 }
 
-// ---- int8 times the scales of rows and columns; a rank has the scales of its parts of the operands
-
 void add_scaled_integers(int nranks, const Add& add) {
   constexpr int kRows = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32, kOne = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
   for (cudaDataType_t out : kWide) {
@@ -151,8 +146,6 @@ void add_scaled_integers(int nranks, const Add& add) {
     }
   }
 }
-
-// ---- epilogs of random numbers
 
 void add_random(Case c, const char* topic, int epilog, const Add& add) {
   c.topic = topic, c.epilog = epilog, c.is_random = c.aux_is_whole = true;

@@ -7,19 +7,9 @@
 // to compute as documented run on it only with --faults yes, because some of them end the process. hostmp has to answer
 // as each case expects, so its exit status is the number of surprises; compare.py judges the real library. Status 3: a
 // case did not end within --seconds. Status 4: the device cannot go on after a failure.
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <map>
-#include <mutex>
 #include <optional>
-#include <sstream>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "tests/conformance/run.h"
 #include "tests/cpp/check.h"

@@ -2,10 +2,6 @@
 #ifndef JAXMP_TESTS_CONFORMANCE_MEMORY_H_
 #define JAXMP_TESTS_CONFORMANCE_MEMORY_H_
 
-#include <cstring>
-#include <utility>
-#include <vector>
-
 #include "tests/conformance/backend.h"
 #include "tests/conformance/case.h"
 

@@ -1,6 +1,5 @@
 #include "tests/conformance/operands.h"
 
-#include <algorithm>
 #include <array>
 #include <random>
 

@@ -2,9 +2,6 @@
 #ifndef JAXMP_TESTS_CONFORMANCE_OPERANDS_H_
 #define JAXMP_TESTS_CONFORMANCE_OPERANDS_H_
 
-#include <cstdint>
-#include <vector>
-
 #include "tests/conformance/case.h"
 
 namespace jaxmp::conformance {

@@ -176,8 +176,6 @@ void add_combinations(int nranks, const Refusals& refuse) {
   refuse.put(c, "no workspace", kInvalid, {"d_work is null"});
 }
 
-// ---- refusals of hostmp only
-
 void add_arguments_of_hostmp(const Refusals& refuse) {
   refuse.change("handle", kInvalid, {"handle is null"}, [](Call& call) { call.handle = nullptr; });
   refuse.change("matmul", kInvalid, {"matmulDesc is null"}, [](Call& call) { call.matmul = nullptr; });

@@ -1,9 +1,5 @@
 #include "tests/conformance/run.h"
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 namespace jaxmp::conformance {
 bool CaseRun::check(cublasMpStatus_t status, const char* stage) {
   if (status == CUBLASMP_STATUS_SUCCESS) return true;

@@ -2,12 +2,7 @@
 #ifndef JAXMP_TESTS_CONFORMANCE_RUN_H_
 #define JAXMP_TESTS_CONFORMANCE_RUN_H_
 
-#include <array>
-#include <map>
-#include <memory>
-#include <string>
 #include <tuple>
-#include <vector>
 
 #include "tests/conformance/backend.h"
 #include "tests/conformance/buffers.h"

@@ -125,11 +125,8 @@ def environment() -> dict[str, str]:
     its own folder, and another folder of the import path may have it; JAX's plugin loads it first in Python."""
     from jaxmp._src.platform.runtime import cuda_libraries
 
-    folders = [
-        folder
-        for root in cuda_libraries._wheel_roots()
-        for folder in sorted({*root.glob("*/lib"), *root.glob("*/*/lib")})
-    ]
+    roots = cuda_libraries._wheel_roots()
+    folders = [folder for root in roots for folder in sorted({*root.glob("*/lib"), *root.glob("*/*/lib")})]
     have = os.environ.get("LD_LIBRARY_PATH")
     return os.environ | {"LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([have] if have else [])])}
 
@@ -148,13 +145,8 @@ def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
     share += ["--only", arguments.only] if arguments.only else []
     emulator = list(filter(None, arguments.emulator.split(";")))
     host = run_suite(arguments.binary, ranks, ["--library", "host", "--blas", _blas(), *share], emulator=emulator)
-    options = [
-        "--library",
-        "cublasmp",
-        *_libraries(arguments),
-        *share,
-        *(["--faults", "yes"] if arguments.faults else []),
-    ]
+    faults = ["--faults", "yes"] if arguments.faults else []
+    options = ["--library", "cublasmp", *_libraries(arguments), *share, *faults]
     other = run_suite(
         arguments.binary,
         ranks,

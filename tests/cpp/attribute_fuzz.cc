@@ -7,24 +7,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <climits>
-#include <cmath>
 #include <csignal>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <map>
-#include <memory>
 #include <random>
-#include <sstream>
-#include <string>
-#include <utility>
-#include <variant>
-#include <vector>
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"
@@ -50,8 +36,6 @@ using tests::With;
 
 size_t Below(Random& random, size_t bound) { return random() % bound; }
 
-// ---- the current attempt, for the log of a crash
-
 char trial[160];
 
 void NameTrial() {
@@ -70,8 +54,6 @@ void NameTrialsThatDie() {
   if (__sanitizer_set_death_callback) return __sanitizer_set_death_callback(NameTrial);
   for (int number : {SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL}) std::signal(number, OnSignal);
 }
-
-// ---- calls of every kind
 
 struct Kind {
   const char* name;
@@ -123,8 +105,6 @@ const std::vector<Kind>& Kinds() {
   };
   return kinds;
 }
-
-// ---- mutations
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 std::vector<int64_t> Integers() {
@@ -233,8 +213,6 @@ void MutateBlocks(const std::string& letters, int64_t block, AnyAttributes* attr
     }
   }
 }
-
-// ---- execution, with the buffers of the call as it was
 
 const std::map<DType, XLA_FFI_DataType> kFfiTypes = {
     {DType::kF32, XLA_FFI_DataType_F32}, {DType::kF64, XLA_FFI_DataType_F64}, {DType::kBF16, XLA_FFI_DataType_BF16},

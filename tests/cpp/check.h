@@ -1,12 +1,24 @@
 // Tests of C++ and their checks. `cpp_tests NAME` runs the tests in tests/cpp/NAME.cc, in the order of that file.
+// It includes what most of them use of the standard library.
 #ifndef JAXMP_TESTS_CHECK_H_
 #define JAXMP_TESTS_CHECK_H_
 
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "csrc/hostmp/cpu/features.h"

@@ -1,6 +1,5 @@
 // Tests the judge of the conformance suite: without this, a suite that finds nothing could be one that looks at
 // nothing. Right results pass; each kind of result, wrong by one element, and each kind of stray write, is found.
-#include <cmath>
 
 #include "tests/conformance/run.h"
 #include "tests/cpp/check.h"

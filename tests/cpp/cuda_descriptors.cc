@@ -1,10 +1,7 @@
 // Without this a wrong attribute would be found only on a GPU. The real cuBLASMp can be opened without one, over the
 // fake driver, and checks the attributes of a matmul descriptor; products need more. Skipped unless JAXMP_CUDA_WHEELS
 // names the folder `nvidia` where pip has installed nvidia-cublasmp-cu13, nvidia-nccl-cu13 and nvidia-cublas.
-#include <cstdlib>
 #include <initializer_list>
-#include <string>
-#include <utility>
 
 #include "csrc/cuda/libraries.h"
 #include "csrc/plan/enums.h"

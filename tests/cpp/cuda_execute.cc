@@ -1,10 +1,6 @@
 // The custom call on CUDA as XLA:GPU drives it, over fake libraries: one thread a device, streams that lag the
 // host, calls that block until every rank has come. What it proves is the order of our calls, not the library's
 // answers.
-#include <cstdlib>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"

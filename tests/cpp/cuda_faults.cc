@@ -4,12 +4,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "csrc/cuda/nccl_id_exchange.h"
 #include "tests/cpp/check.h"

@@ -1,6 +1,4 @@
 // Without these a machine with the wrong libraries would end in a missing symbol, or in memory that two NCCLs share.
-#include <cstdlib>
-#include <string>
 
 #include "csrc/cuda/libraries.h"
 #include "tests/cpp/check.h"

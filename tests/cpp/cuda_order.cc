@@ -1,9 +1,5 @@
 // Calls in a row over a library that keeps only what cuBLASMp and NCCL promise (fakes/cublasmp_product.h): a rank may
 // be one call further than its peers, and its messages may come before they have read the last ones.
-#include <cstdlib>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"

@@ -1,12 +1,6 @@
 // The messages of a call on CUDA when something is wrong, on every rank: over fake libraries, which fail when a test
 // wants them to.
 #include <chrono>
-#include <condition_variable>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <vector>
 
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"

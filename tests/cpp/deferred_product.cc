@@ -2,12 +2,6 @@
 // silently wrong; a ticket that is never collected would never be freed.
 #include "csrc/ffi/deferred_product.h"
 
-#include <cstdint>
-#include <limits>
-#include <string>
-#include <thread>
-#include <vector>
-
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"

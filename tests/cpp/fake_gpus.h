@@ -4,16 +4,6 @@
 
 #include <dlfcn.h>
 
-#include <cstdint>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "csrc/cuda/libraries.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"

@@ -1,11 +1,4 @@
 // The custom call as XLA drives it, without XLA: ranks on threads, overlapping runs, errors that must reach every rank.
-#include <array>
-#include <atomic>
-#include <memory>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "csrc/ffi/host_matmul.h"
 #include "tests/cpp/check.h"

@@ -1,14 +1,8 @@
 // Garbage for the custom calls: buffers of wrong number, dtype and shape, and messages of any bytes. The answer is
 // always an error, or a product without a report from the sanitizers; never a crash, a hang or a broken promise.
 // (attribute_fuzz has wrong attributes.)
-#include <cstdint>
-#include <cstring>
 #include <iterator>
-#include <memory>
 #include <random>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/barrier/messages.h"
 #include "csrc/ffi/host_matmul.h"

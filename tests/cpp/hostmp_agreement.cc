@@ -1,6 +1,5 @@
 // Ranks that pass different arguments would make the real library hang or answer wrongly: hostmp tells all of them
 // which argument differs, and the value of each rank.
-#include <functional>
 
 #include "tests/cpp/hostmp_world.h"
 

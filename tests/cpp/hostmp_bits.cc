@@ -1,6 +1,5 @@
 // Sums have the bits of one rank on any numbers: in one order on every mesh, bias gradients always, and a product on
 // every number of threads.
-#include <functional>
 #include <random>
 
 #include "tests/cpp/hostmp_world.h"

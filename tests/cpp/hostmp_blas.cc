@@ -1,6 +1,5 @@
 // The BLAS is called from many threads at once; without this, a kernel of it that is not made for that would give wrong
 // numbers now and then, or crash. (OpenBLAS 0.3.34's small sgemm with two transposed operands was such a one.)
-#include <thread>
 
 #include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/kernel_case.h"

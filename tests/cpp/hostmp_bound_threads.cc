@@ -2,9 +2,6 @@
 #include <sched.h>
 
 #include <condition_variable>
-#include <cstdint>
-#include <memory>
-#include <mutex>
 #include <set>
 
 #include "csrc/hostmp/cpu/features.h"

@@ -1,8 +1,6 @@
 // Without these a thread of ours would round differently from XLA's, and the bits of a program would depend on which
 // rank has waited: each rank's program resumes in the state of the thread that it came on, and all threads compute the
 // tiles of a product in one state.
-#include <array>
-#include <atomic>
 #include <optional>
 #include <random>
 

@@ -1,12 +1,7 @@
 // Products of groups of rows; the ranks have rows of all groups. Rows that go to the matrix of another rank, sums
 // that miss a rank, and bits that tell the ranks apart would be silently wrong.
-#include <algorithm>
-#include <cstdint>
 #include <limits>
 #include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "csrc/hostmp/handles/grouped.h"
 #include "tests/cpp/check.h"

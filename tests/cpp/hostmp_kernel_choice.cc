@@ -1,6 +1,4 @@
 // Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests all processors'.
-#include <string>
-#include <utility>
 
 #include "csrc/cublasmp/dtypes.h"
 #include "csrc/hostmp/cpu/features.h"

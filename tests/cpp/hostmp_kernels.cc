@@ -2,9 +2,6 @@
 // loops that their header describes; bf16's and int8's are exact. Without these a kernel could misplace a row or a
 // column at an edge, read beyond an operand, or write beyond C or its scratch area; and bits could depend on the
 // extents, or on where k is cut.
-#include <array>
-#include <cstdio>
-#include <utility>
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
@@ -85,8 +82,6 @@ void check_kernel(const Kernel<T>& kernel) {
     }
   }
 }
-
-// ---- sums in one order
 
 template <typename T>
 void check_simd(hostmp::SimdLevel level, const char* name) {
@@ -226,8 +221,6 @@ TEST(test_few_columns_of_bf16_have_the_bits_of_many) {
     }
   }
 }
-
-// ---- exact products
 
 const Extents kBf16Extents = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},   {17, 15, 31},   {32, 32, 64},
                               {33, 31, 65}, {48, 8, 512},  {49, 9, 513},   {64, 96, 1024}, {31, 65, 1025},

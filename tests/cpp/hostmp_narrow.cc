@@ -1,8 +1,5 @@
 // Without these fp8 could be decoded wrongly in its corners (zero, subnormal numbers, NaN), saturate where it should
 // not, and scales could be read from another block's place.
-#include <cmath>
-#include <cstdint>
-#include <vector>
 
 #include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/scales.h"

@@ -1,7 +1,5 @@
 // Without these, arrivals of different calls could be mixed, or a rank could wait for ever: many call sites at once,
 // runs that overlap, loops. (handler_execute has failing ranks and sites that go away.)
-#include <array>
-#include <atomic>
 
 #include "tests/cpp/hostmp_world.h"
 

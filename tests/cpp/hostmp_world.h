@@ -2,11 +2,6 @@
 #ifndef JAXMP_TESTS_HOSTMP_WORLD_H_
 #define JAXMP_TESTS_HOSTMP_WORLD_H_
 
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
-
 #include "tests/conformance/run.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/threads.h"

@@ -2,16 +2,9 @@
 #ifndef JAXMP_TESTS_KERNEL_CASE_H_
 #define JAXMP_TESTS_KERNEL_CASE_H_
 
-#include <algorithm>
-#include <cmath>
 #include <complex>
-#include <cstdint>
-#include <cstring>
-#include <functional>
 #include <random>
-#include <string>
 #include <type_traits>
-#include <vector>
 
 #include "csrc/hostmp/kernels/k_blocks.h"
 #include "csrc/hostmp/numeric/convert.h"

@@ -6,11 +6,6 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "csrc/barrier/barrier.h"
 #include "csrc/barrier/call_signature.h"
 #include "csrc/barrier/messages.h"

@@ -22,8 +22,6 @@ using namespace abi;  // NOLINT: cuBLASMp's own names
 using Number = std::complex<double>;
 using hostmp::Facts;
 
-// ---- numbers of any type
-
 inline Number decode(cudaDataType_t type, const char* from) {
   const auto read = [from](auto value) {
     std::memcpy(&value, from, sizeof(value));
@@ -119,8 +117,6 @@ struct Matrix {
   Number& at(int64_t i, int64_t j) { return values[static_cast<size_t>(i + j * rows)]; }
   const Number& at(int64_t i, int64_t j) const { return values[static_cast<size_t>(i + j * rows)]; }
 };
-
-// ---- layouts, element by element, independent of hostmp's own arithmetic
 
 struct Grid {
   int64_t nprow = 1, npcol = 1;

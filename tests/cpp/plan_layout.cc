@@ -1,5 +1,4 @@
 // Checks that handler_execute, which runs every distribution, cannot make. (hostmp refuses blocks that do not match.)
-#include <string>
 
 #include "csrc/plan/distribution.h"
 #include "tests/cpp/check.h"

@@ -1,9 +1,4 @@
 // The bounded cache: eviction order, equality by value, counters, and threads that miss together.
-#include <atomic>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "csrc/base/lru_cache.h"
 #include "csrc/base/status.h"

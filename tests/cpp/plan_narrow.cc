@@ -1,9 +1,5 @@
 // Without these a plan could tell the library another scale mode than its problem names, or leave a pointer unset that
 // the library then reads: what each narrow problem sets, attribute by attribute, and how many scales it expects.
-#include <array>
-#include <cstring>
-#include <map>
-#include <utility>
 
 #include "csrc/plan/communicator.h"
 #include "csrc/plan/plan.h"

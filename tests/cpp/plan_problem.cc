@@ -1,8 +1,4 @@
 // The cache key: what decodes, what is refused, and when two problems are the same.
-#include <cmath>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/plan/matmul_problem.h"
 #include "tests/cpp/check.h"

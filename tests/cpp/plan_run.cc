@@ -1,8 +1,4 @@
 // Plans on hostmp: what is made once and shared. (handler_execute runs them.)
-#include <atomic>
-#include <memory>
-#include <thread>
-#include <vector>
 
 #include "csrc/plan/plan.h"
 #include "csrc/plan/plan_cache.h"

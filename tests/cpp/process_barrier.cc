@@ -7,13 +7,7 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <functional>
 #include <future>
-#include <memory>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "csrc/barrier/coordinator_proxy.h"
 #include "csrc/base/float_state.h"

@@ -5,14 +5,9 @@
 #include <unistd.h>
 
 #include <csignal>
-#include <cstring>
 #include <fstream>
 #include <future>
-#include <memory>
 #include <numeric>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/shared_memory/arena.h"
 #include "csrc/shared_memory/collective.h"

@@ -1,8 +1,6 @@
 """The public functions take what `jnp.matmul` takes: NumPy arrays, arrays without a mesh, empty and weakly typed ones.
-
 Without these tests, operands outside the current mesh could crash XLA's partitioner, a vector's sharding could be taken
-for a matrix's, and empty batches, which a training loop meets at the end of its data, could fail in a gradient only.
-"""
+for a matrix's, and empty batches, which a training loop meets at the end of its data, could fail in a gradient only."""
 
 import functools
 import re
@@ -36,11 +34,8 @@ def test_operands_without_a_mesh_are_whole_on_the_explicit_mesh(name, make, mesh
     made = [make(array) for array in arrays]
     with jax.set_mesh(mesh_of({"x": 4})):
         got = CALLS[name](*made)
-    want = {
-        "linear": x @ w + bias,
-        "mlp": np.maximum(x @ w + bias, 0) @ w + bias,
-        "grad": np.repeat(x.sum(0)[:, None], 8, 1),
-    }
+    z = x @ w + bias
+    want = {"linear": z, "mlp": np.maximum(z, 0) @ w + bias, "grad": np.repeat(x.sum(0)[:, None], 8, 1)}
     np.testing.assert_array_equal(got, want.get(name, x @ w))
     assert len(got.devices()) == 4
 
@@ -49,11 +44,8 @@ def test_operands_without_a_mesh_are_whole_on_the_explicit_mesh(name, make, mesh
 def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
     x, w, mesh = cases.integers(rng, 8, 8), cases.integers(rng, 8, 8), mesh_of({"x": 4})
     spec = P(None, "x")
-    options = {
-        "mesh": {"mesh": mesh, "out_sharding": spec},
-        "out_sharding": {"out_sharding": NamedSharding(mesh, spec)},
-    }
-    got = jaxmp.matmul(x, w, **options[how])
+    given = {"mesh": {"mesh": mesh, "out_sharding": spec}, "out_sharding": {"out_sharding": NamedSharding(mesh, spec)}}
+    got = jaxmp.matmul(x, w, **given[how])
     np.testing.assert_array_equal(got, x @ w)
     assert got.sharding.spec == spec
 
@@ -89,7 +81,6 @@ WAYS = {
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
 def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):
-    """NumPy does the same: a sum of bools over ranks is True if any term is."""
     mesh = mesh_of({"x": 2, "y": 2})
     a, b = (rng.integers(0, INTEGERS[dtype], shape).astype(dtype) for shape in ((4, 8), (8, 6)))
     with jax.set_mesh(mesh):
@@ -166,8 +157,6 @@ def test_automatic_axes_within_explicit_ones(mesh_of, rng):
     np.testing.assert_array_equal(grad, (x @ w + bias > 0) @ w.T)
 
 
-# Nothing --------------------------------------------------------------------------------------------------------
-
 EMPTY = {"no rows": (0, 8, 8), "no columns": (8, 8, 0), "no contraction": (8, 0, 8)}
 
 
@@ -214,9 +203,6 @@ def test_mapped_weights_of_no_extent(batch, k, transpose_b):
     np.testing.assert_array_equal(jax.vmap(product, (None, 0))(jnp.ones((4, k)), w), np.zeros((batch, 4, 5)))
 
 
-# Programs -------------------------------------------------------------------------------------------------------
-
-
 ASKED = pytest.mark.parametrize(
     ("asked", "options"),
     [("implementation='host'", {"implementation": "host"}), ("determinism='batch'", {"determinism": "batch"})],
@@ -256,9 +242,8 @@ def test_an_export_for_any_extent_shards_multiples(mesh_of):
         (m,) = jax.export.symbolic_shape(extent)
         return jax.export.export(call)(jax.ShapeDtypeStruct((m, 8), np.float32), b)
 
-    message = (
-        "a has extent n, which axis 'x' of size 4 does not divide (global shape (n, 8)); export for an extent of 4 * n"
-    )
+    message = "a has extent n, which axis 'x' of size 4 does not divide (global shape (n, 8)); "
+    message += "export for an extent of 4 * n"
     with pytest.raises(ValueError, match=re.escape(message)):
         export("n")
     assert export("4 * n").out_avals[0].shape[1] == 8

@@ -1,7 +1,6 @@
 """Every wrong argument is found before a launch; the message names it, the requirement, the given value and a remedy.
-
-Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the test.
-"""
+Each message is matched with its values. `launches` checks the "before": a call that reaches a lowering fails the
+test."""
 
 import re
 
@@ -80,14 +79,11 @@ WRONG = {
     "scaling is a pair": ((A, B), {"scaling": (1, 2)}, TypeError, "matmul: scaling must be a jaxmp.Scaling, got tuple; pass scaling=jaxmp.Scaling(a=..., b=...)"),
     "an option of old": ((A, B), {"scales": None}, TypeError, "matmul() got an unexpected keyword argument 'scales'"),
     "a is a scalar": ((zeros(), B), {}, ValueError, "matmul: a must have at least 1 dimension, got 0 (shape ())"),
-    "a is a scalar beside a vector": ((zeros(), zeros(6)), {}, ValueError, "matmul: a must have at least 1 dimension, got 0 (shape ())"),
     "b is a scalar": ((A, zeros()), {}, ValueError, "matmul: b must have at least 1 dimension, got 0 (shape ())"),
     "a is a vector with an epilog": ((zeros(6), B), {"epilog": Epilog.RELU}, NotImplementedError, "matmul: epilog is available if a has 2 or more dimensions and b has 2, got shapes (6,) and (6, 8); leave it out, or use jax.vmap"),
     "b has a batch and alpha": ((A, zeros(2, 6, 8)), {"alpha": jnp.float32(1)}, NotImplementedError, "matmul: alpha is available if a has 2 or more dimensions and b has 2, got shapes (4, 6) and (2, 6, 8)"),
     "b is a vector of another extent": ((A, zeros(5)), {}, ValueError, "matmul: index 'k' has extent 6 in a but 5 in b (shapes (4, 6), (5,))"),
     "conjugate a real vector": ((zeros(6), B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
-    "a is None": ((None, B), {}, TypeError, "matmul: a must be an array, got NoneType"),
-    "a is text": (("a", B), {}, TypeError, "matmul: a must be an array, got str"),
     "a holds text": ((np.full((4, 6), "a"), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype <U1"),
     "b is all parameters": ((A, {"kernel": B, "bias": BIAS}), {}, TypeError, "matmul: b must be an array, got dict; pass one of its arrays, which it has under 'kernel', 'bias'"),
     "b is in a box": ((A, Box(B)), {}, TypeError, "matmul: b must be an array, got Box; pass the array in it, b.value"),
@@ -113,14 +109,12 @@ WRONG = {
     "shape of c": ((A, B, zeros(8, 4)), {"beta": 1.0}, ValueError, "matmul: c must have the result's shape (4, 8), got (8, 4)"),
     "c is wider": ((A, B, C.astype(np.complex64)), {"beta": 1.0}, TypeError, "matmul: c has dtype complex64 but the result has dtype float32; convert c to float32, or ask for a wider result with preferred_element_type"),
     "alpha is an array": ((A, B), {"alpha": zeros(1)}, TypeError, "matmul: alpha must be a Python number or a scalar array, got ndarray of shape (1,) and dtype float32; multiply by anything else outside of the call"),
-    "alpha is text": ((A, B), {"alpha": "2"}, TypeError, "matmul: alpha must be a Python number or a scalar array, got str"),
     "alpha is a truth value": ((A, B), {"alpha": True}, TypeError, "matmul: alpha must be a Python number or a scalar array, got bool"),
     "alpha is a boolean array": ((A, B), {"alpha": jnp.array(True)}, TypeError, "matmul: alpha must be a Python number or a scalar array, got ArrayImpl of shape () and dtype bool"),
     "beta is a vector": ((A, B, C), {"beta": jnp.ones(2)}, TypeError, "matmul: beta must be a Python number or a scalar array, got ArrayImpl of shape (2,) and dtype float32"),
     "complex array alpha of real operands": ((A, B), {"alpha": jnp.array(2j)}, TypeError, "matmul: alpha has dtype complex64 but the result has dtype float32"),
     "array alpha with a bias gradient": ((A, B), {"alpha": jnp.array(2.0), "epilog": Epilog.BGRADB}, NotImplementedError, "matmul: with epilog BGRADB alpha and beta are Python numbers, got an array for alpha; scale an operand, or the gradient that comes in"),
     "complex alpha of real operands": ((A, B), {"alpha": 2j}, TypeError, "matmul: alpha=2j is complex but the result has dtype float32"),
-    "complex beta of real operands": ((A, B, C), {"beta": 1 + 1j}, TypeError, "matmul: beta=(1+1j) is complex but the result has dtype float32"),
     "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
     "unknown epilog": ((A, B), {"epilog": 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 8"),
     "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'; pass jaxmp.Epilog.RELU"),
@@ -140,7 +134,6 @@ WRONG = {
     "derivative of complex": (COMPLEX, {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": C}}, TypeError, "matmul: epilog DGELU is defined for real types, the result is complex64"),
     "missing bias": ((A, B), {"epilog": Epilog.GELU_BIAS}, ValueError, "matmul: epilog GELU_BIAS needs epilog_inputs ['bias'], missing ['bias']; pass epilog_inputs={'bias': ...}"),
     "unknown epilog input": ((A, B), {"epilog": Epilog.RELU, "epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog RELU takes epilog_inputs [], got unknown ['bias']; drop them or choose an epilog that uses them"),
-    "misspelt epilog input": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS, "bais": BIAS}}, ValueError, "got unknown ['bais']"),
     "length of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(4)}}, ValueError, "matmul: bias must have shape (8,), one value per column of the result, got (4,)"),
     "rank of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(1, 8)}}, ValueError, "matmul: bias must have 1 dimension, got 2 (shape (1, 8))"),
     "bias is wider": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS.astype(np.complex64)}}, TypeError, "matmul: bias has dtype complex64 but the result has dtype float32; convert bias to float32, or ask for a wider result with preferred_element_type"),
@@ -151,7 +144,6 @@ WRONG = {
     "determinism and a traced alpha": ((A, B), {"determinism": "topology", "alpha": jnp.float32(2)}, NotImplementedError, "matmul: determinism='topology' takes alpha and beta as Python numbers, got an array for alpha, after which XLA would apply the epilog; scale an operand, or pass"),
     "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
     "precision of other operands": ((A, B), {"precision": "64F"}, NotImplementedError, "matmul: precision=64F takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
-    "precision of 16 bits": ((A, B), {"precision": "16F"}, NotImplementedError, "matmul: precision=16F takes operands of float16, got float32"),
     "precision of float8": ((A, B), {"precision": "ANY_F8_ANY_F8_F32"}, NotImplementedError, "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
     "a wide result of a narrow sum": ((A.astype(np.float16), B.astype(np.float16)), {"precision": "16F", "preferred_element_type": np.float32}, NotImplementedError, "precision=16F sums in float16, so the result cannot be float32"),
     "precision as an algorithm": ((A, B), {"precision": jax.lax.DotAlgorithm(np.float32, np.float16, np.float32)}, NotImplementedError, "is not implemented; pass one of F32_F32_F32"),
@@ -184,7 +176,6 @@ CALLS = {
     "explain compiled": (lambda: jaxmp.explain(abs, compiled="yes"), TypeError, "explain: compiled must be True or False, got 'yes'"),
     "quantize to a type of scales": (lambda: quantize.tensor(A, jnp.float8_e8m0fnu), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float8_e8m0fnu"),
     "quantize complex": (lambda: quantize.tensor(A.astype(np.complex64)), TypeError, "quantize: takes an array of real numbers, got"),
-    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be int8, a float8 or a float4 type, got float32"),
     "quantize no array": (lambda: quantize.amax("x"), TypeError, "quantize: takes an array of real numbers, got 'x'"),
     "pack_fp4 type": (lambda: quantize.pack_fp4(A), TypeError, "quantize.pack_fp4: takes float4_e2m1fn, got float32[4,6]"),
     "pack_fp4 odd": (lambda: quantize.pack_fp4(A[:, :5].astype("float4_e2m1fn")), ValueError, "quantize.pack_fp4: the last dimension must be a multiple of 2, got shape (4, 5)"),
@@ -339,8 +330,6 @@ def with_bias(a, b, bias):
 
 @pytest.mark.parametrize("name", ["x", "w", "bias"])
 def test_a_sum_that_is_not_taken(name, mesh_of):
-    """Inside shard_map, jnp refuses such a and b, too."""
-
     def call():
         given = {"x": jnp.ones((2, 2)), "w": jnp.ones((2, 2)), "bias": jnp.ones(2)}
         terms = jax.lax.axis_index("x").astype(jnp.float32) * given[name]
@@ -350,8 +339,6 @@ def test_a_sum_that_is_not_taken(name, mesh_of):
     with pytest.raises(ValueError, match=message):
         jax.shard_map(call, mesh=mesh_of({"x": 2}), in_specs=(), out_specs=P("x"))()
 
-
-# Shardings ------------------------------------------------------------------------------------------------------
 
 # id: (specs of a and b, out_sharding, keywords, message); a is (4, 6), b (6, 8), on a 2 x 2 mesh.
 WRONG_SHARDINGS = {
@@ -424,9 +411,6 @@ def test_a_sharding_of_another_mesh_is_not_taken_for_the_calls(axis_type, argume
         jaxmp.matmul(a, b, **options)
 
 
-# Inside shard_map -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("f", COLLECTIVES, ids=lambda f: f.__name__)
 def test_collectives_in_a_partial_manual_region(f):
     message = (
@@ -450,9 +434,6 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
         match=r"matmul_all_reduce: c and epilog inputs must be equal on every rank of axis .*'y'.*, but one varies over",
     ):
         f(A, B, zeros(16))
-
-
-# Implementations that cannot serve --------------------------------------------------------------------------------
 
 
 def test_an_implementation_that_the_platform_lacks(monkeypatch):

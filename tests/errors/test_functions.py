@@ -1,8 +1,6 @@
-"""Wrong calls of functions other than `matmul`, and of `matmul` on block-cyclic matrices.
-
-Without these tests, dimension numbers, subscripts or layouts that do not fit could give another product, or put an
-element at a wrong place. A message begins with the function; " ... " stands for any text.
-"""
+"""Wrong calls of functions other than `matmul`, and of `matmul` on block-cyclic matrices. Without these tests,
+dimension numbers, subscripts or layouts that do not fit could give another product, or put an element at a wrong place.
+A message begins with the function; " ... " stands for any text."""
 
 import functools
 import inspect
@@ -186,8 +184,6 @@ def test_layers_name_themselves(name):
             layer(4, 4, **(of_layer if is_of_call else of_layer | wrong))(**(x | wrong if is_of_call else x))
 
 
-# Block-cyclic matrices -------------------------------------------------------------------------------------------
-
 M = np.ones((4, 6), np.float32)
 SQUARE, TURNED = BlockCyclic((2, 2), (2, 3)), BlockCyclic((2, 2), (3, 2))
 
@@ -257,8 +253,6 @@ WRONG_LAYOUTS = [
 def test_wrong_layouts(call, function, exception, message):
     check_refused(call, function, exception, message)
 
-
-# Shardings of contractions ---------------------------------------------------------------------------------------
 
 # id: (subscripts, specs of lhs, rhs and the result, message)
 WRONG_SHARDINGS = {

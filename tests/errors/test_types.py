@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import require_devices
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -91,9 +90,6 @@ def test_types_of_every_pair_of_sixty_four_bits():
         check_types("dot_general", wide=True, npreferred=1)
 
 
-# Wrong calls -----------------------------------------------------------------------------------------------------
-
-
 A, B = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
 WRONG_OPERANDS = [(A, A), (A, A[0, :3]), (A, 1.0), (2, B), (A[0, 0], B), (A, None), ("a", B), ({}, B), (A, [[1.0]])]
 WRONG_OPERANDS += [(jax.random.key(0), B), (A[None], B[None, :5]), (A[:, :0], B), (A.astype(object), B), (jnp.sin, B)]
@@ -149,14 +145,9 @@ def assert_same_error(ours, theirs):
         ours()
 
 
-# Values ----------------------------------------------------------------------------------------------------------
-
-
 def is_compiled(a, b, out, dtype):
-    """True if XLA (JAX 0.10 to 0.12) compiles a product and its result can be 0.
-
-    XLA lacks products with 2-bit results, and products of types below 8 bits with a result of another type.
-    """
+    """True if XLA (JAX 0.10 to 0.12) compiles a product and its result can be 0. XLA lacks products with 2-bit results,
+    and products of types below 8 bits with a result of another type."""
     changes = out is not None and not BELOW_8_BITS.isdisjoint({out, a if a == b else out})
     return not changes and dtype not in ("int2", "uint2", "float8_e8m0fnu")
 
@@ -167,7 +158,6 @@ MIXED = (("int32", "float32"), ("bool", "bfloat16"), ("int8", "float32"), ("int8
 
 
 def test_values_of_pairs(standard_promotion):
-    """Each type with a kernel or in frequent use, into each such type, and some of the other pairs, in one program."""
     some = [(a, b, (None, *NAMES)[i % (1 + len(NAMES))]) for i, (a, b) in enumerate(itertools.product(NAMES, NAMES))]
     combinations = [(a, a, out) for a in USED for out in (None, *USED)] + [(*pair, None) for pair in MIXED] + some[::5]
     types = {name: jax.ShapeDtypeStruct((4, 4), name) for name in NAMES}
@@ -207,7 +197,6 @@ PAIRS += [(name, name) for name in (*NARROW, "float8_e8m0fnu")]
 
 
 def test_products_of_narrow_types_are_those_of_jax(rng, standard_promotion):
-    """Covers matrices, vectors and a bias; sums that exceed the narrow integers wrap around."""
     operands = [
         (jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype), jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other))
         for dtype, other in PAIRS
@@ -243,9 +232,8 @@ def test_biases_of_integers_are_added_as_jax_adds_them(activation, rng, standard
         if want.dtype == np.int8:
             np.testing.assert_array_equal(got, want)
         else:  # the unwrapped sums
-            np.testing.assert_array_equal(
-                got, act(x.astype("int32") @ w.astype("int32") + bias[None]).astype(want.dtype)
-            )
+            sums = x.astype("int32") @ w.astype("int32")
+            np.testing.assert_array_equal(got, act(sums + bias[None]).astype(want.dtype))
     four = x.astype(jnp.int4)
     assert_same_error(lambda: jaxmp.linear(four, four, x[0], activation=activation), lambda: four @ four + x)
     with pytest.raises(TypeError, match="bias has dtype float8_e4m3fn but the result has dtype int32"):
@@ -271,9 +259,8 @@ def test_the_other_options_apply(rng):
     a, b = (jnp.asarray(rng.integers(-2, 3, (8, 8)), jnp.float32) for _ in range(2))
     bias = jnp.arange(8, dtype=jnp.float32)
     row = bias[None]
-    d, more = jaxmp.matmul(
-        a, b, epilog=jaxmp.Epilog.GELU_AUX_BIAS, epilog_inputs={"bias": bias}, preferred_element_type="float16"
-    )
+    epilog = {"epilog": jaxmp.Epilog.GELU_AUX_BIAS, "epilog_inputs": {"bias": bias}}
+    d, more = jaxmp.matmul(a, b, **epilog, preferred_element_type="float16")
     assert (d.dtype, more["gelu_aux"].dtype) == (np.float16, np.float32)
     np.testing.assert_array_equal(more["gelu_aux"], a @ b + row)
     d = jaxmp.matmul(a, b, row + a * 0, beta=2.0, determinism="topology", preferred_element_type="float16")
@@ -286,9 +273,8 @@ def test_the_other_options_apply(rng):
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "int32"])
-def test_conversions_on_meshes(out):
-    require_devices(4)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+def test_conversions_on_meshes(out, mesh_of):
+    mesh = mesh_of({"x": 4})
     a, b = (np.random.default_rng(0).integers(0, 2, shape).astype(np.float32) for shape in ((8, 16), (16, 8)))
     with jax.set_mesh(mesh):
         x, y = jax.device_put(a, P(None, "x")), jax.device_put(b, P("x", None))
@@ -299,9 +285,6 @@ def test_conversions_on_meshes(out):
     assert d.sharding == NamedSharding(mesh, P("x", None))
     np.testing.assert_array_equal(np.asarray(d), np.asarray(by_hand))
     np.testing.assert_array_equal(np.asarray(d), np.asarray(jnp.matmul(a, b, preferred_element_type=out)))
-
-
-# Weak types ------------------------------------------------------------------------------------------------------
 
 
 def weak(dtype=jnp.float32, shape=(8, 8)):
@@ -398,10 +381,8 @@ def test_values_and_types_of_eager_calls():
     assert fused(a, h).dtype == jax.jit(fused)(a, h).dtype == jnp.bfloat16
 
 
-def test_weak_types_on_meshes():
-    require_devices(4)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
+def test_weak_types_on_meshes(mesh_of):
+    with jax.set_mesh(mesh_of({"x": 4})):
         a, b = (_weakened(jax.device_put(jnp.ones((8, 8)), spec)) for spec in SPECS)
         of_two = functools.partial(jaxmp.mlp, activation="relu", out_sharding=P("x"))
         for layer in (
@@ -425,9 +406,8 @@ SPECS = (P(None, "x"), P("x", None))
 
 
 def _weakened(x):
-    return jax.jit(lambda x: jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None))(
-        x
-    )
+    bind = lax.convert_element_type_p.bind
+    return jax.jit(lambda x: bind(x, new_dtype=x.dtype, weak_type=True, sharding=None))(x)
 
 
 def test_a_weak_integer_does_not_become_narrower():
@@ -440,9 +420,6 @@ def test_a_weak_integer_does_not_become_narrower():
             multiply(a, b)
         with pytest.raises(TypeError):
             jnp.matmul(a, b)
-
-
-# Types of 64 bits --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["allow", "error", "warn"])

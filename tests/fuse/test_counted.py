@@ -1,8 +1,6 @@
-"""Every product of a fused function is a row of `explain`, with a true reason.
-
-Without these tests, a product could silently stay JAX's: in a differentiation rule, in a derivative of JAX's own, or if
-it is another primitive than `dot_general`.
-"""
+"""Every product of a fused function is a row of `explain`, with a true reason. Without these tests, a product could
+silently stay JAX's: in a differentiation rule, in a derivative of JAX's own, or if it is another primitive than
+`dot_general`."""
 
 import functools
 import sys
@@ -11,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import require_devices
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -162,7 +159,6 @@ BATCHES_OF_ONE = {
 
 @pytest.mark.parametrize("name", BATCHES_OF_ONE)
 def test_a_batch_of_one_is_a_product_of_matrices(name):
-    """Includes the epilog, and gradients."""
     subscripts, *shapes = BATCHES_OF_ONE[name]
     x, w = (jnp.asarray(np.random.default_rng(2).integers(-2, 3, shape), jnp.float32) for shape in shapes)
 
@@ -182,8 +178,6 @@ def test_a_batch_of_one_is_a_product_of_matrices(name):
 
 
 def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
-    """Also if ranks share only its gradient; a batch that exchanges nothing stays JAX's."""
-    require_devices(4)
     with jax.set_mesh(mesh_of({"b": 2, "s": 2})):
         x = jax.device_put(jnp.ones((4, 8, 16)), P("b", "s", None))
         w = jax.device_put(jnp.ones((4, 16, 8)), P("b", None, None))
@@ -203,8 +197,6 @@ def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
 
 
 def test_the_work_of_tracing_grows_with_the_layers():
-    """The work is not quadratic: nothing is done for each pair of layers."""
-
     def loss(ws, x):
         for w in ws:
             x = x + jax.nn.relu(x @ w) @ w.T

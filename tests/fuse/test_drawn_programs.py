@@ -1,7 +1,5 @@
 """Programs drawn at random, before and after `jaxmp.fuse`: bitwise equal, because values are small integers.
-
-`JAXMP_FUZZ=2000 pytest tests/fuse/test_drawn_programs.py` draws more, and `JAXMP_FUZZ_SEED` others.
-"""
+`JAXMP_FUZZ=2000 pytest tests/fuse/test_drawn_programs.py` draws more, and `JAXMP_FUZZ_SEED` others."""
 
 import os
 import random

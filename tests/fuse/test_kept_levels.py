@@ -185,7 +185,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_jaxmp_leaves_the_smallest_part(monkeypatch, name):
-    """The test must expect the warning, because warnings are errors here."""
     path, ncalls = FAULTS[name]
     module, function = path.split(".")
     module = importlib.import_module(f"jaxmp._src.fuse.{module}").__dict__
@@ -246,7 +245,6 @@ def test_an_error_of_a_users_rule_is_raised_alone():
 
 
 def test_heads_stay_sharded_on_automatic_axes(mesh_of):
-    """Attention scores and their gradients at every level, also with `jaxmp.einsum`; the batch has two dimensions."""
     mesh = mesh_of({"x": 4}, AxisType.Auto)
     x, *weights = (jax.device_put(X, NamedSharding(mesh, spec)) for spec in (P(), *[P(None, "x")] * 2))
     weights = [jnp.concatenate([w, w]) for w in weights]
@@ -259,9 +257,7 @@ def test_heads_stay_sharded_on_automatic_axes(mesh_of):
 
     def found(fn):
         compiled = jax.jit(fn).lower(*weights, x).compile()
-        return jax.tree.map(lambda sharding: sharding.spec, compiled.output_shardings), collectives_of(
-            compiled.as_text()
-        )
+        return jax.tree.map(lambda x: x.spec, compiled.output_shardings), collectives_of(compiled.as_text())
 
     with jax.set_mesh(mesh):
         heads = P(None, "x")

@@ -1,7 +1,5 @@
-"""Gradients of loops through `jaxmp.fuse`: an epilog of the backward scan reads the aux of the forward one.
-
-Without these tests it could read another step's aux, lose other results of the loops, or fail if a call is refused.
-"""
+"""Gradients of loops through `jaxmp.fuse`: an epilog of the backward scan reads the aux of the forward one. Without
+these tests it could read another step's aux, lose other results of the loops, or fail if a call is refused."""
 
 import jax
 import jax.numpy as jnp

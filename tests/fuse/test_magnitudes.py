@@ -1,8 +1,6 @@
-"""Factors that `jaxmp.fuse` moves across a rounding, at both ends of each type's range.
-
-Without these tests a moved scale could underflow (gradients of float16 layers do), sums could overflow before they are
-scaled, and an infinite scale could miss a NaN. Compares the errors of fused results and of plain JAX against float64.
-"""
+"""Factors that `jaxmp.fuse` moves across a rounding, at both ends of each type's range. Without these tests a moved
+scale could underflow (gradients of float16 layers do), sums could overflow before they are scaled, and an infinite
+scale could miss a NaN. Compares the errors of fused results and of plain JAX against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +90,6 @@ def test_products_hold_at_both_ends(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_do_not_underflow(dtype):
-    """Checks the gradient in x, a sum over the columns that a scale multiplies, inside and outside `fuse`."""
     x, q, s = operands(dtype, (N,))
     size = {"float16": 1e-4, "bfloat16": 1e-36}[dtype]
     ct = jnp.asarray(np.random.default_rng(1).standard_normal((M, N)) * size, dtype)

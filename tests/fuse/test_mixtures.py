@@ -1,7 +1,5 @@
-"""`fuse` on mixtures of experts as users write them, with `lax.ragged_dot` and `lax.ragged_all_to_all`.
-
-Without these tests, a token could return to another token's place, and a gradient could be one rank's part.
-"""
+"""`fuse` on mixtures of experts as users write them, with `lax.ragged_dot` and `lax.ragged_all_to_all`. Without these
+tests, a token could return to another token's place, and a gradient could be one rank's part."""
 
 import functools
 
@@ -134,7 +132,6 @@ def test_an_exchange_of_tokens_runs_on_cpus():
 
 @pytest.mark.parametrize("of_tokens", [P("p"), P(("p", "q")), P("q")], ids=str)
 def test_a_layer_of_the_users_on_automatic_axes(of_tokens):
-    """Experts are sharded over p and their columns over q; XLA chooses the sharding of the sorted rows."""
     mesh = jax.make_mesh((2, 2), ("p", "q"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     where = dict(zip(("router", "up", "down"), (P(), P("p", None, "q"), P("p", "q")), strict=True))
 

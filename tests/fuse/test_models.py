@@ -1,8 +1,5 @@
-"""Models that do not use jaxmp, through `jaxmp.fuse`.
-
-Without these tests, a rewrite could miss a product, use a wrong operand, type or sharding, add a collective, or fuse
-nothing.
-"""
+"""Models that do not use jaxmp, through `jaxmp.fuse`. Without these tests, a rewrite could miss a product, use a wrong
+operand, type or sharding, add a collective, or fuse nothing."""
 
 import dataclasses
 import functools
@@ -20,12 +17,8 @@ import jaxmp
 
 pytestmark = pytest.mark.usefixtures("promotion_of_users")
 
-ROWS, ALL_ROWS, COLUMNS, CONTRACTED = (
-    P("data", None, None),
-    P("data", "model", None),
-    P(None, "model"),
-    P("model", None),
-)
+ROWS, ALL_ROWS = P("data", None, None), P("data", "model", None)
+COLUMNS, CONTRACTED = P(None, "model"), P("model", None)
 B, S, D, F = 4, 8, 16, 32
 
 

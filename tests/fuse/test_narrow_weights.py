@@ -1,8 +1,6 @@
-"""Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`.
-
-Without these tests, a scale could multiply wrong columns, a gradient could lose it, and weights could be decoded in
-memory. Small integers and powers of two keep sums exact, so results are compared bitwise.
-"""
+"""Weights of 8 bits and fewer, decoded and scaled by the model, through `jaxmp.fuse`. Without these tests, a scale
+could multiply wrong columns, a gradient could lose it, and weights could be decoded in memory. Small integers and
+powers of two keep sums exact, so results are compared bitwise."""
 
 import functools
 import re
@@ -120,7 +118,6 @@ def test_scales_of_blocks(narrow):
 
 
 def test_blocks_inside_of_other_programs():
-    """The gradient, a vmap, a loop, a mesh, and shards."""
     x, q, s = operands("int8", "float32")
     x, form, ct = x[:1], BLOCKS["a block"], jnp.resize(s, (1, N))
 
@@ -139,10 +136,8 @@ def test_blocks_inside_of_other_programs():
     specs = [(P(), P(None, "x"), P("x")), (P(None, "x"), P("x"), P()), (P(), P(), P())]
     on_mesh = [jax.jit(jaxmp.fuse(form), in_shardings=[NamedSharding(mesh, p) for p in each]) for each in specs]
     on_shards = jax.shard_map(jaxmp.fuse(form), mesh=mesh, in_specs=specs[0], out_specs=P(None, "x"))
-    pairs = [
-        *zip(programs(jaxmp.fuse(form)), programs(form), strict=True),
-        *((run, form) for run in (*on_mesh, on_shards)),
-    ]
+    pairs = [*zip(programs(jaxmp.fuse(form)), programs(form), strict=True), *((run, form) for run in on_mesh)]
+    pairs.append((on_shards, form))
     for ours, theirs in pairs:
         run = jax.jit(ours)
         assert "jaxmp_grouped" in run.lower(x, q, s).compile().as_text()
@@ -210,7 +205,6 @@ GROUPS = {
 
 @pytest.mark.parametrize("form", GROUPS)
 def test_matrices_of_groups_stay_narrow(form):
-    """Forward, in gradients, and with rows and groups on one axis; with one order of sums, all but blocks."""
     x, q, s = operands("int8", "float32")
     x, q, s = x[:2], jnp.stack([q, -q, 2 * q, q]), jnp.stack([jnp.stack([s, 2 * s]) * 2.0**i for i in range(4)])
     q = q.swapaxes(1, 2).reshape(q.shape) if "stored" in form else q
@@ -242,7 +236,6 @@ SPLITS = {
 
 @pytest.mark.parametrize("kind", ["explicit", "auto", "shard_map"])
 def test_meshes(kind):
-    """Each product is a call; inside shard_map next to its collective, and scales stay with the weights."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
     x, q, s = operands("int8")
     form = FORMS["a column"]

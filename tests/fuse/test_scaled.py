@@ -1,8 +1,5 @@
-"""`jax.nn.scaled_matmul` and `scaled_dot_general` through `jaxmp.fuse`.
-
-Without these tests, a scale could multiply a wrong block, on one device or on a mesh, and a gradient could differ from
-JAX's definition.
-"""
+"""`jax.nn.scaled_matmul` and `scaled_dot_general` through `jaxmp.fuse`. Without these tests, a scale could multiply a
+wrong block, on one device or on a mesh, and a gradient could differ from JAX's definition."""
 
 import contextlib
 
@@ -59,7 +56,6 @@ SPLITS = {
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 @pytest.mark.parametrize("axes", ["explicit", "auto", "shard_map"])
 def test_meshes(axes, kind, rng):
-    """Every sharding is a call; inside shard_map the body's collective follows it."""
     operands, wanted = case(rng, kind, 1, 48, 32, 64)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if axes == "explicit" else AxisType.Auto,))
     runs, placed = [], []

@@ -1,8 +1,5 @@
-"""Bodies of `jax.shard_map` that do not use jaxmp, through `jaxmp.fuse`.
-
-Without these tests, a call could gather, sum or scatter along a wrong dimension, give a transposed result, or be
-missed.
-"""
+"""Bodies of `jax.shard_map` that do not use jaxmp, through `jaxmp.fuse`. Without these tests, a call could gather, sum
+or scatter along a wrong dimension, give a transposed result, or be missed."""
 
 import dataclasses
 import functools
@@ -150,7 +147,6 @@ def test_what_is_fused(case, mesh):
 
 @pytest.mark.parametrize("where", ["gradient in the body", "grad(fuse)", "fuse(grad)"])
 def test_values_gradients_and_collectives(where, mesh):
-    """One program computes all cases."""
     args = [operands(case) for case in CASES]
 
     def program(inner, outer):
@@ -175,25 +171,21 @@ def test_values_gradients_and_collectives(where, mesh):
 
 
 def collectives(program):
-    return Counter(
-        re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text())
-    )
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return Counter(re.findall(rf"({kinds})\(", program.as_text()))
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (lambda x, w: gather(x, "model")[:4] @ w, "its all_gather at {} there is a slice at {}"),
-        (lambda x, w: (2 * gather(x, "model")) @ w, "its all_gather at {} there is a factor at {}"),
-        (lambda x, w: jnp.roll(gather(x, "model"), 1, 0) @ w, "its all_gather at {} there is a roll at {}"),
-        (lambda x, w: gather(jnp.tanh(gather(x, "model")), "model")[:8] @ w, "its all_gather at {} there is a slice"),
-        (lambda x, w: lax.psum((x @ w)[:4], "model"), "its psum at {} there is a slice at {}"),
-        (lambda x, w: lax.psum(jnp.where(x[:, :1] > 0, x @ w, 0), "model"), "its psum at {} there is a mask at {}"),
-        (lambda x, w: lax.psum(x @ w * jnp.inf, "model"), "its psum at {} there is a factor at {}"),
-        (lambda x, w: lax.psum((x @ w) * w[:1], "model"), "its psum at {} there is a factor at {}"),
-        (lambda x, w: lax.psum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) + 0, "data"), "there is an addition"),
-    ],
-)
+@pytest.mark.parametrize(("body", "said"), [
+    (lambda x, w: gather(x, "model")[:4] @ w, "its all_gather at {} there is a slice at {}"),
+    (lambda x, w: (2 * gather(x, "model")) @ w, "its all_gather at {} there is a factor at {}"),
+    (lambda x, w: jnp.roll(gather(x, "model"), 1, 0) @ w, "its all_gather at {} there is a roll at {}"),
+    (lambda x, w: gather(jnp.tanh(gather(x, "model")), "model")[:8] @ w, "its all_gather at {} there is a slice"),
+    (lambda x, w: lax.psum((x @ w)[:4], "model"), "its psum at {} there is a slice at {}"),
+    (lambda x, w: lax.psum(jnp.where(x[:, :1] > 0, x @ w, 0), "model"), "its psum at {} there is a mask at {}"),
+    (lambda x, w: lax.psum(x @ w * jnp.inf, "model"), "its psum at {} there is a factor at {}"),
+    (lambda x, w: lax.psum((x @ w) * w[:1], "model"), "its psum at {} there is a factor at {}"),
+    (lambda x, w: lax.psum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) + 0, "data"), "there is an addition"),
+])  # fmt: skip
 def test_what_stands_between_product_and_collective_is_named(body, said, mesh):
     case = Case("", body, ((16, 12), (12, 16)), (P("model"), P()), P(), "", "")
     function = jax.shard_map(body, mesh=mesh, in_specs=case.specs, out_specs=P(), check_vma=False)

@@ -1,8 +1,6 @@
-"""State through `jaxmp.fuse`: pytrees and Flax NNX objects are arguments, and are returned or changed.
-
-State that leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests, a fused
-train step could leave a model or an optimizer unchanged.
-"""
+"""State through `jaxmp.fuse`: pytrees and Flax NNX objects are arguments, and are returned or changed. State that
+leaves a function in another way raises an error, as under `jax.checkpoint`. Without these tests, a fused train step
+could leave a model or an optimizer unchanged."""
 
 import functools
 
@@ -42,9 +40,6 @@ def assert_same(want, got):
             assert w is g or np.all(w == g)
 
 
-# Objects of Python ------------------------------------------------------------------------------------------------
-
-
 def through_a_list(wrap, x):
     """Reads, after the call, a value that `fn` put into a list."""
     kept = []
@@ -57,17 +52,13 @@ def through_a_scan(x):
     return jnp.sum(jax.lax.scan(layer, x, jnp.stack([W, X]))[0])
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        through_a_list,
-        jax.jit(through_a_list, static_argnums=0),
-        jax.grad(through_a_list, argnums=1),
-        lambda wrap, x: jaxmp.fuse(functools.partial(through_a_list, wrap))(x),
-        lambda _, x: jax.jit(jax.grad(through_a_scan))(x),
-    ],
-    ids=["eager", "jit", "grad", "fuse", "scan"],
-)
+@pytest.mark.parametrize("program", [
+    through_a_list,
+    jax.jit(through_a_list, static_argnums=0),
+    jax.grad(through_a_list, argnums=1),
+    lambda wrap, x: jaxmp.fuse(functools.partial(through_a_list, wrap))(x),
+    lambda _, x: jax.jit(jax.grad(through_a_scan))(x),
+], ids=["eager", "jit", "grad", "fuse", "scan"])  # fmt: skip
 def test_a_value_left_in_a_list_raises_at_its_use(program):
     with pytest.raises(jax.errors.UnexpectedTracerError, match="traced for fuse"):
         program(jaxmp.fuse, X)
@@ -117,9 +108,6 @@ def test_errors_of_fn_pass():
         jaxmp.fuse(program)(X)
 
 
-# Other values than arrays ----------------------------------------------------------------------------------------
-
-
 def test_arguments_and_results_that_are_no_arrays_are_unchanged():
     def program(x, dtype, *, name):
         numbers = (2, 2.5, np.float32(2), np.arange(3), jnp.asarray(2.5), jnp.asarray(np.arange(3)), jax.jit(same)(3.0))
@@ -132,10 +120,8 @@ def test_arguments_and_results_that_are_no_arrays_are_unchanged():
     assert_same(program(X, jnp.bfloat16, name="g"), jaxmp.fuse(program)(X, jnp.bfloat16, name="g"))
     for f in (same, jaxmp.fuse):
         text = str(jax.make_jaxpr(f(lambda: (jnp.asarray(2.5), 3, np.arange(3))))().out_avals)
-        assert (
-            text
-            == "[ShapedArray(float32[], weak_type=True), ShapedArray(int32[], weak_type=True), ShapedArray(int32[3])]"
-        )
+        of = "float32[], weak_type=True", "int32[], weak_type=True", "int32[3]"
+        assert text == f"[{', '.join(f'ShapedArray({each})' for each in of)}]"
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 gives such a result the mesh of another")
@@ -179,9 +165,6 @@ def test_reports_take_any_argument():
         rows = jaxmp.explain(f(program), quiet=True)({"kept": X}, X, np.float32).rows
         assert len(rows) == (2 if f is jaxmp.fuse else 0)
     assert not jaxmp.audit(program, {"kept": X}, X, np.float32, batch_argnums=1, quiet=True).outputs
-
-
-# Flax NNX ---------------------------------------------------------------------------------------------------------
 
 
 class Model(nnx.Module):
@@ -318,9 +301,6 @@ def test_caches_metrics_and_transforms_of_flax():
         return results, metric.compute(), state_of(attention), state_of(stack)
 
     assert_same(run(same), run(jaxmp.fuse))
-
-
-# Equinox ----------------------------------------------------------------------------------------------------------
 
 
 def equinox_step(model, x, loss_of=lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)):

@@ -1,10 +1,7 @@
-"""The seeded faults: each stands in place of one function, and some test has to notice it.
-
-`seeded` puts a Python fault in place of `module:name` when the module is imported; the fault gets the original and its
-arguments. `CPP` names the function of each fault of faults.cc. Both name the tests that show the fault: a file of
-tests, one test of it, or `cpp:` and a C++ test. Faults that no test can see (another order of equal work, a slower way)
-do not belong here.
-"""
+"""The seeded faults: each stands in place of one function, and some test has to notice it. `seeded` puts a Python fault
+in place of `module:name` when the module is imported; the fault gets the original and its arguments. `CPP` names the
+function of each fault of faults.cc. Both name the tests that show the fault: a file of tests, one test of it, or `cpp:`
+and a C++ test. Faults that no test can see (another order of equal work, a slower way) do not belong here."""
 
 from __future__ import annotations
 
@@ -34,9 +31,6 @@ def seeded(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[
         return replace
 
     return add
-
-
-# Layouts ---------------------------------------------------------------------------------------------------------
 
 
 @seeded("core.contraction.moves:entry", "product/test_drawn_contractions.py")
@@ -96,9 +90,6 @@ def scales_of_blocks_lie_row_by_row(original, scales):
 @seeded("core.ops.einsum:_permuted", "product/test_einsum.py")
 def operands_that_change_places_leave_their_shardings(original, *args):
     return args[1]
-
-
-# Rules of the primitives -----------------------------------------------------------------------------------------
 
 
 @seeded("core.primitive.transpose:cotangent_of_a", "product/test_table.py")
@@ -169,9 +160,6 @@ def c_is_copied_for_d(original, spec):
     return {}
 
 
-# Bits that are promised, and agreement of processes --------------------------------------------------------------
-
-
 @seeded("core.primitive.row_order:unfolded", "determinism/test_determinism_meshes.py")
 def gathered_rows_are_summed_rank_after_rank(original, spec, x, dimension):
     return x
@@ -217,8 +205,6 @@ def tokens_are_not_sorted(original, x, order):
 def experts_gather_their_rows(original, spec, mesh, rows, groups):
     return ()
 
-
-# C++ (faults.cc) -------------------------------------------------------------------------------------------------
 
 CPP = {
     name: Fault("", f"jaxmp::{function}", tuple(tests))

@@ -1,11 +1,9 @@
-"""Jobs with a fault at a random moment: `make chaos` (N=200: how many, SEED=1).
-
-Each job draws a model, forward or with its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once
-or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
-one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause
-or a last line that names the victim, and the difference if there is one. If a rank is only late, all end with 0.
-Each rank, `ranks.py chaos`, prints COME and the time before each step, FAULT and the time at the fault.
-"""
+"""Jobs with a fault at a random moment: `make chaos` (N=200: how many, SEED=1). Each job draws a model, forward or with
+its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once or some time into a step, late, raising,
+leaving early, or with other rows, k or dtype, in the first step or a later one. A job passes if every other rank ends
+within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause or a last line that names the victim, and
+the difference if there is one. If a rank is only late, all end with 0. Each rank, `ranks.py chaos`, prints COME and the
+time before each step, FAULT and the time at the fault."""
 
 from __future__ import annotations
 
@@ -100,8 +98,6 @@ def judge(fault: dict, i: int, rank, ranks) -> list[str]:
     return wrong
 
 
-# One rank ---------------------------------------------------------------------------------------------------------
-
 STEPS = 3
 
 
@@ -170,9 +166,6 @@ def program(model: str, is_backward: bool, kind: str):
         return jnp.sum(jaxmp.matmul(h, down, out_sharding=batch).astype(jnp.float32))
 
     return jax.jit(jax.grad(forward, argnums=(0, 1, 2, 3)) if is_backward else forward), operands
-
-
-# All of them -------------------------------------------------------------------------------------------------------
 
 
 def start() -> int:

@@ -1,7 +1,5 @@
-"""Products of groups of rows, with rows and matrices in several processes. Run by `ranks.py experts`.
-
-It finds silent errors: a row that comes back to another's place, and a sum that misses a rank's rows.
-"""
+"""Products of groups of rows, with rows and matrices in several processes. Run by `ranks.py experts`. It finds silent
+errors: a row that comes back to another's place, and a sum that misses a rank's rows."""
 
 import functools
 import itertools

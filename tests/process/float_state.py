@@ -1,9 +1,7 @@
-"""The same bits for any arrival order of processes: products with subnormal operands, then arithmetic on them.
-
-Run by `ranks.py float_state`. XLA's threads take subnormal numbers as zero. A process that waits for the other resumes
-on a thread of ours, the last one continues on XLA's; each is last in every second run, and every run has to give
-the same bits.
-"""
+"""The same bits for any arrival order of processes: products with subnormal operands, then arithmetic on them. Run by
+`ranks.py float_state`. XLA's threads take subnormal numbers as zero. A process that waits for the other resumes on a
+thread of ours, the last one continues on XLA's; each is last in every second run, and every run has to give the same
+bits."""
 
 from __future__ import annotations
 

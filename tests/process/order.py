@@ -1,9 +1,7 @@
-"""Collectives of XLA's inside and after loops and branches with calls. Run by `ranks.py order`.
-
-One device comes late to each call of a body, so that the others' calls would be pending. XLA starts a collective after
-a loop or branch once all calls in it have returned: a pending call lets both collectives meet on the other ranks.
-Results after the body are results of the program too, so that no memory of the body's makes them wait.
-"""
+"""Collectives of XLA's inside and after loops and branches with calls. Run by `ranks.py order`. One device comes late
+to each call of a body, so that the others' calls would be pending. XLA starts a collective after a loop or branch once
+all calls in it have returned: a pending call lets both collectives meet on the other ranks. Results after the body are
+results of the program too, so that no memory of the body's makes them wait."""
 
 import itertools
 import time

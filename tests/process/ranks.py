@@ -1,9 +1,6 @@
-"""The part of one rank in a test: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
-
-A scenario is a key of SCENARIOS or a module of this folder; several in one job, which begins once, are joined by "+".
-
-A rank prints FAULT and the time when it goes wrong, SAW, the time and the error's cause when it catches one, and ENDED.
-"""
+"""The part of one rank in a test: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`. A scenario is a key of SCENARIOS
+or a module of this folder; several in one job, which begins once, are joined by "+". A rank prints FAULT and the time
+when it goes wrong, SAW, the time and the error's cause when it catches one, and ENDED."""
 
 from __future__ import annotations
 
@@ -96,9 +93,6 @@ def step_operands(mesh, m=48, k=48, dtype="float32"):
 def check(d, want):
     for shard in d.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), np.full(shard.data.shape, want))
-
-
-# Faults at a call -----------------------------------------------------------------------------------------------
 
 
 def around_a_call(before=None, after=None):
@@ -305,9 +299,6 @@ def strangers_at_the_start():
     print("STRANGERS", jaxmp.distributed._job.peers.strangers)
 
 
-# Ranks that disagree --------------------------------------------------------------------------------------------
-
-
 def disagree(build, wrong):
     """`build(**wrong)` on the victim, `build()` on the others."""
     initialize()
@@ -371,9 +362,6 @@ def other_version():
         jaxmp._src.jobs.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
     fault()
     initialize()
-
-
-# Beginnings and ends --------------------------------------------------------------------------------------------
 
 
 def begin_again():

@@ -1,11 +1,9 @@
-"""Runs that end early on one rank, and runs that overlap, drawn at random.
-
-Run by `ranks.py runs` on each rank, and by itself for many schedules. Each schedule calls one program several times.
-Every step has its own operands, so each element of a result names its step. In some steps one rank is
-interrupted, raises in a callback, or comes late; in some schedules two threads call the program in turns, or several
-steps are dispatched before the first one is waited for. A step may fail with an error. A result without an error has
-to be of its own step, and after each schedule two steps without a fault have to succeed on every rank.
-"""
+"""Runs that end early on one rank, and runs that overlap, drawn at random. Run by `ranks.py runs` on each rank, and by
+itself for many schedules. Each schedule calls one program several times. Every step has its own operands, so each
+element of a result names its step. In some steps one rank is interrupted, raises in a callback, or comes late; in some
+schedules two threads call the program in turns, or several steps are dispatched before the first one is waited for. A
+step may fail with an error. A result without an error has to be of its own step, and after each schedule two steps
+without a fault have to succeed on every rank."""
 
 from __future__ import annotations
 

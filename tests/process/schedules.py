@@ -1,10 +1,8 @@
 """Programs drawn at random, with many calls that do not depend on each other, under schedules that differ on each rank.
-
-Run by `ranks.py schedules` on each rank, and by itself for many programs. Each program is run several times,
-with several runs in flight, while every rank delays its arrivals and resumptions at random. Operands are small
-integers, so results are exact: each element is compared with `jnp.matmul` on one device. A call that gets the operands
-of another one is wrong by more than a rounding.
-"""
+Run by `ranks.py schedules` on each rank, and by itself for many programs. Each program is run several times, with
+several runs in flight, while every rank delays its arrivals and resumptions at random. Operands are small integers, so
+results are exact: each element is compared with `jnp.matmul` on one device. A call that gets the operands of another
+one is wrong by more than a rounding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The view of every live rank when another one is wrong, slow or dead: the rows of docs/faults.md.
-
-A job that hangs costs a cluster; an error that names no rank costs its users a day.
-"""
+"""The view of every live rank when another one is wrong, slow or dead: the rows of docs/faults.md. A job that hangs
+costs a cluster; an error that names no rank costs its users a day."""
 
 import dataclasses
 import json
@@ -32,11 +30,9 @@ GLOO = {"all": {"JAXMP_SHARED_MEMORY": "off"}}  # XLA's collectives, also betwee
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The message of each live rank in a scenario of ranks.py, `within` so many seconds of the fault.
-
-    The victim is rank 0 or the last one; with `spread` every rank lives, and sees it within so many seconds of the
-    first one, for ranks start and compile at their own pace.
-    """
+    """The message of each live rank in a scenario of ranks.py, `within` so many seconds of the fault. The victim is
+    rank 0 or the last one; with `spread` every rank lives, and sees it within so many seconds of the first one, for
+    ranks start and compile at their own pace."""
 
     message: str
     within: float = 2.0
@@ -69,12 +65,8 @@ FAULTS = {
     "stopped-after": Fault(f"{CALL}: rank 2 {STOPPED}", LATE, stopped=(2,)),
     "stopped-of-rank-0": Fault(f"{CALL}: rank 0 {STOPPED}", LATE, stopped=(0,)),
     # Otherwise ranks that wait for the stopped one indirectly would not name it.
-    "stopped-behind": Fault(
-        rf"{CALL}: rank 2 has not come; it is alive, .*, rank 0 does not answer; rank 3 has waited",
-        LATE,
-        nprocesses=4,
-        stopped=(0, 1, 2),
-    ),
+    "stopped-behind": Fault(rf"{CALL}: rank 2 has not come; it is alive, .*, rank 0 does not answer; rank 3 has waited",
+        LATE, nprocesses=4, stopped=(0, 1, 2)),
     # The gradient's own gather has no order with the product's barrier, so it needs one of its own.
     "first-killed": Fault(f"{STEP}: rank 2 {KILLED}", COMPILES),
     "first-killed-of-rank-0": Fault(f"{STEP}: rank 0 {KILLED}", COMPILES),
@@ -88,12 +80,8 @@ FAULTS = {
     "left": Fault(f"{CALL}: rank 2 has ended"),
     # The others wait in a collective of the program's own for a rank that waits for their end.
     "left-a-sum": Fault(f"{CALL}: rank 2 has ended", env={"all": {"JAXMP_TIMEOUT": "30"}}),
-    "limited": Fault(
-        r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)",
-        60.0,
-        spread=60.0,
-        env={2: {"LATER_LIMIT": f"FSIZE {1 << 20}"}},
-    ),
+    "limited": Fault(r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)", 60.0, spread=60.0,
+        env={2: {"LATER_LIMIT": f"FSIZE {1 << 20}"}}),
     "shape": Fault(f"{DIFFERS}({other('k', 96, 48)})", 60.0, spread=1.0),
     "dtype": Fault(f"{DIFFERS}({other('dtype', 'bfloat16', 'float32')})", 60.0, spread=1.0),
     "epilog": Fault(f"{DIFFERS}({other('epilog', 'RELU', 'NONE')})", 60.0, spread=1.0),
@@ -106,11 +94,10 @@ FAULTS = {
         spread=1.5,
     ),
     # Where the transport meets it first, it ends the process.
-    "step-rows": Fault(
-        rf"{STEP}: .*(rank 2 has .*(m=96|\(32, 48\))|has .*(m=48|\(16, 48\)), rank 2)", 60.0, spread=60.0
-    ),
+    "step-rows": Fault(rf"{STEP}: .*(rank 2 has .*(m=96|\(32, 48\))|has .*(m=48|\(16, 48\)), rank 2)", 60.0,
+        spread=60.0),
     "version": Fault("rank 2 has jaxmp 9.9.9", 60.0, spread=60.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scenario", FAULTS)

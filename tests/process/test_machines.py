@@ -1,7 +1,5 @@
-"""Jobs between machines, which are network namespaces here: each has its own network, name and /dev/shm.
-
-On one machine every address of a process reaches all others, so what only works there passes every other test.
-"""
+"""Jobs between machines, which are network namespaces here: each has its own network, name and /dev/shm. On one machine
+every address of a process reaches all others, so what only works there passes every other test."""
 
 import os
 import subprocess

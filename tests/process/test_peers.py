@@ -1,7 +1,5 @@
-"""Connections between processes: peers find each other, and strangers cannot join, delay or exhaust a job.
-
-Whoever is taken for a peer can end a job with one message; so a stranger must not become one.
-"""
+"""Connections between processes: peers find each other, and strangers cannot join, delay or exhaust a job. Whoever is
+taken for a peer can end a job with one message; so a stranger must not become one."""
 
 import contextlib
 import hmac

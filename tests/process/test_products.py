@@ -1,7 +1,5 @@
 """The same products, gradients, epilogs and bits as in one process, on devices of several: nothing comes out elsewhere.
-
-A wrong rank order in a gather across processes would give a plausible matrix with its blocks exchanged.
-"""
+A wrong rank order in a gather across processes would give a plausible matrix with its blocks exchanged."""
 
 import json
 

@@ -1,7 +1,5 @@
 """64-bit types in a function that contains `with jax.enable_x64(True)`: JAX lowers and transposes it outside the scope.
-
-Rules that take no care create 32-bit constants and results there: other values, or a program that does not compile.
-"""
+Rules that take no care create 32-bit constants and results there: other values, or a program that does not compile."""
 
 import jax
 import jax.numpy as jnp

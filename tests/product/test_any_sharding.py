@@ -1,8 +1,6 @@
-"""Shardings that jnp takes give the same types in jaxmp; meshes with two kinds of axes; vmap over an axis.
-
-The cases are generated: all shardings of each operand, and all that may be asked of the result.
-test_drawn_contractions.py checks values and cotangents. Operands are small integers, so results are bitwise equal.
-"""
+"""Shardings that jnp takes give the same types in jaxmp; meshes with two kinds of axes; vmap over an axis. The cases
+are generated: all shardings of each operand, and all that may be asked of the result. test_drawn_contractions.py checks
+values and cotangents. Operands are small integers, so results are bitwise equal."""
 
 import functools
 import itertools
@@ -19,11 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._src.core.sharding import meshes
 
-MESHES = {
-    "2x2": {"x": 2, "y": 2},
-    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
-    "1x4": {"x": 1, "y": 4},
-}
+MESHES = {"2x2": {"x": 2, "y": 2}, "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2}, "1x4": {"x": 1, "y": 4}}
 PRODUCTS = {
     "matmul": ("mk,kn->mn", {"m": 8, "k": 16, "n": 24}),
     "rows of two dimensions": ("smk,kn->smn", {"s": 8, "m": 8, "k": 16, "n": 8}),
@@ -54,9 +48,8 @@ def triples(mesh, subscripts, count):
     options.append([None, *shardings(len(output), tuple(MESHES[mesh]))])
     total = math.prod(map(len, options))
     chosen = range(total) if count is None or count >= total else random.Random(0).sample(range(total), count)
-    return [
-        tuple(x[i] for x, i in zip(options, np.unravel_index(i, [*map(len, options)]), strict=True)) for i in chosen
-    ]
+    places = (np.unravel_index(i, [*map(len, options)]) for i in chosen)
+    return [tuple(x[i] for x, i in zip(options, place, strict=True)) for place in places]
 
 
 def product(library, subscripts):
@@ -96,7 +89,6 @@ def result_types(f, mesh, arrays, chosen):
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_types_are_those_of_jnp(request, mesh_name, name):
-    """Where jnp takes shardings, jaxmp takes them and gives the same type; else jaxmp's error says why."""
     count = 5000 if request.config.getoption("--exhaustive") else 250
     subscripts, extents = PRODUCTS[name]
     arrays = operands(subscripts, extents)
@@ -148,8 +140,6 @@ def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
         assert d.sharding.spec == P("y", None)
         np.testing.assert_array_equal(d, jnp.matmul(a, b, out_sharding=P("y", None)))
 
-
-# vmap over explicit axes, meshes of two kinds of axes, and a shard_map over some axes -----------------------------
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 X, W = integers((8, 8, 16), 2), integers((16, 24), 3)

@@ -39,17 +39,13 @@ def derivative_and_sums(a, b, c, scale, determinism):
 
 
 @pytest.mark.parametrize("shardings", [SCATTERED, GATHERED], ids=["scattered", "gathered"])
-@pytest.mark.parametrize(
-    ("program", "determinism"),
-    [
-        (traced_alpha, "run_to_run"),
-        (gradient, "run_to_run"),
-        (gradient, "batch"),
-        (derivative_and_sums, "batch"),
-        (derivative_and_sums, "topology"),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@pytest.mark.parametrize(("program", "determinism"), [
+    (traced_alpha, "run_to_run"),
+    (gradient, "run_to_run"),
+    (gradient, "batch"),
+    (derivative_and_sums, "batch"),
+    (derivative_and_sums, "topology"),
+], ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
 def test_results_are_those_of_one_device(program, determinism, shardings, rng):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     a, b, c = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((M, K), (K, N), (M, N)))
@@ -66,9 +62,6 @@ def test_results_are_those_of_one_device(program, determinism, shardings, rng):
     got = jax.jit(constrained)(jax.device_put(a, of_a), jax.device_put(b, of_b), c, scale)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-# Shardings that no axis of the mesh expresses ---------------------------------------------------------------------
 
 
 def microbatches(multiply, x, w):
@@ -164,9 +157,6 @@ def test_gspmd_is_told_the_same(determinism, mesh_of, rng):
     np.testing.assert_array_equal(forward(*placed), got[0])
 
 
-# Results of callbacks, which XLA places on one device --------------------------------------------------------------
-
-
 def doubled(x, callback=jax.pure_callback):
     return callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
@@ -204,9 +194,6 @@ def test_callbacks_inside_shard_map_are_operands(mesh_of, rng):
 
     run = jax.shard_map(product, mesh=mesh, in_specs=(P("x"), P(None, "x")), out_specs=P(None, "x"))
     np.testing.assert_array_equal(jax.jit(run)(x, w), 2 * x @ w)
-
-
-# Programs that JAX lowers only without devices ------------------------------------------------------------------------
 
 
 def test_arrays_of_two_meshes_are_multiplied(mesh_of, rng):

@@ -1,9 +1,6 @@
 """Batches that both operands have: one product (XLA's, or ours for narrow types), unless separate calls are asked for
-or faster.
-
-Values are small integers, so every result is exact. Without these tests, a loop could replace one product, each index
-could need a collective, and operands without the batch could get wrong gradients.
-"""
+or faster. Values are small integers, so every result is exact. Without these tests, a loop could replace one product,
+each index could need a collective, and operands without the batch could get wrong gradients."""
 
 import functools
 import itertools
@@ -48,9 +45,6 @@ def operands(mesh, pattern, rng, dtype=np.float32):
     return values, [cases.put(x, mesh, spec) for x, spec in zip(values, PATTERNS[pattern][:2], strict=True)]
 
 
-# What runs -----------------------------------------------------------------------------------------------------
-
-
 @OVER_PATTERNS
 def test_one_product_and_one_collective(pattern, rng):
     with jax.set_mesh(mesh_of()):
@@ -83,7 +77,6 @@ def test_what_is_asked_for_runs_call_by_call(pattern, options, rng):
 @pytest.mark.parametrize("shape", [(3, 5, 7, 9), (4, 33, 65, 17), (2, 1, 1, 1), *itertools.permutations((0, 2, 3, 4))])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float8_e5m2"])
 def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
-    """Operands are stored in each transposition, with odd and empty extents; int8 sums wrap as in numpy."""
     batch, m, k, n = shape
     a, b = (rng.integers(-4, 5, extents) for extents in ((batch, m, k), (batch, k, n)))
     a, b = ((x * 32).astype(np.int8) if dtype == "int8" else x.astype(dtype) for x in (a, b))
@@ -102,7 +95,6 @@ def test_narrow_types_are_one_product_of_ours(dtype, shape, rng):
 
 @pytest.mark.parametrize(("dtype", "is_shared"), [("bfloat16", True), ("float32", True), ("float32", False)])
 def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
-    """Separate calls are faster only for large products that ranks share."""
     size = round((LARGE_IN_BATCH / 2) ** (1 / 3))
     assert 2 * size**3 == LARGE_IN_BATCH
     with jax.set_mesh(mesh_of()):
@@ -118,20 +110,16 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
             assert bool(calls) == is_host
 
 
-@pytest.mark.parametrize(
-    ("dtype", "platform", "apart", "options", "want"),
-    [
-        ("float32", "cpu", "", {}, ("xla", True)),
-        ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
-        ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
-        ("bfloat16", "cpu", "", {}, ("host+xla", True)),
-        ("float32", "cuda", "", {}, ("xla", True)),
-        ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
-        ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),
-        ("float32", "tpu", "they live in 2 processes", {}, ("xla", True)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "platform", "apart", "options", "want"), [
+    ("float32", "cpu", "", {}, ("xla", True)),
+    ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
+    ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
+    ("bfloat16", "cpu", "", {}, ("host+xla", True)),
+    ("float32", "cuda", "", {}, ("xla", True)),
+    ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
+    ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),
+    ("float32", "tpu", "they live in 2 processes", {}, ("xla", True)),
+], ids=str)  # fmt: skip
 def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
     """Small batches, by platform and number of processes; the test pretends that the GPU library is present."""
     monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
@@ -144,7 +132,6 @@ def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
 
 
 def test_every_auto_batch_is_counted(rng):
-    """The program has two equal batches and a third one in a loop."""
     mesh = mesh_of(AxisType.Auto)
     x = cases.put(cases.integers(rng, 8, 4, 4), mesh, P("x"))
     batch = jax.vmap(jaxmp.matmul)
@@ -157,7 +144,6 @@ def test_every_auto_batch_is_counted(rng):
 
 
 def test_auto_axes_are_partitioned(rng):
-    """Under a bare jit the batch keeps its sharding, `explain` says that XLA partitions it, and export works."""
     mesh = mesh_of(AxisType.Auto)
     (a, b), placed = operands(mesh, "local", rng)
     f = jax.jit(jax.vmap(jaxmp.matmul))
@@ -230,7 +216,6 @@ AXES = {
 
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES.keys())
 def test_transforms(axes, rng):
-    """Derivatives of batches, and of batches of batches."""
     inner, outer = axes
     a, b = cases.integers(rng, 2, 3, 4), cases.integers(rng, 2, 4, 3)
     f, g = jaxmp.matmul, jnp.matmul
@@ -246,7 +231,6 @@ def test_transforms(axes, rng):
 @pytest.mark.parametrize("bias_axis", [0, None])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_transforms_of_layers(activation, bias_axis, rng):
-    """Maps a layer over indices, like experts, with a bias for each index or one bias for all."""
     shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
     args = tuple(jnp.asarray(cases.integers(rng, *shape)) for shape in shapes)
 
@@ -254,9 +238,8 @@ def test_transforms_of_layers(activation, bias_axis, rng):
         z = x @ w + bias[None]  # ranks are not promoted in these tests
         return jax.nn.relu(z) if activation else z
 
-    f, g = (
-        jax.vmap(layer, (0, 0, bias_axis)) for layer in (functools.partial(jaxmp.linear, activation=activation), plain)
-    )
+    ours = functools.partial(jaxmp.linear, activation=activation)
+    f, g = (jax.vmap(layer, (0, 0, bias_axis)) for layer in (ours, plain))
     assert_same(all_of(f, args), all_of(g, args))
 
 
@@ -273,7 +256,6 @@ def test_no_products_and_products_of_nothing():
 
 
 def test_extents_that_are_not_known():
-    """Any batch and any number of rows can be exported; XLA multiplies."""
     m, batch = jax.export.symbolic_shape("m, batch")
     a, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((batch, m, 8), (batch, 8, 4)))
     exported = jax.export.export(jax.jit(jax.vmap(jaxmp.matmul)))(a, b)

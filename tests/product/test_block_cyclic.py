@@ -1,8 +1,6 @@
-"""Block-cyclic matrices: the place of each element, and products.
-
-The oracle deals elements out one by one. Operands are small integers, so products and gradients are exact and compared
-bitwise. Padding must be zero because a program may sum over it.
-"""
+"""Block-cyclic matrices: the place of each element, and products. The oracle deals elements out one by one. Operands
+are small integers, so products and gradients are exact and compared bitwise. Padding must be zero because a program may
+sum over it."""
 
 import contextlib
 import itertools
@@ -70,8 +68,6 @@ def assert_holds(got, want):
     np.testing.assert_array_equal(np.asarray(got.data), dealt(want, got.layout))
     assert got.data.sharding.is_equivalent_to(NamedSharding(got.mesh, P(*got.axes)), 2)
 
-
-# Layouts ---------------------------------------------------------------------------------------------------------
 
 # (shape, block, whether the first block is on another process): even, ragged, few blocks, single elements.
 SHAPES = (
@@ -157,9 +153,6 @@ def test_exchanges_are_no_wider_than_they_need():
     assert process_grid.exchange((16, 1), 1, source, target) is None
 
 
-# Products --------------------------------------------------------------------------------------------------------
-
-
 def operand_layouts(grid, transposition, blocks, is_elsewhere):
     """Returns layouts of the stored a and b with the given blocks along m, n and k."""
     mb, nb, kb = blocks
@@ -170,11 +163,7 @@ def operand_layouts(grid, transposition, blocks, is_elsewhere):
 
 
 # (m, n, k), blocks along them, whether the first block is on another process.
-PRODUCTS = (
-    ((8, 16, 8), (2, 2, 2), False),
-    ((13, 11, 17), (3, 5, 2), True),
-    ((1, 2, 3), (4, 4, 4), True),
-)
+PRODUCTS = (((8, 16, 8), (2, 2, 2), False), ((13, 11, 17), (3, 5, 2), True), ((1, 2, 3), (4, 4, 4), True))
 
 
 @pytest.mark.small("pairs")
@@ -219,9 +208,8 @@ def test_c_alpha_and_beta(implementation, rng):
     d = jaxmp.matmul(a, b, c, alpha=2.0, beta=-3.0, implementation=implementation)
     assert d.layout == c.layout
     assert_holds(d, 2 * (x @ y) - 3 * z)
-    nothing = jaxmp.matmul(
-        a, b, place(np.full_like(z, np.nan), c.layout, mesh), beta=0.0, implementation=implementation
-    )
+    no_c = place(np.full_like(z, np.nan), c.layout, mesh)
+    nothing = jaxmp.matmul(a, b, no_c, beta=0.0, implementation=implementation)
     assert_holds(nothing, x @ y)
 
 

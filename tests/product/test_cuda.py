@@ -1,8 +1,6 @@
-"""Reaching the real cuBLASMp, tested without a GPU: when it is chosen, and the program that calls it.
-
-Without these tests, a rank could choose another library than its peers and leave them waiting, or an attribute that
-only a GPU reads could be wrong.
-"""
+"""Reaching the real cuBLASMp, tested without a GPU: when it is chosen, and the program that calls it. Without these
+tests, a rank could choose another library than its peers and leave them waiting, or an attribute that only a GPU reads
+could be wrong."""
 
 import contextlib
 import functools
@@ -28,8 +26,6 @@ from jaxmp._src.platform.jax_internals import jax_lowering
 from jaxmp._src.platform.runtime import native
 
 __all__ = ["cards"]  # a fixture
-
-# ---- the rule
 
 
 SPEC = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
@@ -65,27 +61,24 @@ def test_without_a_gpu_the_library_is_called_only_on_request(monkeypatch):
     assert choose(SPEC.replace(implementation="cublasmp")).implementation == "cublasmp"
 
 
-@pytest.mark.parametrize(
-    ("spec", "operands", "why"),
-    [
-        pytest.param(GRID, FLOATS, "cuBLASMp multiplies contiguous shards on square grids only, not 2x4", id="grid"),
-        pytest.param(
-            SPEC.replace(precision="F16_F16_F16"),
-            (np.dtype("float16"),) * 2,
-            "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
-            id="sum in 16 bits",
-        ),
-        pytest.param(
-            SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
-        ),
-        pytest.param(
-            SPEC.replace(scales=ScaleModes("vec32_ue8m0", "vec32_ue8m0")),
-            (jnp.dtype("float8_e4m3fn"),) * 2,
-            "MXFP8 needs compute capability 10.0 or later, this card has 9.0",
-            id="card",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "operands", "why"), [
+    pytest.param(GRID, FLOATS, "cuBLASMp multiplies contiguous shards on square grids only, not 2x4", id="grid"),
+    pytest.param(
+        SPEC.replace(precision="F16_F16_F16"),
+        (np.dtype("float16"),) * 2,
+        "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
+        id="sum in 16 bits",
+    ),
+    pytest.param(
+        SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
+    ),
+    pytest.param(
+        SPEC.replace(scales=ScaleModes("vec32_ue8m0", "vec32_ue8m0")),
+        (jnp.dtype("float8_e4m3fn"),) * 2,
+        "MXFP8 needs compute capability 10.0 or later, this card has 9.0",
+        id="card",
+    ),
+])  # fmt: skip
 def test_calls_that_cublasmp_lacks_go_to_xla_or_are_refused(cards, spec, operands, why):
     cards("10.0", "9.0")  # the lowest capability decides, so that all processes choose the same
     assert choose(spec, operands=operands) == backend.Choice("xla", why)
@@ -96,18 +89,15 @@ def test_calls_that_cublasmp_lacks_go_to_xla_or_are_refused(cards, spec, operand
 FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode", "lowest", "highest", "what"),
-    [
-        (FP8, "none", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
-        (FP8, "scalar_fp32", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
-        (FP8, "outer_vec_fp32", (9, 0), (9, 0), "scales of outer_vec_fp32 need compute capability 9.0"),
-        (FP8, "vec128_fp32", (9, 0), (9, 0), "scales of vec128_fp32 need compute capability 9.0"),
-        (FP8, "blk128x128_fp32", (9, 0), (9, 0), "scales of blk128x128_fp32 need compute capability 9.0"),
-        (FP8, "vec32_ue8m0", (10, 0), None, "MXFP8 needs compute capability 10.0 or later"),
-        (FP4, "vec16_ue4m3", (10, 0), None, "NVFP4 needs compute capability 10.0 or later"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "mode", "lowest", "highest", "what"), [
+    (FP8, "none", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
+    (FP8, "scalar_fp32", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
+    (FP8, "outer_vec_fp32", (9, 0), (9, 0), "scales of outer_vec_fp32 need compute capability 9.0"),
+    (FP8, "vec128_fp32", (9, 0), (9, 0), "scales of vec128_fp32 need compute capability 9.0"),
+    (FP8, "blk128x128_fp32", (9, 0), (9, 0), "scales of blk128x128_fp32 need compute capability 9.0"),
+    (FP8, "vec32_ue8m0", (10, 0), None, "MXFP8 needs compute capability 10.0 or later"),
+    (FP4, "vec16_ue4m3", (10, 0), None, "NVFP4 needs compute capability 10.0 or later"),
+])  # fmt: skip
 def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
     """The capabilities are from cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
     spec = SPEC.replace(scales=ScaleModes(mode, mode))
@@ -117,9 +107,6 @@ def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
         assert why == ("" if is_fit else f"{what}, this card has {capability[0]}.{capability[1]}")
     assert why_card_refuses(spec, (dtype, dtype), None) == ""
     assert why_card_refuses(SPEC, FLOATS, (7, 5)) == ""
-
-
-# ---- the program
 
 
 @pytest.fixture
@@ -243,7 +230,6 @@ def test_a_program_for_cuda_is_exported(mesh_of, axis_type):
 
 
 def test_one_export_serves_both_platforms(sharded):
-    """No options are needed: hostmp runs on CPUs, XLA's products on GPUs."""
     pytest.importorskip("flatbuffers")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     exported = jax.export.export(
@@ -266,9 +252,6 @@ def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
     exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu", "cuda"], disabled_checks=[check])(*placed)
     assert sorted(re.findall(r"platform\\22: \\22(\w+)", exported.mlir_module())) == ["cpu", "cuda"]
     np.testing.assert_array_equal(jax.jit(exported.call)(*placed), a @ b)
-
-
-# ---- explain
 
 
 def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):

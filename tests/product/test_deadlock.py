@@ -1,10 +1,7 @@
-"""Programs that hang if a collective call blocks the thread it runs on.
-
-A handler that waits for its peers works in every small test and deadlocks in real programs. XLA:CPU runs independent
-operations of each device in any order, so two devices can wait in different calls, and their threads are then missing
-from XLA's own collectives. Each program runs in its own process with a deadline, because a hang cannot be caught from
-inside.
-"""
+"""Programs that hang if a collective call blocks the thread it runs on. A handler that waits for its peers works in
+every small test and deadlocks in real programs. XLA:CPU runs independent operations of each device in any order, so two
+devices can wait in different calls, and their threads are then missing from XLA's own collectives. Each program runs in
+its own process with a deadline, because a hang cannot be caught from inside."""
 
 import os
 import subprocess
@@ -92,11 +89,8 @@ print("done")
 
 def run_program(program, devices):
     """Runs the program on this many CPU devices; fails with its output if it fails or exceeds the deadline."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-    }
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-X", "faulthandler", "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, env=environment)

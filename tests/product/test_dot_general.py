@@ -1,8 +1,6 @@
-"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers.
-
-Without these tests, dimensions could be joined and split in different orders, a reshape could move shards between
-devices, a batch could be summed, and a diagonal of a sharded operand could be wrong.
-"""
+"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers. Without these tests, dimensions could
+be joined and split in different orders, a reshape could move shards between devices, a batch could be summed, and a
+diagonal of a sharded operand could be wrong."""
 
 import dataclasses
 import functools
@@ -73,7 +71,6 @@ SUBSCRIPTS = {
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 def test_dimension_numbers(implementation, rng):
-    """One program computes all cases with jaxmp, another with `lax` and `jnp`."""
     shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
     operands = [[integers(rng, *shape) for shape in each] for each in shapes]
     others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
@@ -92,9 +89,6 @@ def test_dimension_numbers(implementation, rng):
     for name, value in want.items():
         assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
         np.testing.assert_array_equal(got[name], value, err_msg=name)
-
-
-# On a mesh -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +174,6 @@ def check(layout, got, values):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_explicit_axes(layout, rng):
-    """The result is exact and sharded as asked, from one call of the pattern and only the expected collectives."""
     values, mesh = layout.values(rng), MESH.jax_mesh()
     with jax.set_mesh(mesh):
         f = product_of(layout, implementation="host" if layout.is_batch else None)  # default: XLA's (test_batches)
@@ -234,7 +227,6 @@ def test_empty_operands(shapes):
 
 
 def test_operands_that_are_stored_as_needed_are_not_copied(rng):
-    """Adjacent dimensions need no transpose, in either order."""
     for subscripts in ("bsd,dhk->bshk", "bshk,hkd->bsd", "dbs,hkd->bshk", "bsd,bsf->df", "bmk,bnk->bmn"):
         numbers, _ = numbers_of(subscripts)
         lhs, rhs = (integers(rng, *(4 for _ in letters)) for letters in subscripts.split("->")[0].split(","))

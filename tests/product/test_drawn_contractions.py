@@ -1,8 +1,6 @@
 """Contractions drawn at random: letters, meshes of up to three axes, every role of an axis, and every way to call.
-
 Values and cotangents must equal `jnp`'s. Operands are small integers, so results are bitwise equal in any order of
-sums. `JAXMP_FUZZ=n` draws n contractions instead of a few, starting at `JAXMP_FUZZ_SEED`.
-"""
+sums. `JAXMP_FUZZ=n` draws n contractions instead of a few, starting at `JAXMP_FUZZ_SEED`."""
 
 import functools
 import os
@@ -124,11 +122,9 @@ def test_drawn_contractions(number):
 
 
 def test_a_batch_that_xla_moves_wrongly():
-    """XLA (JAX 0.10 to 0.12) is wrong if a batch over y is multiplied along an axis x, and d is wanted over (x, y).
-
-    A bare jit leaves the moves of batches to XLA and gets its wrong result; all other ways are right. If this test
-    fails because XLA is right, remove the exception in the test above.
-    """
+    """XLA (JAX 0.10 to 0.12) is wrong if a batch over y is multiplied along an axis x, and d is wanted over (x, y). A
+    bare jit leaves the moves of batches to XLA and gets its wrong result; all other ways are right. If this test fails
+    because XLA is right, remove the exception in the test above."""
     require_devices(8)
     text, specs, d_spec = "bn,bnm->bm", (P("y", "x"), P("y", "x", None)), P("x", "y")
     rng = np.random.default_rng(0)

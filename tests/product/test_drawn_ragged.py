@@ -1,8 +1,6 @@
 """Products of groups drawn at random: modes, sizes, types, meshes of up to three axes, shardings, and transformations.
-
 Values, tangents, cotangents and second derivatives must equal a loop of `jnp` products. Operands are small integers, so
-results are bitwise equal. `JAXMP_FUZZ=n` draws n products instead of a few, starting at `JAXMP_FUZZ_SEED`.
-"""
+results are bitwise equal. `JAXMP_FUZZ=n` draws n products instead of a few, starting at `JAXMP_FUZZ_SEED`."""
 
 import functools
 import math
@@ -90,9 +88,8 @@ def test_drawn_products_of_groups(number):
     are_real = all(jnp.issubdtype(each, jnp.inexact) for each in (of_x_type, of_w_type))
     way = way if are_real else "value"
     drawn = ((m, k), of_x_type, of_x), (of_rhs[0], of_w_type, of_rhs[1]), (of_result[0], out, of_result[1])
-    operands = [
-        jnp.sign(integers(shape, seed)).astype(dtype) for seed, (shape, dtype, _) in enumerate((*drawn, *drawn[:2]))
-    ]
+    every = enumerate((*drawn, *drawn[:2]))
+    operands = [jnp.sign(integers(shape, seed)).astype(dtype) for seed, (shape, dtype, _) in every]
     listed = jnp.array(sizes[first:] if is_contraction else sizes, rng.choice(("int32", "int8")))
     offset = jnp.array(first) if first and not is_contraction else None
     level = rng.choice(("run_to_run", "run_to_run", "batch"))
@@ -114,9 +111,8 @@ def test_drawn_products_of_groups(number):
     else:
         is_told = kind == AxisType.Auto and not is_contraction and rng.choice((True, False))
         is_asked = kind == AxisType.Explicit or is_told or rng.choice((True, False))
-        options |= ({"out_sharding": of_result[1]} if is_asked else {}) | (
-            {"in_shardings": (of_x, of_w)} if is_told else {}
-        )
+        options |= {"out_sharding": of_result[1]} if is_asked else {}
+        options |= {"in_shardings": (of_x, of_w)} if is_told else {}
         devices = jax.devices()[: math.prod(axes.values())]
         mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
         with jax.set_mesh(mesh):

@@ -1,8 +1,6 @@
-"""Eager calls are validated once: an equal second call is not validated again, and a different call is.
-
-Without these tests, a call could return the result of an earlier call with other options, types, shardings or
-configuration; an argument could pass because an equal one was validated before (1 == True, 0.0 == -0.0).
-"""
+"""Eager calls are validated once: an equal second call is not validated again, and a different call is. Without these
+tests, a call could return the result of an earlier call with other options, types, shardings or configuration; an
+argument could pass because an equal one was validated before (1 == True, 0.0 == -0.0)."""
 
 import functools
 import re
@@ -267,8 +265,6 @@ def test_programs_are_those_of_a_cold_call(operands):
         jaxmp.matmul(a, b, b, beta=0.5)
     assert list(map(str, programs())) == cold
 
-
-# Contractions ----------------------------------------------------------------------------------------------------
 
 CONTRACTIONS = {
     "rows by vector": lambda a, b, **options: jaxmp.matmul(a, b[0], **options),

@@ -1,8 +1,5 @@
-"""`einsum` takes what `jnp.einsum` takes and gives exactly its results, on small integers.
-
-Without these tests, a sum over an index of only one operand, a diagonal of a sharded operand, or the type of a result
-could be wrong.
-"""
+"""`einsum` takes what `jnp.einsum` takes and gives exactly its results, on small integers. Without these tests, a sum
+over an index of only one operand, a diagonal of a sharded operand, or the type of a result could be wrong."""
 
 import cases
 import jax

@@ -1,8 +1,6 @@
 """Epilogs beyond the table (test_table.py): masks of odd columns on odd grids, extreme values, cuBLASMp's numbers.
-
 Without these tests, a mask bit could come from the neighbouring column, so that gradients are wrong although relu is
-right; a gelu could have the wrong form (the erf and the tanh form differ by 5e-4).
-"""
+right; a gelu could have the wrong form (the erf and the tanh form differ by 5e-4)."""
 
 import functools
 
@@ -75,7 +73,6 @@ def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
 def test_activations_of_extreme_values(epilog, implementation):
-    """Large values pass or vanish without overflow; NaN stays NaN."""
     z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
     d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
@@ -125,7 +122,6 @@ def test_the_sums_of_an_operand_that_is_gathered(epilog, summed, other, out, rng
 
 @pytest.mark.parametrize("name", ["ar-data", "local"])
 def test_allreduce_is_what_the_pattern_does(name, rng):
-    """Checked with every epilog and alone, on the pattern that it names and on a single rank."""
     mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
 
     def program(given):
@@ -183,10 +179,7 @@ def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
         return of_c(a, b, z), of_c(*nothing, z), jax.grad(of_aux)(z)
 
     with mode.scope(case):
-        a, b = (
-            mode.put(case, np.zeros((m, k), np.float32), case.a),
-            mode.put(case, np.zeros((k, n), np.float32), case.b),
-        )
+        a, b = (mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, k), case.a), ((k, n), case.b)))
         nothing = [mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, 0), case.a), ((0, n), case.b))]
         *of_c, of_aux = mode.run(program, a, b, nothing, mode.put(case, z, case.out))
     for got in of_c:

@@ -1,8 +1,6 @@
 """How NCCL's ids pass through Python: the functions that the compiled side calls before its ranks have a communicator.
-
 Without these tests, an exception in the callback could end the process on one of XLA's threads, or a value could be cut
-at its first zero byte and be an unusable id.
-"""
+at its first zero byte and be an unusable id."""
 
 import threading
 

@@ -1,8 +1,6 @@
-"""`ragged_dot` if ranks hold rows of any group and some matrices, against a loop of `jnp` products, exactly.
-
-Without these tests, rows could meet another rank's matrix, sums could miss a rank's rows, and calls of different ranks
-could mix.
-"""
+"""`ragged_dot` if ranks hold rows of any group and some matrices, against a loop of `jnp` products, exactly. Without
+these tests, rows could meet another rank's matrix, sums could miss a rank's rows, and calls of different ranks could
+mix."""
 
 import functools
 
@@ -86,7 +84,6 @@ def test_offset_and_bfloat16():
 
 @pytest.mark.parametrize("dims", [((("p", "q"), None), ("p",)), ((("q", "p"), None), ("p",)), (("p", "q"), ("p", "q"))])
 def test_further_axes(dims):
-    """Rows are sharded over more axes than groups, in either order, and k over another axis."""
     specs = P(*dims[0]), P(*dims[1])
     (x, w), ct, sizes = (integers((M, 4)), integers((GROUPS, 4, N), 1)), integers((M, N), 2), SIZES["uneven"]
     theirs = functools.partial(reference, sizes=sizes)
@@ -188,7 +185,6 @@ def test_nothing_moves_beside_the_calls():
 
 
 def test_xla_gathers_matrices(monkeypatch):
-    """Exports the program for a platform without jaxmp's calls (TPU)."""
     mesh, ours = of(AxisType.Explicit, 2, SIZES["uneven"])
     with jax.set_mesh(mesh):
         shards = sharded(mesh, *operands())

@@ -1,10 +1,8 @@
-"""The levels of determinism over a library that promises no order of sums; hostmp stands for cuBLASMp.
-
-If only cuBLASMp's documented forms are taken, a product under a level gathers its operands and makes calls of one
-shape, on hostmp as on GPUs. These tests show that each element is in its place after cutting, padding and joining, and
-that all calls of a product share one plan for any batch and mesh, so bits depend only on a place in a tile. They cannot
-show that cuBLASLt's kernels sum in the same order at every place (docs/determinism.md).
-"""
+"""The levels of determinism over a library that promises no order of sums; hostmp stands for cuBLASMp. If only
+cuBLASMp's documented forms are taken, a product under a level gathers its operands and makes calls of one shape, on
+hostmp as on GPUs. These tests show that each element is in its place after cutting, padding and joining, and that all
+calls of a product share one plan for any batch and mesh, so bits depend only on a place in a tile. They cannot show
+that cuBLASLt's kernels sum in the same order at every place (docs/determinism.md)."""
 
 import functools
 import re
@@ -37,11 +35,9 @@ ROWS, COLUMNS = 32, 128
 
 @pytest.fixture
 def in_tiles(monkeypatch):
-    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128.
-
-    A BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's
-    calls use a fixed order of sums.
-    """
+    """Returns `in_tiles(f, *args, **options)`: runs f with hostmp limited to cuBLASMp's forms, in tiles of 32 x 128. A
+    BLAS may sum elements of one call in different orders, depending on its kernels and the processor, so hostmp's calls
+    use a fixed order of sums."""
     monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
@@ -70,24 +66,17 @@ def extents_of(text):
     return {tuple(number(line, name) for name in "mnk") for line in lines}, len(lines)
 
 
-# Placement -------------------------------------------------------------------------------------------------------
-
 # Extents per device: smaller than a tile, whole tiles and ragged ones, with one and several tiles in each direction.
 SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "rs-transposed")
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "transposition"),
-    [
-        *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
-        *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
-        *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "shape", "transposition"), [
+    *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
+    *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
+    *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
+], ids=str)  # fmt: skip
 def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng):
-    """Sums of small integers are exact, also with C, bias, alpha and beta."""
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
     m, n, _ = case.extents
@@ -149,7 +138,6 @@ def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_tiles):
-    """Checks outputs and gradients of gathered operands on every device; "xla" runs without tiles."""
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME[name].replace(per_shard=(6, 40, 5), transposition=transposition, epilog=epilog)
     trial = suite.Trial(case, implementation=implementation, determinism="batch")
@@ -167,12 +155,8 @@ def test_nothing_to_multiply(shape, in_tiles):
     np.testing.assert_array_equal(in_tiles(product, a, b, c), np.full((m, n), 4.0, np.float32))
 
 
-# Low precision ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
-    """Scales are powers of two, so products stay exact; 384 x 256 in tiles of 128 x 128."""
     a, b = (rng.integers(-2, 3, (rows, 256)).astype(mode.dtype) for rows in (384, 256))
     out = mode.dtype if mode.a in ("mx", "nv") else jnp.float32
 
@@ -199,8 +183,6 @@ def test_a_largest_value_is_not_that_of_padding(in_tiles):
     assert not more["relu_aux"].any()
 
 
-# Bits ------------------------------------------------------------------------------------------------------------
-
 SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
 
 
@@ -213,20 +195,14 @@ def test_a_column_does_not_know_its_neighbours(in_tiles):
     in_tiles(testing.check_columns, "batch", "host", "float32", (301, 9), (1, 2, 17, 127, 128, 129, 300))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "transpose", "only"),
-    [
-        ("float32", "NN", ("all-gather", "all-reduce")),
-        ("float32", "TN", ("reduce-scatter", "grid")),
-        ("bfloat16", "TT", ("data x reduce-scatter",)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "transpose", "only"), [
+    ("float32", "NN", ("all-gather", "all-reduce")),
+    ("float32", "TN", ("reduce-scatter", "grid")),
+    ("bfloat16", "TT", ("data x reduce-scatter",)),
+], ids=str)  # fmt: skip
 def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch):
-    """Gradients do not know it either, although some are computed transposed on one mesh only.
-
-    hostmp's sums equal the transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1.
-    """
+    """Gradients do not know it either, although some are computed transposed on one mesh only. hostmp's sums equal the
+    transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1."""
     custom_call = forms.custom_call
 
     def unequal(operands, *options):
@@ -265,8 +241,6 @@ def test_the_slope_of_a_gelu_is_the_librarys(in_tiles):
 
 
 def test_all_batches_and_meshes_share_a_plan(in_tiles):
-    """Row counts, column counts, patterns and stored forms differ, but the calls are equal."""
-
     def plans():
         native.plan_cache_clear()
         for m, n in ((1, 1), (31, 7), (70, 300)):
@@ -286,14 +260,11 @@ def test_all_batches_and_meshes_share_a_plan(in_tiles):
     assert in_tiles(plans) == 1
 
 
-# Programs for CUDA -----------------------------------------------------------------------------------------------
-
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_programs_for_cuda_call_one_shape(mesh_of, level):
-    """One call in a loop, with the same attributes for all batches and meshes, and only the needed gathers."""
     mesh = mesh_of({"y": 4})
 
     def lowered(shapes, specs, out):

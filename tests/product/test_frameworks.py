@@ -1,9 +1,6 @@
-"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's layers against theirs.
-
-Without these tests, a layer could pass an option that we ignore; a parameter could be initialised or stored
-differently, so that a checkpoint gives another function; a gradient could be one rank's part; a layer could stop being
-one call.
-"""
+"""Flax (NNX and Linen) and Equinox: their layers over `jaxmp.dot_general`, and jaxmp's layers against theirs. Without
+these tests, a layer could pass an option that we ignore; a parameter could be initialised or stored differently, so
+that a checkpoint gives another function; a gradient could be one rank's part; a layer could stop being one call."""
 
 import importlib
 import io
@@ -28,16 +25,13 @@ MESH = cases.BY_NAME["local"]
 ROWS, COLUMNS = P("x", "y"), P("x", None, "y")
 BATCH, LENGTH, WIDTH, HIDDEN = 4, 6, 8, 16
 IN, OUT, FEATURES = 6, 8, P("x", None)
-AXIS_TYPES = pytest.mark.parametrize(
-    "axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"]
-)
+KINDS = {"explicit": AxisType.Explicit, "bare jit": AxisType.Auto, "no mesh": None}
+AXIS_TYPES = pytest.mark.parametrize("axis_type", KINDS.values(), ids=KINDS)
 
 
 def judge(got, want, dtype="float32", roundings=256):
-    """Asserts that `got` and `want` differ by no more than `roundings` roundings of the largest value.
-
-    A small model is so well conditioned: its sums have some hundred terms no larger than the largest result.
-    """
+    """Asserts that `got` and `want` differ by no more than `roundings` roundings of the largest value. A small model is
+    so well conditioned: its sums have some hundred terms no larger than the largest result."""
     for i, (g, w) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
         assert (g.shape, g.dtype) == (w.shape, w.dtype)
         g, w = (np.asarray(x, np.float32) for x in (g, w))
@@ -85,8 +79,6 @@ def test_nnx(axis_type, rng):
 
 
 def test_nnx_model_that_the_program_makes_itself():
-    """One program makes parameters and input and calls the model on automatic axes, so no argument has a sharding."""
-
     @nnx.jit(static_argnums=0)
     def create(dot_general):
         model = Mlp(dot_general, is_explicit=False)
@@ -96,15 +88,11 @@ def test_nnx_model_that_the_program_makes_itself():
         judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
 
 
-@pytest.mark.parametrize(
-    ("make", "shape", "spec", "calls"),
-    [
-        (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
-        (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
-    ],
-)
+@pytest.mark.parametrize(("make", "shape", "spec", "calls"), [
+    (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
+    (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
+])  # fmt: skip
 def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
-    """The forward pass has an all-gather and a reduce-scatter inside our calls, and no other collective."""
     mesh = MESH.jax_mesh()
     with jax.set_mesh(mesh):
         graph, state = nnx.split(make())
@@ -128,14 +116,8 @@ def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
         np.testing.assert_array_equal(got, want)
 
 
-# jaxmp's own layers, against those of the libraries followed by the activation ------------------------------------
-
-ACTIVATIONS = {
-    None: lambda z: z,
-    "relu": jax.nn.relu,
-    "gelu_exact": lambda z: jax.nn.gelu(z, False),
-    "silu": jax.nn.silu,
-}
+ACTIVATIONS = {None: lambda z: z, "relu": jax.nn.relu, "gelu_exact": lambda z: jax.nn.gelu(z, False)}
+ACTIVATIONS["silu"] = jax.nn.silu
 
 
 def of_nnx(layer, is_explicit, **options):
@@ -189,7 +171,6 @@ def test_nnx_takes_no_other_product():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.small("values")
 def test_equinox(activation, dtype, rng):
-    """A vector, rows under vmap, and rows at once; first loads a plain layer's leaves from a file."""
     plain = equinox.nn.Linear(IN, OUT, dtype=dtype, key=jax.random.key(1))
     ours = jaxmp.equinox.Linear(IN, OUT, dtype=dtype, activation=activation, key=jax.random.key(2))
     file = io.BytesIO()

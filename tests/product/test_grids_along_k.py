@@ -1,7 +1,5 @@
-"""Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k.
-
-Integer results are bitwise equal: on hostmp, in the forms that cuBLASMp takes, and with XLA's collectives.
-"""
+"""Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k. Integer results
+are bitwise equal: on hostmp, in the forms that cuBLASMp takes, and with XLA's collectives."""
 
 import functools
 
@@ -101,9 +99,8 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
     spec_a, spec_b, out, _ = LAYOUTS[layout]
     a, b = cases.integers(rng, 4, 8, 16), cases.integers(rng, 2, 16, 8)
     a, b = a + 1j * a[::-1], b + 1j * b[::-1]
-    a, b = (
-        jax.device_put(x.astype(np.complex64), NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, P(None, *spec_b)))
-    )
+    pairs = (a, spec_a), (b, P(None, *spec_b))
+    a, b = (jax.device_put(x.astype(np.complex64), NamedSharding(mesh, spec)) for x, spec in pairs)
 
     def gradients(product, a, b):
         def loss(a, b):
@@ -118,8 +115,6 @@ def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rn
 
 
 def test_a_grid_is_used_if_it_costs_no_more_than_moving_rows(mesh):
-    """With few rows, moving them is cheaper than gathering the weights."""
-
     def patterns(rows):
         a, b = (cases.typed(mesh, shape, "x") for shape in ((rows, 1024), (1024, 1024)))
         f = functools.partial(jaxmp.matmul, out_sharding=P("x"))
@@ -137,14 +132,11 @@ def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh
     np.testing.assert_array_equal(jax.jit(f)(a, b), np.asarray(a) @ np.asarray(b))
 
 
-@pytest.mark.parametrize(
-    ("specs", "out"),
-    [
-        ((P("x"), P("x", "y")), P("x", "y")),  # a grid gathers b
-        ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered before the call
-        ((P("y"), P(("x", "y"))), P("y")),
-    ],
-)
+@pytest.mark.parametrize(("specs", "out"), [
+    ((P("x"), P("x", "y")), P("x", "y")),  # a grid gathers b
+    ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered before the call
+    ((P("y"), P(("x", "y"))), P("y")),
+])  # fmt: skip
 @pytest.mark.parametrize("product", [jaxmp.matmul, functools.partial(jaxmp.einsum, "mk,kn->mn")])
 def test_no_gathered_operand_is_kept_for_the_backward_pass(product, specs, out, mesh):
     a, b = (jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec)) for spec in specs)

@@ -1,7 +1,5 @@
-"""The compiled program: our calls, and no collective that was not asked for.
-
-Values cannot show this: if XLA gathers operands first, the product is right, and as slow as without jaxmp.
-"""
+"""The compiled program: our calls, and no collective that was not asked for. Values cannot show this: if XLA gathers
+operands first, the product is right, and as slow as without jaxmp."""
 
 import functools
 from collections import Counter
@@ -131,7 +129,6 @@ BIASED += [(name, "NT") for name, _ in BIASED[:-1]]
 
 @pytest.mark.parametrize(("name", "transposition"), BIASED)
 def test_the_gradient_of_a_bias_is_a_part_of_the_weight_gradient(name, transposition):
-    """It adds neither a call nor a collective to the compiled gradient in b."""
     case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4), transposition=transposition), modes.BY_ID["explicit"]
     calls, collectives = COMPILED[case.name][2]
     with mode.scope(case):
@@ -155,7 +152,6 @@ def test_a_profile_names_what_a_call_computes():
 
 
 def test_a_call_whose_result_is_not_used_is_removed():
-    """Calls are pure primitives: unused calls are removed, and equal calls are merged."""
     a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
 
     def program(a, b):
@@ -166,7 +162,6 @@ def test_a_call_whose_result_is_not_used_is_removed():
 
 
 def test_batched_weights_and_biases_are_one_call():
-    """Tangents of a layer come in batches (jacfwd, hessian); they fold into the columns of one product."""
     a, b, bias = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.ones((3, 5))
     f = jax.vmap(lambda b, bias: jaxmp.linear(a, b, bias))
     text = compiled_text(f, b, bias)

@@ -1,7 +1,5 @@
-"""A donated C becomes D: no second matrix, no copy, and the same bits as without donation.
-
-Without these tests, a rank could overwrite C before a peer has read it, or C could be added after D is written.
-"""
+"""A donated C becomes D: no second matrix, no copy, and the same bits as without donation. Without these tests, a rank
+could overwrite C before a peer has read it, or C could be added after D is written."""
 
 import re
 

@@ -1,7 +1,6 @@
 """Products of int8 times scales of rows and columns. Without these tests, a scale could reach another row if an operand
 is stored transposed, if ranks share the sums or if a batch folds; sums could be rounded before the last rank's sum; a
-bias or an activation could be applied before the scales.
-"""
+bias or an activation could be applied before the scales."""
 
 import functools
 
@@ -51,7 +50,6 @@ def specs_of_scales(case, scales):
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b", "grid-2x4")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_row(case, rng):
-    """Operands are stored in each transposition, with odd extents; also on "xla" and under a level."""
     options = ({}, {"implementation": "xla"}, {"determinism": "topology"})
     options += ({"determinism": "batch", "implementation": "xla"},)
     todo = [
@@ -87,7 +85,6 @@ def test_every_scale_reaches_its_row(case, rng):
 @pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), WAYS)
 def test_every_way_to_call(mode, case, rng):
-    """Calls have a bias, c and relu; inside shard_map each device passes the scales of its shard."""
     case = case.replace(transposition="NT", per_shard=(3, 5, 4))
     in_shard_map = mode.id.startswith("shard_map")
     a, b, s, t, want = drawn(case, KINDS[3 if in_shard_map else 0], rng)
@@ -149,7 +146,6 @@ def test_nothing_to_multiply(shape, implementation):
 
 
 def test_gradients_are_those_of_decoded_operands(rng):
-    """Checks the gradients in c, the bias and the scales; int8 has no gradient."""
     case = cases.BY_NAME["rs"].replace(transposition="TN", per_shard=(2, 3, 5))
     m, n, _ = case.extents
     a, b, s, t, _ = drawn(case, KINDS[0], rng)
@@ -158,10 +154,8 @@ def test_gradients_are_those_of_decoded_operands(rng):
     mesh, options = case.jax_mesh(), {"beta": 2.0, "epilog": Epilog.RELU_BIAS}
 
     def ours(s, t, c, bias, a, b, w):
-        scaling, inputs = Scaling(a=s, b=t), {"bias": bias}
-        d = jaxmp.matmul(
-            a, b, c, scaling=scaling, epilog_inputs=inputs, out_sharding=case.out, **case.transpose, **options
-        )
+        given = {"scaling": Scaling(a=s, b=t), "epilog_inputs": {"bias": bias}, "out_sharding": case.out}
+        d = jaxmp.matmul(a, b, c, **given, **case.transpose, **options)
         return jnp.sum(d * w)
 
     def plain(s, t, c, bias, a, b, w):

@@ -1,8 +1,6 @@
-"""The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change.
-
-A kernel that reads C although beta is 0, writes into an operand's padding, or depends on the order of threads passes
-every test of values; each would show months later as a training run that cannot be repeated.
-"""
+"""The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change. A
+kernel that reads C although beta is 0, writes into an operand's padding, or depends on the order of threads passes
+every test of values; each would show months later as a training run that cannot be repeated."""
 
 import cases
 import jax
@@ -70,20 +68,13 @@ def test_results_do_not_depend_on_what_memory_held(case, rng):
             assert bits(program(a, b)) == want
 
 
-# The plan cache --------------------------------------------------------------------------------------------------
-
-
 def test_equal_calls_share_a_plan_and_a_second_step_hits(rng):
     """Example 01 promises this: all plans are made in the first step."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
     jax.clear_caches()
     jaxmp.plan_cache_clear()
-    assert jaxmp.plan_cache_info() == {
-        "hits": 0,
-        "misses": 0,
-        "size": 0,
-        "capacity": jaxmp.plan_cache_info()["capacity"],
-    }
+    info = jaxmp.plan_cache_info()
+    assert info == {"hits": 0, "misses": 0, "size": 0, "capacity": info["capacity"]}
     with EXPLICIT.scope(case):
         a, b, w = placed(EXPLICIT, case, rng)
         f = EXPLICIT.product(case)

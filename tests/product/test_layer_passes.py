@@ -1,8 +1,6 @@
-"""The calls and collectives in the passes of layers, what the passes keep, and what layers refuse.
-
-Without these tests, x could travel twice, a derivative could stay unfused, a hidden layer could be kept twice, and a
-product could be rounded before its activation.
-"""
+"""The calls and collectives in the passes of layers, what the passes keep, and what layers refuse. Without these tests,
+x could travel twice, a derivative could stay unfused, a hidden layer could be kept twice, and a product could be
+rounded before its activation."""
 
 import functools
 
@@ -41,7 +39,6 @@ OF_MLP = {
 @pytest.mark.parametrize("layout", OF_MLP)
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
-    """Products include the derivative and the gradients of both biases; XLA applies silu."""
     rows, collectives = passes("mlp", layout, "float32", rng, activation=activation)
     forward, pattern, beside = OF_MLP[layout]
     calls = [row for row in rows if row.operation.startswith("matmul")]
@@ -56,16 +53,12 @@ def test_the_backward_pass_of_an_mlp_is_fused(activation, layout, rng):
 
 
 # Layout: the collectives outside the calls, for x, the cotangent of y for w_down, and the gradient of x.
-OF_GATED = {
-    "tensor parallel": ["all-reduce"],
-    "sequence parallel": ["all-gather", "all-gather", "reduce-scatter"],
-}
+OF_GATED = {"tensor parallel": ["all-reduce"], "sequence parallel": ["all-gather", "all-gather", "reduce-scatter"]}
 
 
 @pytest.mark.parametrize("layout", OF_GATED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_x_travels_once(dtype, layout, rng):
-    """All collectives of a gradient outside the calls are expected, in the trace and in the compiled program."""
     rows, collectives = passes("gated_mlp", layout, dtype, rng)
     calls = [row for row in rows if row.operation.startswith("matmul")]
     others = sorted(row.operation.replace("_", "-") for row in rows if not row.operation.startswith("matmul"))
@@ -107,11 +100,7 @@ def test_the_forward_pass_stores_no_aux(rng):
     assert [row.epilog for row in rows] == ["GELU_BIAS", "BIAS"]
 
 
-# linear ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_vector_eager_calls_and_jax_functions(rng):
-    """An activation may be a name or JAX's function; relu and gelu are epilogs in both cases."""
     x, w = (cases.normal(rng, shape, "float32") for shape in ((5,), (5, 4)))
     for name, function in (("relu", jax.nn.relu), ("gelu", jax.nn.gelu), ("silu", jax.nn.silu), ("swish", jax.nn.silu)):
         got = [jaxmp.linear(x, w, activation=activation) for activation in (name, function)]
@@ -132,7 +121,6 @@ def test_the_product_is_rounded_once():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_function_may_learn(dtype, rng):
-    """A parameter that an activation closes over has a gradient, eager and compiled, and is never cached."""
     x, w = (jnp.asarray(rng.integers(-3, 4, shape), dtype) for shape in ((4, 3), (3, 5)))
 
     def loss(layer, slope):

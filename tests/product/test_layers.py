@@ -1,9 +1,7 @@
 """Layers (`linear`, `mlp`, `gated_mlp`): values and derivatives on every kind of mesh, and the calls of their passes.
-
 Without these tests, a product could be rounded before its activation, the gate's cotangent could be swapped with the
 other one, a hidden bias's gradient could miss rows of other ranks, a second derivative could ignore that the first
-depends on z, and x could travel twice.
-"""
+depends on z, and x could travel twice."""
 
 import functools
 
@@ -169,7 +167,6 @@ def without(f, missing):
     [*(("mlp", biases) for biases in ((2, 4), (4,), (2,))), *(("gated_mlp", x) for x in ((4, 5, 6), (5,), (4, 6)))],
 )
 def test_any_bias_may_be_missing(layer, missing, rng):
-    """Operands are integers and the activation is relu, so results are bitwise equal."""
     mesh, x = MESH.jax_mesh(), data(layer, "sequence parallel", rng, "float32", integers)
     specs, _ = specs_of(layer, "sequence parallel")
 
@@ -221,7 +218,6 @@ def test_types_without_a_mesh(dtype, implementation, rng):
 
 
 def test_gated_layers_without_a_mesh(rng, standard_promotion):
-    """Eager: two operand types, promoted like jnp; an empty batch; no activation; an activation with a parameter."""
     x, *rest = operands_of(data("gated_mlp", "tensor parallel", rng, "float32", integers))
     for rows in (x, x.astype(jnp.bfloat16), x[:0]):
         got = jaxmp.gated_mlp(rows, *rest, activation=None)
@@ -243,7 +239,6 @@ def test_gated_layers_without_a_mesh(rng, standard_promotion):
 
 
 def test_layers_of_a_vector(rng):
-    """The value and the gradient on a mesh."""
     mesh, x = MESH.jax_mesh(), data("mlp", "sequence parallel", rng, "float32", integers)
     rows, w_in, b_in, w_out, b_out = operands_of(x)
     with jax.set_mesh(mesh):

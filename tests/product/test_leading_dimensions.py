@@ -1,9 +1,7 @@
-"""Leading dimensions of a and vmap, bitwise on small integers.
-
-Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
-so the fold must put the rank outermost. A wrong order permutes rows between examples, and does not show with one
-example or one rank. The table (test_table.py) has vmap over each operand in every mode.
-"""
+"""Leading dimensions of a and vmap, bitwise on small integers. Rows of a batch fold into rows of one product. Gathered
+and scattered rows are ordered by rank first and batch second, so the fold must put the rank outermost. A wrong order
+permutes rows between examples, and does not show with one example or one rank. The table (test_table.py) has vmap over
+each operand in every mode."""
 
 import functools
 import re
@@ -57,7 +55,6 @@ def swapped_spec(spec):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
 def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
-    """Includes C, a bias, and an aux output with d's order of rows."""
     epilog = Epilog.RELU_AUX_BIAS if transpose_a else Epilog.GELU_AUX_BIAS
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = cases.integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), cases.integers(rng, 6, 4)
@@ -93,8 +90,6 @@ def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implement
     np.testing.assert_array_equal(db, a.reshape(-1, 6).T @ w.reshape(-1, 4))
 
 
-# vmap ------------------------------------------------------------------------------------------------------------
-
 IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 
 
@@ -105,10 +100,8 @@ IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
     case = case.replace(per_shard=(2, 3, 2), transposition="TT")
     examples = [case.integers(rng) for _ in range(3)]
-    stored = [
-        np.stack(xs, axis) if axis is not None else xs[0]
-        for xs, axis in zip(zip(*examples, strict=True), axes, strict=True)
-    ]
+    pairs = zip(zip(*examples, strict=True), axes, strict=True)
+    stored = [xs[0] if axis is None else np.stack(xs, axis) for xs, axis in pairs]
 
     def with_batch(spec, axis):
         return spec if axis is None else P(*spec[:axis], None, *spec[axis:])

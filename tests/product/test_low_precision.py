@@ -1,6 +1,5 @@
 """Products of fp8, fp4 and int8. Without these tests, a scale could be applied to a wrong row or block in one layout
-only, a code could be decoded wrongly, and a sum of integers could be rounded.
-"""
+only, a code could be decoded wrongly, and a sum of integers could be rounded."""
 
 import itertools
 
@@ -62,7 +61,6 @@ def check_all(todo, axis_type, **options):
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
 def test_every_scale_reaches_its_block(case, rng):
-    """Covers every mode of scales; the operands' types give the shardings."""
     todo = [drawn(case, mode, rng) for mode in SCALE_MODES]
     # The oracle scales the same logical values; one pattern of each kind is enough for it.
     for implementation in IMPLEMENTATIONS if case.name in ("ag", "rs-transposed", "grid") else ("host",):
@@ -132,7 +130,6 @@ def test_every_way_to_call(mode, case, rng):
 
 
 def test_partitioner_with_scales(rng):
-    """Under a bare jit on auto axes XLA passes the operands' shardings, and the scales follow them."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     a, b = small(rng, (128, 512), E4M3), small(rng, (128, 512), E4M3)
     scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
@@ -167,7 +164,6 @@ def test_leading_dimensions(rng):
 @pytest.mark.parametrize("kind", ["scalar", "rows", "vec128", "mx", "nv"])
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 def test_numerics(kind, out, rng):
-    """Errors of random operands stay within what decoding, scaling and storing may round."""
     quantizers = {
         "scalar": quantize.tensor,
         "rows": quantize.rows,
@@ -239,7 +235,6 @@ def test_linear_and_explain(rng, capsys):
 
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
 def test_int8_is_exact(case, rng):
-    """Covers every transposition and both result types."""
     mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []
     todo = [
         (case.replace(transposition=transposition, per_shard=(3, 5, 7)), {"preferred_element_type": dtype, **options})

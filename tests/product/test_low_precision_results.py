@@ -1,6 +1,5 @@
 """Further results of fp8 and fp4 products. Without these tests, a result could overflow instead of saturating, an amax
-could be one rank's, and a gelu_aux could have a wrong type or scale.
-"""
+could be one rank's, and a gelu_aux could have a wrong type or scale."""
 
 import bounds
 import cases
@@ -94,10 +93,8 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
         d, more = jaxmp.matmul_reduce_scatter(a, b, "y", preferred_element_type=E4M3, scaling=scaling, **TN)
         return d, more["result_amax"][None]
 
-    spec_a, spec_b = case.stored
-    mapped = jax.shard_map(
-        body, mesh=case.jax_mesh(AxisType.Auto), in_specs=(spec_a, spec_b), out_specs=(case.out, P("x"))
-    )
+    specs = {"in_specs": case.stored, "out_specs": (case.out, P("x"))}
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), **specs)
     _, amax = jax.jit(mapped)(a, b)
     halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
     np.testing.assert_array_equal(amax, halves.max(1))
@@ -108,7 +105,6 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "ag-transposed"])
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 def test_block_scaled_results(kind, name, rng):
-    """d and its block scales agree bitwise on "host" and "xla", within a block's rounding of the exact product."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(128, 128, 128))
     m, n, k = case.extents
     dtype = E4M3 if kind == "mx" else FP4

@@ -19,7 +19,6 @@ from jaxmp import CommOptions, Epilog, Scaling
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["local", "ag", "rs", "ar", "ag-transposed", "rs-transposed", "gather-a", "gather-b"])
 def test_gradients(name, out, rng):
-    """Checks the gradients in a and b (in their own types), c, the bias and the scales."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
@@ -90,7 +89,6 @@ def test_gradients_of_c_bias_and_block_scaled_operands(rng):
 
 
 def test_gradients_of_a_c_with_a_scale(rng):
-    """Integers and powers of two: the gradients in C and in its scale are exact."""
     a, b = small(rng, (16, 32), E4M3), small(rng, (16, 32), E4M3)
     c, w = small(rng, (16, 16), np.float32), small(rng, (16, 16), np.float32)
 

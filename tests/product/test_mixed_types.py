@@ -53,7 +53,6 @@ def check_same(x, y):
 
 
 def test_every_pair_on_either_side_is_exact():
-    """Covers both result types, and the transpositions in turn."""
     operands = []
     for i, pair in enumerate(itertools.chain(MIXED, (pair[::-1] for pair in MIXED))):
         transpose_a, transpose_b = bool(i % 2), bool(i // 2 % 2)
@@ -99,16 +98,14 @@ def test_shards_are_read_in_place(pattern):
         ]
         return [bind(spec, a, b)["d"] for spec, (a, b) in zip(specs, 2 * operands, strict=True)]
 
-    placed = [
-        tuple(map(jax.device_put, each, (NamedSharding(mesh, of_a), NamedSharding(mesh, of_b)))) for each in operands
-    ]
+    where = NamedSharding(mesh, of_a), NamedSharding(mesh, of_b)
+    placed = [tuple(map(jax.device_put, each, where)) for each in operands]
     call = jax.shard_map(local, mesh=mesh, in_specs=([(of_a, of_b)] * len(pairs),), out_specs=of_d)
     for d, (a, b) in zip(jax.jit(call)(placed), 2 * operands, strict=True):
         check_same(d, exact(a, b, d.dtype))
 
 
 def test_bits_are_those_of_the_wide_type():
-    """Random numbers, one order of sums; a product of few rows has the bits of the same rows among many."""
     values = np.random.default_rng(2).normal(size=(600, 43)).astype(np.float32)
     weights = [(3 * values).astype(jnp.dtype(narrow)) for narrow in BY_VECTORS]
     for wide in low_precision.WIDE:
@@ -123,7 +120,6 @@ def test_bits_are_those_of_the_wide_type():
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
 def test_public_functions_make_no_copy_of_weights(narrow):
-    """Neither the lowered nor the compiled program converts the weights, on one device and on a mesh."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     a, b = numbers(1, (8, 16), "bfloat16"), numbers(2, (16, 24), narrow)
     on_mesh = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, P(None, "x")), (b, P("x", None)))]
@@ -180,7 +176,6 @@ def test_batches():
 
 @pytest.mark.parametrize("epilog", ["BIAS", "RELU_AUX_BIAS", "GELU_BIAS", "BGRADB"])
 def test_epilogs_are_those_of_the_wide_type(epilog):
-    """Results, also with alpha and c, equal the product with the converted operand."""
     epilog = Epilog[epilog]
     a, b = numbers(1, (8, 16), "bfloat16"), numbers(2, (16, 24), "int8")
     spec = MatmulSpec(np.dtype(jnp.bfloat16), alpha=2.0, beta=0.5, has_c=True, epilog=epilog)

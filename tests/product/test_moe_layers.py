@@ -1,8 +1,6 @@
-"""The mixtures of experts of `jaxmp.flax` and `jaxmp.equinox` against a loop over tokens and experts.
-
-Without these tests, a token could reach a wrong expert, gates could belong to another expert, and a gradient could be
-one rank's part.
-"""
+"""The mixtures of experts of `jaxmp.flax` and `jaxmp.equinox` against a loop over tokens and experts. Without these
+tests, a token could reach a wrong expert, gates could belong to another expert, and a gradient could be one rank's
+part."""
 
 import functools
 

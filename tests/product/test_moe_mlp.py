@@ -1,8 +1,5 @@
-"""`moe_mlp` against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, hidden rows could meet another expert's weights, and terms of ranks could be summed twice or not at
-all.
-"""
+"""`moe_mlp` against a loop of `jnp` products, exactly, on small integers. Without these tests, hidden rows could meet
+another expert's weights, and terms of ranks could be summed twice or not at all."""
 
 import functools
 import random
@@ -97,9 +94,8 @@ def test_biases():
     for spec in (P("p"), P(None, None, "p")):  # experts, hidden features
         with jax.set_mesh(mesh):
             down = P("p") if spec == P("p") else P(None, "p")
-            weights = [
-                jax.device_put(w, NamedSharding(mesh, s)) for w, s in zip(WEIGHTS, (spec, spec, down), strict=True)
-            ]
+            where = [NamedSharding(mesh, s) for s in (spec, spec, down)]
+            weights = jax.device_put(WEIGHTS, where)
             got = passes(mine, X, *weights, *BIASES)
         assert_same(got, want)
 
@@ -116,9 +112,6 @@ def test_one_rounding_of_the_hidden_rows(activation):
     act = {"silu": jax.nn.silu, None: lambda z: z}.get(activation, activation)
     want = jaxmp.ragged_dot((act(wide[0]) * wide[1]).astype("bfloat16"), weights[2], jnp.array(SIZES))
     assert_same(jaxmp.moe_mlp(x, *weights, jnp.array(SIZES), activation=activation), want)
-
-
-# Meshes ----------------------------------------------------------------------------------------------------------
 
 
 WANT = passes(loop, X, *WEIGHTS)
@@ -141,22 +134,16 @@ def test_drawn_shardings_of_a_square(seed):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
 
 
-@pytest.mark.parametrize(
-    ("specs", "collectives"),
-    [
-        ((P("p"), P("p"), P("p"), P("p")), []),  # experts: calls read other ranks' rows in place
-        ((P(), P("p"), P("p"), P()), ["all-reduce"]),
-        ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
-        ((P("p"), P(), P(), P("p")), []),  # rows
-    ],
-)
+@pytest.mark.parametrize(("specs", "collectives"), [
+    ((P("p"), P("p"), P("p"), P("p")), []),  # experts: calls read other ranks' rows in place
+    ((P(), P("p"), P("p"), P()), ["all-reduce"]),
+    ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
+    ((P("p"), P(), P(), P("p")), []),  # rows
+])  # fmt: skip
 def test_nothing_is_exchanged_between_the_products(specs, collectives):
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    x, weights, sizes = (
-        jnp.ones((M, K)),
-        [jnp.ones((64, K, H)), jnp.ones((64, K, H)), jnp.ones((64, H, N))],
-        jnp.ones(64, int),
-    )
+    x, sizes = jnp.ones((M, K)), jnp.ones(64, int)
+    weights = [jnp.ones((64, K, H)), jnp.ones((64, K, H)), jnp.ones((64, H, N))]
     with jax.set_mesh(mesh):
         each = (specs[0], specs[1], specs[1], specs[2])
         placed = [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, *weights), each, strict=True)]
@@ -173,7 +160,6 @@ def test_shardings_that_xla_chooses():
 
 
 def test_inside_shard_map():
-    """Each device has the rows of its own experts."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sizes = jnp.array([1, 3, 2, 1])
 
@@ -192,9 +178,6 @@ def test_inside_shard_map():
         )
 
     assert_same(passes(lambda *operands: mapped(*operands, sizes), X, *WEIGHTS), passes(theirs, X, *WEIGHTS))
-
-
-# Errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_lie_otherwise():

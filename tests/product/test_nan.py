@@ -1,7 +1,5 @@
-"""NaN is kept by everything that computes a largest value; otherwise a diverged step would look sound.
-
-XLA's maximum on CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has no NaN.
-"""
+"""NaN is kept by everything that computes a largest value; otherwise a diverged step would look sound. XLA's maximum on
+CPUs loses a NaN in an array of more than a few thousand elements, and e2m1 has no NaN."""
 
 import cases
 import jax
@@ -33,7 +31,6 @@ def test_a_quantizer_keeps_a_nan(quantizer, shape, rng):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("case", [cases.BY_NAME["local"], cases.BY_NAME["rs"]], ids=lambda case: case.name)
 def test_the_amax_of_a_result_with_a_nan_is_one(case, implementation, rng):
-    """The NaN may be on any device."""
     mesh = case.jax_mesh()
     a, b, c = (np.ones((64, 64), dtype) for dtype in (E4M3, E4M3, np.float16))
     c[40, 3] = np.nan

@@ -1,8 +1,6 @@
 """Numerics beyond the table (test_table.py): long contractions, results wider than operands, types of operands and
-scalars, and the devices of a product.
-
-These tests would show a wrong accumulator, a narrowed partial sum, or a scalar that widens the result.
-"""
+scalars, and the devices of a product. These tests would show a wrong accumulator, a narrowed partial sum, or a scalar
+that widens the result."""
 
 import bounds
 import cases
@@ -27,7 +25,6 @@ def placed(case, *arrays):
     "case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-transposed")])
 )
 def test_a_long_contraction(case, rng):
-    """k is in the thousands; the bound does not grow with it."""
     case = case.replace(per_shard=(5, 7, 4099))
     a, b = case.values(rng)
     with EXPLICIT.scope(case):
@@ -64,9 +61,8 @@ def test_python_scalars_do_not_promote(dtype, implementation, rng):
             assert d.dtype == dtype
             wide = [cases.wide(x) for x in (a, b, c)]
             want = alpha * (wide[0] @ wide[1]) + beta * wide[2]
-            allowed = (
-                8 * bounds.unit_roundoff(dtype) * (alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2]))
-            )
+            size = alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2])
+            allowed = 8 * bounds.unit_roundoff(dtype) * size
             bounds.judge(f"{dtype} {alpha} {beta}", d, want, allowed)
 
 
@@ -78,12 +74,8 @@ def test_c_and_bias_of_narrower_types_are_widened(standard_promotion):
     np.testing.assert_array_equal(np.asarray(d), np.full((2, 4), 4.25))
 
 
-# alpha and beta that are arrays ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_scalars_of_any_type_leave_that_of_the_result(dtype, rng):
-    """The result has the bits that Python numbers give, for every type of the scalar array."""
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 2), dtype=dtype)
     a, b = case.integers(rng)
     c = rng.integers(-3, 4, case.extents[:2]).astype(a.dtype)
@@ -145,9 +137,6 @@ def test_one_program_serves_every_value():
     for alpha in (0.0, 1.0, 2.5):
         np.testing.assert_array_equal(np.asarray(f(jnp.float32(alpha))), np.full((4, 4), 4 * alpha))
     assert f._cache_size() == 1
-
-
-# The devices of a product ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.small("pairs")

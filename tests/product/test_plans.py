@@ -1,8 +1,6 @@
-"""Decisions before a call, tested without devices: from shardings to patterns, and the forms that are legal.
-
-Each has its own oracle: sharding rules are compared with a brute force over devices, legal forms with the capabilities
-that they may use.
-"""
+"""Decisions before a call, tested without devices: from shardings to patterns, and the forms that are legal. Each has
+its own oracle: sharding rules are compared with a brute force over devices, legal forms with the capabilities that they
+may use."""
 
 import functools
 import itertools
@@ -31,9 +29,6 @@ from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleMo
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
-
-
-# Shardings to patterns ----------------------------------------------------------------------------------------------
 
 
 def holdings(dims, device):
@@ -70,12 +65,8 @@ def check_plan(plan, devices, out):
         assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
 
 
-# What the partitioner may propose -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_every_proposal_is_planned_consistently(transposition):
-    """No matrix has an axis twice, and each device can compute its part of the result from its group's parts."""
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
     devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
     extents = (("m", 8), ("k", 8), ("n", 8))
@@ -96,7 +87,6 @@ def test_every_proposal_is_planned_consistently(transposition):
 
 @pytest.mark.parametrize(("sizes", "parts"), [((8,), (2, 2, 2)), ((2, 4), (2, 2, 2)), ((6,), (3, 2)), ((3, 2), (3, 2))])
 def test_parts_of_axes_are_found_in_every_sharding(sizes, parts, mesh_of):
-    """Recovers the sharding of two dimensions over parts of the mesh's axes, in every order of the parts."""
     mesh = mesh_of(dict(zip("xyz", sizes, strict=False)), AxisType.Auto)
     split = mesh_of(dict(zip("abc", parts, strict=False)), AxisType.Auto)
     shape = (24, 24)
@@ -151,8 +141,6 @@ def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
     np.testing.assert_array_equal(jax.jit(jaxmp.matmul)(left, right), a @ b)
 
 
-# Forms: what cuBLASMp does not take as it is -------------------------------------------------------------------------
-
 CUBLASMP = Capabilities()
 HOSTMP = Capabilities(
     all_reduce_any_transposition=True,
@@ -205,7 +193,6 @@ def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
 )
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch):
-    """It copies no operand, and XLA applies no epilog."""
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
     a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
@@ -217,25 +204,22 @@ def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch)
 F64, BF16 = {"out_dtype": np.dtype("float64")}, {"out_dtype": np.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "form"),
-    [
-        ("ag", {"epilog": Epilog.RELU_AUX_BIAS}, "mask_of_result"),
-        ("ag", {"epilog": Epilog.RELU_BIAS}, "direct"),
-        ("local", {"epilog": Epilog.GELU}, "separate_epilog"),
-        ("local", {"epilog": Epilog.GELU_AUX_BIAS} | BF16, "direct"),
-        ("local", {"epilog": Epilog.DRELU_BGRAD} | F64, "direct"),
-        ("ag", {"epilog": Epilog.DRELU_BGRAD} | F64, "separate_epilog"),
-        ("rs", {"epilog": Epilog.BGRADA}, "separate_epilog"),
-        ("ag", {"epilog": Epilog.BGRADA} | BF16, "direct"),
-        ("ag", {"epilog": Epilog.BGRADA, "out_dtype": np.dtype("float16")}, "separate_epilog"),
-        ("rs", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "xla"),
-        ("ag", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "direct"),
-        ("grid", {"transpose_a": True}, "xla"),
-        ("grid", {"transpose_b": True}, "direct"),
-        ("ar", {"has_c": True, "beta": 2.0, "transpose_b": True}, "direct"),
-    ],
-)
+@pytest.mark.parametrize(("name", "changes", "form"), [
+    ("ag", {"epilog": Epilog.RELU_AUX_BIAS}, "mask_of_result"),
+    ("ag", {"epilog": Epilog.RELU_BIAS}, "direct"),
+    ("local", {"epilog": Epilog.GELU}, "separate_epilog"),
+    ("local", {"epilog": Epilog.GELU_AUX_BIAS} | BF16, "direct"),
+    ("local", {"epilog": Epilog.DRELU_BGRAD} | F64, "direct"),
+    ("ag", {"epilog": Epilog.DRELU_BGRAD} | F64, "separate_epilog"),
+    ("rs", {"epilog": Epilog.BGRADA}, "separate_epilog"),
+    ("ag", {"epilog": Epilog.BGRADA} | BF16, "direct"),
+    ("ag", {"epilog": Epilog.BGRADA, "out_dtype": np.dtype("float16")}, "separate_epilog"),
+    ("rs", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "xla"),
+    ("ag", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "direct"),
+    ("grid", {"transpose_a": True}, "xla"),
+    ("grid", {"transpose_b": True}, "direct"),
+    ("ar", {"has_c": True, "beta": 2.0, "transpose_b": True}, "direct"),
+])  # fmt: skip
 def test_what_cublasmp_gets_wrong_is_computed_otherwise(name, changes, form, monkeypatch):
     """The faults of tests/conformance/cases.cc and similar calls that are right; hostmp has none of the faults."""
     spec = spec_of(cases.BY_NAME[name]).replace(**changes)
@@ -285,16 +269,11 @@ def test_every_form_gives_the_same_result(name, transposition, shape, conjugatio
 def test_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
-    choose = functools.partial(
-        backend.choose_implementation, platform="cpu", unshared_reason="the ranks of a group live in 2 processes"
-    )
+    unshared = "the ranks of a group live in 2 processes"
+    choose = functools.partial(backend.choose_implementation, platform="cpu", unshared_reason=unshared)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
-        (
-            choose(collective),
-            "host+xla",
-            "the ranks of a group live in 2 processes: each multiplies on its own",
-        ),
+        (choose(collective), "host+xla", "the ranks of a group live in 2 processes: each multiplies on its own"),
         (choose(collective, unshared_reason=""), "host", "CPU devices of one process"),
         (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
     ):

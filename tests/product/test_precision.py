@@ -69,9 +69,8 @@ def test_presets_round_no_sixteen_bit_operand(dtype, rng):
     want = np.asarray(multiply(case, a, b)).tobytes()
     for precision in [*ROUNDING, *FULL]:
         takes = precisions._TABLE[precision]
-        assert (dtype in takes) == (
-            precision not in ("BF16_BF16_F32", "F16_F16_F32") or dtype[0] == precision[0].lower()
-        )
+        is_narrow = precision in ("BF16_BF16_F32", "F16_F16_F32")
+        assert (dtype in takes) == (not is_narrow or dtype[0] == precision[0].lower())
         if dtype in takes:
             assert np.asarray(multiply(case, a, b, precision=precision)).tobytes() == want, precision
 
@@ -84,9 +83,6 @@ def test_gradients_have_the_precision_of_the_product(name, rng):
         operands = [EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True)]
         text = str(jax.make_jaxpr(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(*operands))
     assert text.count("precision='TF32_TF32_F32'") == text.count("spec=MatmulSpec(") >= 3
-
-
-# The table -------------------------------------------------------------------------------------------------------
 
 
 def test_every_preset_of_jax_has_a_row():
@@ -126,19 +122,12 @@ def test_explain_names_compute_type_and_accumulator(monkeypatch):
 
 def test_a_library_is_given_the_compute_type():
     """16-bit sums are the exception, because no library has them."""
-    wanted = {
-        "TF32_TF32_F32": "32F_FAST_TF32",
-        "BF16_BF16_F32": "32F_FAST_16BF",
-        "F16_F16_F16": "32F",
-        "DEFAULT": "32F",
-    }
+    wanted = {"TF32_TF32_F32": "32F_FAST_TF32", "BF16_BF16_F32": "32F_FAST_16BF"}
+    wanted |= {"F16_F16_F16": "32F", "DEFAULT": "32F"}
     for precision, want in wanted.items():
         operand = jax.ShapeDtypeStruct((4, 4), "float16" if precision == "F16_F16_F16" else "float32")
         spec = matmul_spec.MatmulSpec(operand.dtype, precision=precision)
         assert ffi_call.call_attributes(spec, operand, operand)["compute"] == want
-
-
-# Refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
@@ -185,8 +174,6 @@ def test_algorithms_are_the_presets_that_they_spell_out():
         np.testing.assert_array_equal(d, np.full((3, 3), 4, np.float32))
 
 
-# Communication options -------------------------------------------------------------------------------------------
-
 COMM = {
     "ag-data": [CommOptions(algorithm="split_p2p"), CommOptions(algorithm="no_overlap"), CommOptions(sm_count=8)],
     "rs-data": [CommOptions(algorithm="split_multicast", dtype=jnp.float32, sm_count=16)],
@@ -200,7 +187,6 @@ COMM = {
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
 def test_communication_options_change_no_bit(name, comm, implementation, rng):
-    """The gradients have other patterns and drop the options that do not apply to them."""
     columns = 4 if comm.algorithm == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
     case = cases.BY_NAME[name].replace(per_shard=(3, columns, 7), dtype="bfloat16")
     a, b = case.values(rng)

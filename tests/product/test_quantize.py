@@ -1,6 +1,5 @@
 """`quantize`. Without these tests, a scale could be rounded differently from the formats' specification, or be stored
-where the library does not read it.
-"""
+where the library does not read it."""
 
 import functools
 import itertools

@@ -1,7 +1,5 @@
-"""`ragged_all_to_all` on CPU devices against slices that NumPy copies, exactly.
-
-Without these tests, rows could go to a wrong rank or place, and cotangents could not come back.
-"""
+"""`ragged_all_to_all` on CPU devices against slices that NumPy copies, exactly. Without these tests, rows could go to a
+wrong rank or place, and cotangents could not come back."""
 
 import functools
 

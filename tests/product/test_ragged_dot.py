@@ -1,7 +1,5 @@
-"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, rows could meet another group's matrix, and weights of a group without rows could reach the result.
-"""
+"""`ragged_dot` against a loop of `jnp` products, exactly, on small integers. Without these tests, rows could meet
+another group's matrix, and weights of a group without rows could reach the result."""
 
 import functools
 import itertools
@@ -14,8 +12,6 @@ from jax.experimental import checkify
 from ragged import activated, assert_same, derivatives, integers, reference, with_bias
 
 import jaxmp
-
-# One device ------------------------------------------------------------------------------------------------------
 
 SIZES = {
     "even": (2, 2, 2, 2),
@@ -52,10 +48,9 @@ BATCHES = [axes for axes in itertools.product((None, 0, 1), (None, 0, 2), (None,
 def test_vmap(axes):
     batch, sizes = 3, np.array([[1, 4], [0, 6], [2, 2]])
     shapes = [(6, 3), (2, 3, 5)]
-    x, w = (
-        integers(s if a is None else (*s[:a], batch, *s[a:]), i)
-        for i, (s, a) in enumerate(zip(shapes, axes[:2], strict=True))
-    )
+    shapes = (6, 3), (2, 3, 5)
+    stored = [s if a is None else (*s[:a], batch, *s[a:]) for s, a in zip(shapes, axes[:2], strict=True)]
+    x, w = map(integers, stored, (0, 1))
     sizes = jnp.array(sizes if axes[2] == 0 else sizes[0])
 
     def one(product):
@@ -129,7 +124,6 @@ def test_bits_of_a_row_are_those_of_the_row_alone(dtype, x64):
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rounding(dtype, preferred):
-    """Sums are float32 and rounded once."""
     rng = np.random.default_rng(1)
     x, w = jnp.asarray(rng.normal(size=(300, 513)), dtype), jnp.asarray(rng.normal(size=(4, 513, 260)), dtype)
     sizes = [100, 0, 150, 50]
@@ -147,9 +141,8 @@ def test_rounding(dtype, preferred):
 def test_many_tiles():
     x, w, sizes = integers((1000, 40)), integers((3, 40, 700), 1), (700, 1, 250)
     product = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.array(sizes))
-    assert_same(
-        jax.vjp(product, x, w)[1](product(x, w)), jax.vjp(lambda x, w: reference(x, w, sizes), x, w)[1](product(x, w))
-    )
+    theirs, d = lambda x, w: reference(x, w, sizes), product(x, w)
+    assert_same(jax.vjp(product, x, w)[1](d), jax.vjp(theirs, x, w)[1](d))
 
 
 def test_it_is_kept_by_a_policy_exported_and_printed():
@@ -165,7 +158,6 @@ def test_it_is_kept_by_a_policy_exported_and_printed():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_bias_and_activation(dtype):
-    """Each row gets its own group's bias, added before the single rounding."""
     x, w, sizes = integers((8, 3), 0, dtype), integers((4, 3, 5), 1, dtype), (3, 0, 4, 0)
     bias, ct = integers((4, 5), 2, dtype), integers((8, 5), 3, dtype)
     ours = functools.partial(activated, sizes=jnp.array(sizes))
@@ -200,9 +192,6 @@ def test_checkify_finds_sizes_that_do_not_fit(sizes):
         error, _ = checkify.checkify(jax.jit(f))(x, w)
         assert (error.get() is None) == (sizes == (2, 4))
         assert sizes == (2, 4) or "group_sizes must not be negative, nor sum to more than the rows" in error.get()
-
-
-# A function of the user's ---------------------------------------------------------------------------------------------
 
 
 def test_a_function_multiplies_rows_and_derivatives():

@@ -1,13 +1,10 @@
-"""`ragged_dot` in every sharding of x, w and the result on a mesh of 2 x 2 x 2: 46,656 of them.
-
-A plan says how operands enter, what is gathered, which index the ranks of each axis split, what is summed and how the
-result leaves. Each plan is checked against the laws of a product without compiling it: an operand arrives split like
-its indices, each rank's terms are summed once, and the result has the stated sharding. An axis has one of twenty roles
-in a plan. Programs that contain every pair of roles are compiled, with both cotangents, and compared exactly. Without
-these tests an axis could be summed twice if another axis gathers.
-
-`JAXMP_FUZZ=n` compiles n shardings drawn from all instead, from `JAXMP_FUZZ_SEED` on.
-"""
+"""`ragged_dot` in every sharding of x, w and the result on a mesh of 2 x 2 x 2: 46,656 of them. A plan says how
+operands enter, what is gathered, which index the ranks of each axis split, what is summed and how the result leaves.
+Each plan is checked against the laws of a product without compiling it: an operand arrives split like its indices, each
+rank's terms are summed once, and the result has the stated sharding. An axis has one of twenty roles in a plan.
+Programs that contain every pair of roles are compiled, with both cotangents, and compared exactly. Without these tests
+an axis could be summed twice if another axis gathers. `JAXMP_FUZZ=n` compiles n shardings drawn from all instead, from
+`JAXMP_FUZZ_SEED` on."""
 
 import collections
 import functools
@@ -173,10 +170,8 @@ def test_values_and_cotangents(request, kind):
     with jax.set_mesh(mesh):
         for part in range(0, len(cases), TOGETHER):
             some = cases[part : part + TOGETHER]
-            placed = [
-                [jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip(operands, specs, strict=True)]
-                for specs in some
-            ]
+            of = [[NamedSharding(mesh, spec) for spec in specs] for specs in some]
+            placed = [jax.device_put([*operands], each) for each in of]
             for specs, got in zip(some, jax.jit(functools.partial(run, cases=some))(placed), strict=True):
                 try:
                     assert_same(got, want)

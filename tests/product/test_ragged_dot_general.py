@@ -1,8 +1,5 @@
-"""`ragged_dot_general` against `lax.ragged_dot_general`, exactly, on small integers.
-
-Without these tests, dimensions could be folded or restored in another order than lax's, and sizes could be taken for
-another index of the batch.
-"""
+"""`ragged_dot_general` against `lax.ragged_dot_general`, exactly, on small integers. Without these tests, dimensions
+could be folded or restored in another order than lax's, and sizes could be taken for another index of the batch."""
 
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,7 @@
 """Products of groups under `jax.vmap` over a sharded dimension, on meshes with two kinds of axes, and in a `shard_map`
-over some of the axes, against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, a result or a gradient could have another sharding than JAX's, groups could be counted over a whole
-batch, and a level could be dropped if XLA partitions.
-"""
+over some of the axes, against a loop of `jnp` products, exactly, on small integers. Without these tests, a result or a
+gradient could have another sharding than JAX's, groups could be counted over a whole batch, and a level could be
+dropped if XLA partitions."""
 
 import functools
 
@@ -58,15 +56,12 @@ def put(mesh, *pairs):
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
 
 
-@pytest.mark.parametrize(
-    ("spec", "of_w", "of_d"),
-    [
-        (P("x"), P(), P("x")),
-        (P(("x", "y")), P(), P(("x", "y"))),
-        (P("x", "y"), P("y"), P("x", "y")),
-        (P(None, "x"), P(), P(None, "x")),
-    ],
-)
+@pytest.mark.parametrize(("spec", "of_w", "of_d"), [
+    (P("x"), P(), P("x")),
+    (P(("x", "y")), P(), P(("x", "y"))),
+    (P("x", "y"), P("y"), P("x", "y")),
+    (P(None, "x"), P(), P(None, "x")),
+])  # fmt: skip
 def test_vmap_over_an_explicit_axis(spec, of_w, of_d):
     dim = spec.index("x") if "x" in spec else 0
     x = jnp.moveaxis(SEQUENCES, 0, dim)

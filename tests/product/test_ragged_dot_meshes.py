@@ -1,8 +1,5 @@
-"""`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers.
-
-Without these tests, ranks of an axis could count a group from the wrong row, and a partial sum or a bias could be added
-twice.
-"""
+"""`ragged_dot` on meshes against a loop of `jnp` products, exactly, on small integers. Without these tests, ranks of an
+axis could count a group from the wrong row, and a partial sum or a bias could be added twice."""
 
 import functools
 import math
@@ -38,9 +35,7 @@ def test_bias_on_a_mesh(specs):
     want = theirs(x, w, bias), *jax.vjp(theirs, x, w, bias)[1](ct)
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        x, w, bias, ct = (
-            jax.device_put(y, NamedSharding(mesh, s)) for y, s in zip((x, w, bias, ct), specs, strict=True)
-        )
+        x, w, bias, ct = jax.device_put((x, w, bias, ct), tuple(NamedSharding(mesh, spec) for spec in specs))
         ours = functools.partial(activated, sizes=jnp.array([3, 0, 4, 0]), out_sharding=specs[3])
         got = jax.jit(lambda *operands: (ours(*operands), *jax.vjp(ours, *operands)[1](ct)))(x, w, bias)
     assert_same(got, want)
@@ -116,7 +111,6 @@ def test_the_transpose_of_a_scatter_moves_bfloat16_as_it_is():
 
 
 def test_it_is_local_inside_shard_map():
-    """Expert parallelism by hand: each device has the rows of its own groups."""
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     x, w, sizes = integers((8, 4)), integers((4, 4, 5), 1), jnp.array([1, 2, 0, 4])
 

@@ -1,7 +1,5 @@
-"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers.
-
-Without these tests, a result could have another type than with lax, and a narrow operand could be read wrongly.
-"""
+"""`ragged_dot` of every pair of types against `lax.ragged_dot`, exactly, on small integers. Without these tests, a
+result could have another type than with lax, and a narrow operand could be read wrongly."""
 
 import functools
 import itertools
@@ -52,7 +50,6 @@ def derivatives(f, x, w, ct):
 @pytest.mark.parametrize("of_w", TYPES[7:] + TYPES[:7])  # rotated, so that few pairs have two equal types
 @pytest.mark.parametrize("of_x", TYPES)
 def test_pairs(of_x, of_w, standard_promotion, x64):
-    """Checks the type for every preferred type; values for the default and for one other type in turn."""
     x, w = numbers(1, (4, 3), of_x), numbers(2, (2, 3, 3), of_w)
     another = TYPES[(TYPES.index(of_x) + TYPES.index(of_w)) % len(TYPES)]
     for preferred in (None, *TYPES):
@@ -82,7 +79,6 @@ def test_pairs(of_x, of_w, standard_promotion, x64):
 
 @pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "int32")], ids=str)
 def test_weak_types(kinds, standard_promotion):
-    """Checks the weak types of the result and of cotangents."""
     for are_weak in itertools.product((False, True), repeat=3):
         x, w, sizes = (
             jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
@@ -99,7 +95,6 @@ def test_weak_types(kinds, standard_promotion):
 
 @pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
 def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
-    """No program has a decoded copy, and with a fixed order of sums the bits are the wide type's for any row count."""
     rng, sizes = np.random.default_rng(0), jnp.array([30, 0, 3])
     x = jnp.asarray(rng.normal(size=(40, 301)), jnp.bfloat16)
     w = jnp.asarray(3 * rng.normal(size=(3, 301, 33)), jnp.float32).astype(narrow)
@@ -113,16 +108,14 @@ def test_a_narrow_matrix_is_decoded_in_the_call(narrow):
 
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float8_e4m3fn", "float8_e5m2"), ("bfloat16", "int8")], ids=str)
 def test_scales(pair):
-    """Scales of rows and of each matrix's columns are powers of two; rows after the last group are zero."""
     x, w, sizes = numbers(1, (4, 3), pair[0]), numbers(2, (2, 3, 5), pair[1]), jnp.array([1, 2])
     rows, columns = (jnp.exp2(jnp.abs(numbers(seed, shape, "float32"))) for seed, shape in ((3, (4,)), (4, (2, 5))))
     wide = [y.astype(jnp.float32) for y in (x, w)]
     for of_x, of_w in ((rows, columns), (rows, columns[:, 0]), (None, jnp.float32(3)), (jnp.float32(2), None)):
         scale = [jnp.float32(1) if y is None else y for y in (of_x, of_w)]
         whole = jnp.broadcast_to(scale[1] if scale[1].ndim != 1 else scale[1][:, None], columns.shape)
-        want = reference(
-            wide[0] * (scale[0] if scale[0].ndim == 0 else scale[0][:, None]), wide[1] * whole[:, None], sizes
-        )
+        of_rows = scale[0] if scale[0].ndim == 0 else scale[0][:, None]
+        want = reference(wide[0] * of_rows, wide[1] * whole[:, None], sizes)
         for options in ({}, {"preferred_element_type": "bfloat16"}):
             got = jaxmp.ragged_dot(x, w, sizes, scaling=jaxmp.Scaling(a=of_x, b=of_w), **options)
             np.testing.assert_array_equal(got, want.astype(got.dtype))
@@ -165,7 +158,6 @@ def test_rows_behind_the_groups_are_zero_for_any_scale(value):
 
 @pytest.mark.parametrize("pair", [("int8", "int8"), ("float32", "int4"), ("bfloat16", "uint8")], ids=str)
 def test_scales_of_blocks(pair):
-    """A scale for each of 4 blocks of k and each column: one device, an axis over rows and groups, and gradients."""
     x, w, sizes = numbers(1, (4, 12), pair[0]), numbers(2, (2, 12, 5), pair[1]), jnp.array([1, 2])
     scale, bias = jnp.exp2(numbers(3, (2, 4, 5), "float32")), numbers(4, (2, 5), "float32")
 

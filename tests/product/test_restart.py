@@ -1,9 +1,7 @@
-"""Programs that leave the process: through the persistent compilation cache, and through jax.export.
-
-Without these tests, a program could contain a name that only one process understands, such as the address of a Python
-object that jax.experimental.custom_partitioning writes. A restarted job would then silently compile everything again,
-and an exported program would fail or run on other devices.
-"""
+"""Programs that leave the process: through the persistent compilation cache, and through jax.export. Without these
+tests, a program could contain a name that only one process understands, such as the address of a Python object that
+jax.experimental.custom_partitioning writes. A restarted job would then silently compile everything again, and an
+exported program would fail or run on other devices."""
 
 import json
 import os

@@ -1,8 +1,6 @@
-"""A matrix times its own transpose: only half is computed.
-
-Without these tests, a half could stay unwritten, a block could be at another rank's place, the two halves could differ,
-and bits under a level could depend on whether both operands are in one memory.
-"""
+"""A matrix times its own transpose: only half is computed. Without these tests, a half could stay unwritten, a block
+could be at another rank's place, the two halves could differ, and bits under a level could depend on whether both
+operands are in one memory."""
 
 import re
 
@@ -105,7 +103,6 @@ CALLS = {
 @pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_call_has_one_array_twice(name, axis_type, rng):
-    """The library sees a single array: no transpose or copy makes a second one."""
     x, given = jnp.asarray(rng.normal(size=(320, 320)), jnp.float32), {}
     if axis_type is not None:
         require_devices(2)

@@ -1,9 +1,7 @@
 """The table of products (drawn.py): every pair of layout, way to call, transposition, type, epilog, traced scalars,
-implementation, level of determinism and batch. The oracle of suite.py judges each with its gradients.
-
-`JAXMP_FUZZ=n` draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which is printed. Every program has a number,
-and a failure says how to draw it alone.
-"""
+implementation, level of determinism and batch. The oracle of suite.py judges each with its gradients. `JAXMP_FUZZ=n`
+draws n more, from `JAXMP_FUZZ_SEED` on or from a new seed, which is printed. Every program has a number, and a failure
+says how to draw it alone."""
 
 import collections
 import os
@@ -41,7 +39,6 @@ def test_products(trial):
 
 
 def test_the_table_has_everything():
-    """The table has every value that drawn.py's docstring names."""
     trials = drawn.table()
     assert {trial.epilog for trial in trials} == set(suite.EPILOGS) == set(cases.EPILOGS)
     assert {trial.case.name for trial in trials} == set(cases.BY_NAME)
@@ -77,41 +74,6 @@ def test_drawn_products(capsys):
     with capsys.disabled():
         print(f"\n{number - seed} programs from SEED={seed}: {dict(sorted(counts.items()))}", flush=True)
     assert not failures, f"{len(failures)} products of SEED={seed}:\n" + "\n".join(failures)
-
-
-# From tests/nvmath_tests/distributed/test_matmul.py of nvmath 0.9: its extents (global), transpositions, scalars and
-# epilogs, on its layouts (AG, RS; AR without epilog in TN) and number of processes.
-NVMATH_EXTENTS = ((64, 64, 64), (128, 96, 64), (64, 128, 64), (64, 32, 48), (84, 32, 48))
-NVMATH_EPILOGS = tuple(e for e in suite.EPILOGS if e not in (Epilog.DRELU, Epilog.DRELU_BGRAD))
-
-
-def with_extents(case, extents):
-    unit = case.replace(per_shard=(1, 1, 1)).extents
-    return case.replace(per_shard=tuple(-(-extent // parts) for extent, parts in zip(extents, unit, strict=True)))
-
-
-NVMATH = [
-    Trial(
-        with_extents(cases.BY_NAME[name].replace(transposition=transposition, epilog=epilog), extents),
-        alpha=0.8 if extents[0] == 64 else 1.0,
-        beta=0.5 if extents[1] == 96 else None,
-    )
-    for i, extents in enumerate(NVMATH_EXTENTS)
-    for j, transposition in enumerate(cases.TRANSPOSITIONS)
-    for e, epilog in enumerate(NVMATH_EPILOGS)
-    # Every pair of (extents, transposition), (extents, epilog) and (transposition, epilog) occurs on each layout.
-    for name in (("ag", "rs")[(i + j + e) % 2],)
-] + [
-    Trial(with_extents(cases.BY_NAME["ar"].replace(transposition="TN"), extents), beta=beta)
-    for extents in NVMATH_EXTENTS
-    for beta in (None, 0.8)
-]
-
-
-@pytest.mark.small("values", of=lambda trial: (trial.case.name, trial.case.extents, trial.epilog, trial.beta))
-@pytest.mark.parametrize("trial", [t for t in NVMATH if t.is_possible()], ids=lambda trial: trial.id)
-def test_what_nvmath_tests(trial):
-    suite.check(trial, rng_of(trial))
 
 
 @pytest.mark.parametrize("epilog", suite.OPERAND_SUMS, ids=lambda epilog: epilog.name)
@@ -163,7 +125,6 @@ def test_values_are_what_their_kind_says():
 
 @pytest.mark.parametrize("kind", ["integers", "nan", "infinite", "zeros", "overflowing"])
 def test_the_judge_says_no(kind):
-    """The judge refuses one element that should be finite and is not, or the reverse."""
     trial = Trial(cases.BY_NAME["rs-data"].replace(per_shard=(5, 7, 9)))
     x = drawn.values(trial, kind, np.random.default_rng(3))
     if kind in ("nan", "infinite"):

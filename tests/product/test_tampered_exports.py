@@ -1,6 +1,5 @@
 """An exported program is untrusted input: if the description that XLA's partitioner passes to a product is changed,
-running it gives an error or a result and never crashes. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)
-"""
+running it gives an error or a result and never crashes. (tests/cpp/attribute_fuzz.cc changes the calls' attributes.)"""
 
 import dataclasses
 import os
@@ -65,7 +64,6 @@ def main():
 
 
 def test_a_changed_program_is_refused_or_runs():
-    """Runs in a separate process because it may crash."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=240)
     last = ended.stdout.strip().splitlines()[-1:]

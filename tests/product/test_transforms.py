@@ -1,8 +1,6 @@
 """The transform matrix: every mode x transform x pattern, against tests/reference.py in float64 under the bound.
-
 Without these tests, a gradient could be summed over the wrong ranks, a tangent could lose one of its two terms, and
-vmap could order rows by batch instead of by rank.
-"""
+vmap could order rows by batch instead of by rank."""
 
 import dataclasses
 import functools
@@ -77,15 +75,8 @@ class Expected:
 def data(extents):
     rng = np.random.default_rng(zlib.crc32(repr(extents).encode()))
     m, n, k = extents
-    shapes = {
-        "a": (m, k),
-        "b": (k, n),
-        "w": (m, n),
-        "ta": (m, k),
-        "tb": (k, n),
-        "a3": (BATCH, m, k),
-        "b3": (BATCH, k, n),
-    }
+    shapes = {"a": (m, k), "b": (k, n), "w": (m, n), "a3": (BATCH, m, k), "b3": (BATCH, k, n)}
+    shapes |= {"ta": (m, k), "tb": (k, n)}
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -129,7 +120,6 @@ MATRIX = modes.pairs(modes.MODES, [sized(case) for case in cases.MATRIX])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_every_transform(mode, case, implementation):
-    """All transforms are in one program."""
     with mode.scope(case):
         f = mode.product(case, implementation=implementation)
         got = mode.run(lambda x: [transform(f, x) for transform in TRANSFORMS], placed(mode, case))
@@ -138,7 +128,6 @@ def test_every_transform(mode, case, implementation):
 
 
 def test_taylor_mode(rng):
-    """Derivatives in both operands, of a batch, and in one operand only."""
     a, b, da, db = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32) for _ in range(4))
     series = ((da, a, b), (db, a, da))
     # jet's factorials are not exact, so products round; XLA's products on both sides have equal bits.

@@ -1,9 +1,6 @@
-"""The width of collectives: data that only moves keeps its type.
-
-XLA:CPU widens bfloat16 to float32 and float8 to float16 in collectives, so a gather of such operands between machines
-would take several times as long, with right results. `implementation="xla"` uses the collectives of a job whose
-processes share no memory.
-"""
+"""The width of collectives: data that only moves keeps its type. XLA:CPU widens bfloat16 to float32 and float8 to
+float16 in collectives, so a gather of such operands between machines would take several times as long, with right
+results. `implementation="xla"` uses the collectives of a job whose processes share no memory."""
 
 import functools
 import math
@@ -72,7 +69,6 @@ def test_a_product_and_its_gradients(mode, case, dtype):
 @pytest.mark.parametrize("scales", [pytest.param(mode, id=mode.id) for mode in SCALE_MODES])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME["ag"], cases.BY_NAME["ag-transposed"]]))
 def test_a_product_with_scales(case, scales):
-    """The gathered operand moves in its own type, together with its scales."""
     case = case.replace(per_shard=(scales.unit,) * 3, transposition="NT")
     m, n, k = case.extents
     rng, mesh = np.random.default_rng(0), case.jax_mesh()

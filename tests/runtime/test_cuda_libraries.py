@@ -1,8 +1,6 @@
-"""The libraries of the real cuBLASMp on machines without a GPU: finding, opening and joining them.
-
-Without these tests, the process could contain a second NCCL, which cannot read the first one's communicators, or
-libraries of another CUDA.
-"""
+"""The libraries of the real cuBLASMp on machines without a GPU: finding, opening and joining them. Without these tests,
+the process could contain a second NCCL, which cannot read the first one's communicators, or libraries of another
+CUDA."""
 
 import importlib
 import logging
@@ -16,8 +14,6 @@ import pytest
 
 from jaxmp._src.platform.runtime import config as config_lib
 from jaxmp._src.platform.runtime import cuda_libraries, native
-
-# ---- finding the libraries
 
 
 @pytest.fixture
@@ -138,9 +134,6 @@ def test_what_the_processes_of_a_job_compare(monkeypatch):
     ):
         monkeypatch.setattr(cuda_libraries, "_plugins", lambda plugins=plugins: plugins)
         assert cuda_libraries.installed() == want
-
-
-# ---- opening them
 
 
 class FakeExtension:
@@ -269,9 +262,6 @@ def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want
         "CUDA": [("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
     }
     assert done == [step for platform in want for step in expected[platform]]
-
-
-# ---- ids between processes
 
 
 class FakeStore:

@@ -1,7 +1,5 @@
-"""Calls trace and lower under JAX's flags that users set and that will become defaults.
-
-Without these tests, under jax_remat3 a checkpoint's policy could miss products, so that all of them run twice.
-"""
+"""Calls trace and lower under JAX's flags that users set and that will become defaults. Without these tests, under
+jax_remat3 a checkpoint's policy could miss products, so that all of them run twice."""
 
 import re
 

@@ -1,8 +1,6 @@
-"""Bits do not depend on which device comes last to a product, also if numbers are subnormal.
-
-XLA takes subnormal numbers as zero. A device that waits for the others resumes on one of our threads, and any free
-thread computes tiles. Without these tests, bits could change from run to run.
-"""
+"""Bits do not depend on which device comes last to a product, also if numbers are subnormal. XLA takes subnormal
+numbers as zero. A device that waits for the others resumes on one of our threads, and any free thread computes tiles.
+Without these tests, bits could change from run to run."""
 
 import functools
 

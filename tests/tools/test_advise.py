@@ -1,7 +1,5 @@
-"""The ranking of shardings: against `explain`, against bounds from the literature, and its order.
-
-Without these tests, advice could state other bytes than the call moves, or call a grid optimal that is not.
-"""
+"""The ranking of shardings: against `explain`, against bounds from the literature, and its order. Without these tests,
+advice could state other bytes than the call moves, or call a grid optimal that is not."""
 
 import itertools
 
@@ -24,9 +22,8 @@ def test_a_choice_is_one_call_and_takes_what_explain_says(choice, mesh_of):
     a = cases.typed(mesh, (64, 32), *choice.a)
     b = cases.typed(mesh, (32, 128), *choice.b)
     with jax.set_mesh(mesh):
-        found = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, out_sharding=choice.d), quiet=True, hardware="h100-8")(
-            a, b
-        )
+        explained = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, out_sharding=choice.d), quiet=True, hardware="h100-8")
+        found = explained(a, b)
     (row,) = found.rows
     assert (row.pattern, row.ndevices) == (choice.pattern, 8)
     assert sum(each.nbytes for each in row.transfers) == choice.bytes_moved

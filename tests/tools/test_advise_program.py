@@ -1,8 +1,6 @@
 """Plans for a function: against `explain` of the program with their shardings, and against plain data parallelism.
-
 Without these tests, advice could move more than shardings written by hand, state other bytes than the compiled program
-moves, or confuse dimensions.
-"""
+moves, or confuse dimensions."""
 
 import contextlib
 import dataclasses
@@ -146,8 +144,6 @@ def test_tensor_parallelism_shards_columns_then_rows():
 
 
 def test_square_layers_in_turn_have_columns_and_rows():
-    """Attention with heads made by a reshape, written out twice."""
-
     def program(p, x):
         for q, k, v, o in p["layers"]:
             q, k, v = ((x @ w).reshape(*x.shape[:2], 4, -1) for w in (q, k, v))
@@ -160,7 +156,6 @@ def test_square_layers_in_turn_have_columns_and_rows():
 
 
 def test_the_shardings_of_a_plan_run(mesh_of, rng):
-    """The plan's shardings go directly into device_put; values equal the program's values without them."""
     params = {"in": rng.integers(-2, 3, (64, 128)), "out": rng.integers(-2, 3, (128, 64))}
     params = jax.tree.map(lambda w: jnp.asarray(w, "float32"), params)
     x = jnp.asarray(rng.integers(-2, 3, (16, 64)), "float32")
@@ -174,9 +169,8 @@ def test_the_shardings_of_a_plan_run(mesh_of, rng):
     for plan in advice.choices:
         assert plan.keywords == {"scale": None}
         mesh = mesh_of(dict(plan.mesh), AxisType.Auto)
-        placed = jax.tree.map(
-            lambda x, s, mesh=mesh: jax.device_put(x, NamedSharding(mesh, s)), (params, x), plan.arguments
-        )
+        where = jax.tree.map(lambda spec, mesh=mesh: NamedSharding(mesh, spec), plan.arguments)
+        placed = jax.device_put((params, x), where)
         np.testing.assert_array_equal(jax.jit(program)(*placed, scale=2.0), wanted)
 
 
@@ -301,8 +295,6 @@ def test_a_dimension_is_followed_through_operations(name):
 
 
 def test_products_name_the_features_that_they_sum():
-    """The contracted dimension has one name in both operands; a batch dimension is not contracted."""
-
     def program(x, w, v):
         return jnp.einsum("bij,bjk->bik", x, w) @ v
 

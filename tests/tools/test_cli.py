@@ -1,9 +1,7 @@
-"""The command line: what it prints, how it fails, and its exit statuses.
-
-Without these tests, a self-test could pass with a wrong product, a script could take a failure for success, and users
-could see a stack trace instead of a line that says what to do. Commands run in this process because each start of JAX
-takes seconds; one test starts a separate process.
-"""
+"""The command line: what it prints, how it fails, and its exit statuses. Without these tests, a self-test could pass
+with a wrong product, a script could take a failure for success, and users could see a stack trace instead of a line
+that says what to do. Commands run in this process because each start of JAX takes seconds; one test starts a separate
+process."""
 
 import importlib.metadata
 import json
@@ -98,14 +96,9 @@ def test_the_script_is_the_same_command(capsys):
 
 def test_tables_without_rich_name_the_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    assert run(capsys, "info") == (
-        2,
-        "",
-        "jaxmp info: tables need the package rich: pip install 'jaxmp[cli]', or pass --json\n",
-    )
+    remedy = "tables need the package rich: pip install 'jaxmp[cli]', or pass --json"
+    assert run(capsys, "info") == (2, "", f"jaxmp info: {remedy}\n")
 
-
-# ---- tables
 
 TABLE = (
     ("sharding", "a", "bound by", ""),
@@ -129,9 +122,6 @@ def test_a_table_breaks_no_word_and_is_as_wide_as_the_terminal(width, capsys, mo
         assert found.count(word) == 1
     assert max(map(len, lines)) <= max(width or 200, 34)  # words next to each other
     assert width or any("reduce-scatter of columns" in line for line in lines)
-
-
-# ---- selftest
 
 
 def some_checks(*arguments):
@@ -181,9 +171,6 @@ def test_the_selftest_fails_where_one_element_is_wrong(kind, capsys, monkeypatch
     assert f"FAILED {kind} of " in run(capsys, "selftest")[1]
 
 
-# ---- bench
-
-
 def test_a_bench_times_the_patterns_that_the_extents_allow(capsys):
     status, out, _ = run(capsys, "bench", "8", "6", "12", "--seconds", "0.001", "--json")
     report = json.loads(out)
@@ -206,9 +193,6 @@ def test_a_bench_prints_a_verdict_and_fails_of_wrong_products(capsys, monkeypatc
     status, out, _ = run(capsys, *arguments)
     assert status == 1
     assert "WRONG local: the results differ by 1" in out
-
-
-# ---- explain and advise
 
 
 def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
@@ -235,7 +219,6 @@ def test_types_are_read_as_jax_prints_them():
 
 
 def test_advise_of_extents_and_of_functions(program, capsys):
-    """With a mesh and without one."""
     types = ("bf16[64,256]", "bf16[256,512]", "bf16[512,256]")
     found = []
     for arguments in (
@@ -253,9 +236,6 @@ def test_advise_of_extents_and_of_functions(program, capsys):
     assert status == 0
     assert "data x tensor" in out
     assert "at least" in run(capsys, "advise", "64", "32", "128", "--hardware", "h200-8")[1]
-
-
-# ---- errors
 
 
 TYPES = ("f32[8,8]",) * 3

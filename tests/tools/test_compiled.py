@@ -46,59 +46,26 @@ def scan_with_constraint(x, w):
 # (name, function, arguments as (shape, spec...), a row: kind, axes, cause)
 CASES = [
     ("contracted", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)], ("all-gather", "model", "product")),
-    (
-        "both",
-        lambda x, w: x @ w,
-        [((8, 16), "model", None), ((16, 32), None, "model")],
-        ("collective-permute", "data model", "product"),
-    ),
-    (
-        "row-parallel",
-        lambda x, w: x @ w,
-        [((8, 16), None, "model"), ((16, 32), "model", None)],
-        ("all-reduce", "model", "product"),
-    ),
-    (
-        "constraint",
-        lambda x: jax.lax.with_sharding_constraint(x * 2, P()) + 1,
-        [((8, 16), "data")],
-        ("all-gather", "data", "constraint"),
-    ),
-    (
-        "two-shardings",
-        lambda x, y: (x + y) @ y.T,
-        [((8, 16), "data"), ((8, 16), "model")],
-        ("all-gather", "data", "elementwise"),
-    ),
-    (
-        "lookup",
-        lambda table: table[jnp.arange(8) * 3],
-        [((64, 16), "model")],
-        ("all-reduce", "model", "whole"),
-    ),
-    (
-        "norm",
-        lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
-        [((8, 16), None, "model")],
-        ("all-reduce", "model", "reduction"),
-    ),
+    ("both", lambda x, w: x @ w, [((8, 16), "model", None), ((16, 32), None, "model")],
+     ("collective-permute", "data model", "product")),
+    ("row-parallel", lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32), "model", None)],
+     ("all-reduce", "model", "product")),
+    ("constraint", lambda x: jax.lax.with_sharding_constraint(x * 2, P()) + 1, [((8, 16), "data")],
+     ("all-gather", "data", "constraint")),
+    ("two-shardings", lambda x, y: (x + y) @ y.T, [((8, 16), "data"), ((8, 16), "model")],
+     ("all-gather", "data", "elementwise")),
+    ("lookup", lambda table: table[jnp.arange(8) * 3], [((64, 16), "model")], ("all-reduce", "model", "whole")),
+    ("norm", lambda x: x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)), [((8, 16), None, "model")],
+     ("all-reduce", "model", "reduction")),
     ("carry", scan_with_constraint, [((8, 16), "data"), ((16, 16),)], ("collective-permute", "data model", "carry")),
-    (
-        "weights-gradient",
-        jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)),
-        [((16, 32), None, "model"), ((8, 16), "data")],
-        ("all-reduce", "data", "gradient"),
-    ),
-    (
-        "bias-gradient",
-        jax.grad(lambda b, x: jnp.sum(jnp.tanh(x + b[None]))),
-        [((16,),), ((8, 16), "data")],
-        ("all-reduce", "data", "gradient"),
-    ),
+    ("weights-gradient", jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)),
+     [((16, 32), None, "model"), ((8, 16), "data")], ("all-reduce", "data", "gradient")),
+    ("bias-gradient", jax.grad(lambda b, x: jnp.sum(jnp.tanh(x + b[None]))), [((16,),), ((8, 16), "data")],
+     ("all-reduce", "data", "gradient")),
     ("sort", lambda x: jnp.sort(x, 1), [((8, 16), None, "model")], ("all-to-all", "model", "whole")),
     ("cumsum", lambda x: jnp.cumsum(x, 0), [((8, 16), "data")], ("all-gather", "data", "whole")),
     ("reshape", lambda x: x.reshape(-1)[3:80] + 1, [((6, 16), None, "model")], ("all-gather", "model", "reshape")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "args", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -150,42 +117,21 @@ ORIGINS = [
         [jax.ShapeDtypeStruct((1, 16), "float32"), ((8, 16), None, "model"), ((16, 32), None, "model")],
         r"sums dimension 1 of the result of tanh .* \(from dimension 1 of x\) and keeps .* of w, but model",
     ),
-    (
-        lambda x, w: x @ w,
-        [((8, 16), None, "model"), ((16, 32),)],
-        "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole",
-    ),
-    (
-        momentum,
-        [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
-        r"^the gradient.s product has model on dimension 1 \(to meet dimension 0 of m in test_compiled.py:\d+\), but",
-    ),
-    (
-        slices_of_a_reshape,
-        [((8, 16), "data")],
-        r"^the scan wants dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)",
-    ),
-    (
-        layers,
-        [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
-        r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]",
-    ),
-    (
-        decode,
-        [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
-        "dimension 0 of cache whole, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w",
-    ),
-    (
-        scaled,
-        [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
-        r"dimension 0 of settings\['w'\], which model shards",
-    ),
-    (
-        lambda x: jnp.fft.fft(x, axis=0).real,
-        [((8, 16), "data")],
-        "^fft wants dimension 0 of x whole, but data shards it$",
-    ),
-]
+    (lambda x, w: x @ w, [((8, 16), None, "model"), ((16, 32),)],
+     "sums dimension 1 of x, which model shards, with dimension 0 of w, which is whole"),
+    (momentum, [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16), "data")],
+     r"^the gradient.s product has model on dimension 1 \(to meet dimension 0 of m in test_compiled.py:\d+\), but"),
+    (slices_of_a_reshape, [((8, 16), "data")],
+     r"^the scan wants dimension 0 of the result of reshape \(test_compiled.py:\d+\) \(from dimension 0 of x\)"),
+    (layers, [[{"in": ((16, 32), None, "model"), "out": ((32, 16), "model")}] * 2, ((8, 16),)],
+     r"from dimension 1 of ps\[1\]\['in'\]\) and dimension 0 of ps\[1\]\['out'\]"),
+    (decode, [((8, 16), "model"), ((1, 16),), ((16, 16), None, "model")],
+     "dimension 0 of cache whole, .*; model shards dimension 1 of the result of dot_general .*dimension 1 of w"),
+    (scaled, [((8, 16),), {"scale": 2.0, "w": ((16, 4), "model")}],
+     r"dimension 0 of settings\['w'\], which model shards"),
+    (lambda x: jnp.fft.fft(x, axis=0).real, [((8, 16), "data")],
+     "^fft wants dimension 0 of x whole, but data shards it$"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "args", "words"), ORIGINS, ids=range(len(ORIGINS)))
@@ -202,9 +148,8 @@ def test_a_cause_names_the_array_or_constraint_where_it_begins(fn, args, words, 
 
 def test_specs_of_exported_functions_and_shard_maps_are_causes(array, mesh):
     rows, cols = (NamedSharding(mesh, P(*spec)) for spec in (("model",), (None, "model")))
-    exported = jax.export.export(jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows))(
-        jax.ShapeDtypeStruct((8, 16), "float32")
-    )
+    program = jax.jit(jnp.tanh, in_shardings=rows, out_shardings=rows)
+    exported = jax.export.export(program)(jax.ShapeDtypeStruct((8, 16), "float32"))
     causes = [row.cause for row in compiled(lambda w: exported.call(w), array((8, 16), *cols.spec)).collectives]
     asks = "in_shardings of the exported function have model on dimension 0, but model shards dimension 1 of w"
     assert causes == [asks]
@@ -387,31 +332,25 @@ def test_the_text_of_asynchronous_programs_is_read():
     assert (start.held, gemm.held, gemm.summed) == (16 * 16 * F32, 16 * 16 * F32, (1,))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
-        ("replica_groups={}", ((0, 1, 2, 3),)),
-        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
-        ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 1), (2, 3))),
-        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
-        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
-        ("source_target_pairs={{0,0},{1,3},{3,1}}", ((1, 3), (3, 1))),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+    ("replica_groups={}", ((0, 1, 2, 3),)),
+    ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+    ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 1), (2, 3))),
+    ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+    ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+    ("source_target_pairs={{0,0},{1,3},{3,1}}", ((1, 3), (3, 1))),
+])  # fmt: skip
 def test_groups_of_devices_are_read(text, expected):
     each = hlo.Instruction("c", "all-gather", "f32[2]{0}", (), (), text, False)
     assert hlo.groups(each, 4) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("mesh['data'=2,'model'=2], [{'model'}, {}]", (("model",), ())),
-        ("devices=[1,2,2]<=[2,2]T(1,0) last_tile_dim_replicate", ((), ("model",))),
-        ("devices=[4,1]0,1,2,3", (("data", "model"), ())),
-        ("replicated", ()),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("mesh['data'=2,'model'=2], [{'model'}, {}]", (("model",), ())),
+    ("devices=[1,2,2]<=[2,2]T(1,0) last_tile_dim_replicate", ((), ("model",))),
+    ("devices=[4,1]0,1,2,3", (("data", "model"), ())),
+    ("replicated", ()),
+])  # fmt: skip
 def test_shardings_are_read(text, expected):
     assert hlo.sharded(text, {"data": 2, "model": 2}) == expected

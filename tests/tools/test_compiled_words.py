@@ -73,7 +73,6 @@ def test_a_line_that_several_lines_call_has_its_caller(rows_of):
 
 
 def test_a_function_that_only_asks_for_a_sharding_has_its_caller(rows_of):
-    """Even if only one line calls it."""
     (row,) = rows_of(asks_in_a_loop, ((8, 16), "data"), ((16, 16), None, "model"))
     helper = only_asks.__code__.co_firstlineno
     assert row.line == f"{line_in(asks_in_a_loop, 2)} -> lambda:{helper}"
@@ -257,89 +256,45 @@ def convolved(x, w):
 
 # (function, arguments for `rows_of`, the text of each cause)
 WORDS = [
-    (
-        carried,
-        [((8, 16), "data"), ((16, 16),)],
-        r"the loop.s carry \(.*?\) \(from with_sharding_constraint in ",
-    ),
-    (
-        inner,
-        [((8, 16), "data", "model")],
-        "^in_shardings of an inner jax.jit have data on dimension 0, but model shards dimension 1 of x$",
-    ),
+    (carried, [((8, 16), "data"), ((16, 16),)], r"the loop.s carry \(.*?\) \(from with_sharding_constraint in "),
+    (inner, [((8, 16), "data", "model")],
+     "^in_shardings of an inner jax.jit have data on dimension 0, but model shards dimension 1 of x$"),
     (jax.grad(lambda x: scaled(x).sum()), [((8, 16), "data")], "^this max reduces dimension 0 of x"),
-    (
-        jax.grad(lambda x: normed(jnp.sin(x)).sum()),
-        [((8, 16), None, "model")],
-        "^this sum reduces dimension 1 of .*from ",
-    ),
-    (
-        by_devices,
-        [((8, 16), "data")],
-        "^in_specs of shard_map have model on dimension 0, but data shards dimension 0",
-    ),
-    (
-        lambda x, i: jnp.zeros((4, 16)).at[i.astype(int)].add(x),
-        [((8, 16), "data"), ((8,), "data")],
-        "^this scatter sums dimension 0 of x, which data shards$",
-    ),
+    (jax.grad(lambda x: normed(jnp.sin(x)).sum()), [((8, 16), None, "model")],
+     "^this sum reduces dimension 1 of .*from "),
+    (by_devices, [((8, 16), "data")], "^in_specs of shard_map have model on dimension 0, but data shards dimension 0"),
+    (lambda x, i: jnp.zeros((4, 16)).at[i.astype(int)].add(x), [((8, 16), "data"), ((8,), "data")],
+     "^this scatter sums dimension 0 of x, which data shards$"),
     (
         jax.jit(lambda c, n: c * 0.9 + n, out_shardings=P("data")),  # both steps of the move have one cause
         [((16, 16), "data"), ((16, 16), "model")],
         r"^add has data on dimension 0 \(from dimension 0 of c\), but model shards dimension 0 of n$",
     ),
     (jax.grad(shared), [((16, 4),), ((8, 16), "data")], r"^the gradient runs jax.lax.psum \(or pmean\)$"),
-    (
-        lambda x, y: jnp.concatenate([x, y]) * 2,
-        [((8, 16), "model")] * 2,
-        "^concatenate wants dimension 0 of [xy] whole, but model shards it$",
-    ),
-    (
-        lambda x, y: x @ y.T,
-        [((8, 16), "data")] * 2,
-        "^this product keeps dimension 0 of y and dimension 0 of x, but data shards both$",
-    ),
+    (lambda x, y: jnp.concatenate([x, y]) * 2, [((8, 16), "model")] * 2,
+     "^concatenate wants dimension 0 of [xy] whole, but model shards it$"),
+    (lambda x, y: x @ y.T, [((8, 16), "data")] * 2,
+     "^this product keeps dimension 0 of y and dimension 0 of x, but data shards both$"),
     (
         jax.grad(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x) @ w.T) ** 2), (0, 1)),  # both products have one name
         [((64, 32), "data", "model"), ((16, 32), "data")],
         "^(the gradient of )?this product (sums|keeps) ",
     ),
-    (
-        lambda x: jnp.tanh(x) + x.T,
-        [((16, 16), "data")],
-        "^add has data on dimension 0.*, but data shards dimension 0 of x, transposed$",
-    ),
-    (
-        lambda x, y: jax.lax.with_sharding_constraint(jax.vmap(jnp.outer)(x, y), P()).sum(0),
-        [((64, 8), ("data", "model")), ((64, 64), ("data", "model"))],
-        "has data and model on no dimension, but data and model shard dimension 0 of x$",
-    ),
-    (
-        convolved,
-        [((4, 8, 16, 16), None, "model"), ((8, 8, 3, 3), None, "model")],
-        "^this convolution sums dimension 1 of x and dimension 1 of w, which model shards$",
-    ),
-    (
-        jax.grad(lambda w, x: jnp.sin(convolved(x, w)).sum()),
-        [((8, 8, 3, 3),), ((4, 8, 16, 16), "data")],
-        "^the gradient of this convolution sums dimension 0 of x and dimension 0 of ",
-    ),
-    (
-        convolved,
-        [((4, 8, 16, 16), "data", "model"), ((8, 8, 3, 3), "model")],
-        "^this convolution sums dimension 1 of x and keeps dimension 0 of w, but model shards both$",
-    ),
-    (
-        jax.jit(jnp.tanh, out_shardings=P()),
-        [((8, 16), None, "model")],
-        r"^out_shardings have model on no dimension, but model shards dimension 1 of .* x\)$",
-    ),
+    (lambda x: jnp.tanh(x) + x.T, [((16, 16), "data")],
+     "^add has data on dimension 0.*, but data shards dimension 0 of x, transposed$"),
+    (lambda x, y: jax.lax.with_sharding_constraint(jax.vmap(jnp.outer)(x, y), P()).sum(0),
+     [((64, 8), ("data", "model")), ((64, 64), ("data", "model"))],
+     "has data and model on no dimension, but data and model shard dimension 0 of x$"),
+    (convolved, [((4, 8, 16, 16), None, "model"), ((8, 8, 3, 3), None, "model")],
+     "^this convolution sums dimension 1 of x and dimension 1 of w, which model shards$"),
+    (jax.grad(lambda w, x: jnp.sin(convolved(x, w)).sum()), [((8, 8, 3, 3),), ((4, 8, 16, 16), "data")],
+     "^the gradient of this convolution sums dimension 0 of x and dimension 0 of "),
+    (convolved, [((4, 8, 16, 16), "data", "model"), ((8, 8, 3, 3), "model")],
+     "^this convolution sums dimension 1 of x and keeps dimension 0 of w, but model shards both$"),
+    (jax.jit(jnp.tanh, out_shardings=P()), [((8, 16), None, "model")],
+     r"^out_shardings have model on no dimension, but model shards dimension 1 of .* x\)$"),
     (lambda x: jnp.sort(x, 0)[4] * 2, [((8, 16), "data")], "^(sort|slice) wants dimension 0 of "),
-    (
-        led,
-        [((8, 4, 16), "data", "model"), ((16,),)],
-        "^(concatenate wants dimension 1 of|a result .* 5 of) ",
-    ),
+    (led, [((8, 4, 16), "data", "model"), ((16,),)], "^(concatenate wants dimension 1 of|a result .* 5 of) "),
     (
         jax.jit(
             lambda w, m, x: once(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), None, "model") + m,
@@ -348,12 +303,9 @@ WORDS = [
         [((16, 32), None, "model"), ((16, 32), "model"), ((8, 16),)],
         r"^add has model on dimension 0 \(from dimension 0 of m\), but .* dimension 1 of the result of dot_general \(",
     ),
-    (
-        lambda x: jax.lax.with_sharding_constraint(by_devices(x), P()),
-        [((8, 16), "model")],
-        "has model on no dimension, but .*from out_specs of shard_map in ",
-    ),
-]
+    (lambda x: jax.lax.with_sharding_constraint(by_devices(x), P()), [((8, 16), "model")],
+     "has model on no dimension, but .*from out_specs of shard_map in "),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fn", "args", "words"), WORDS, ids=range(len(WORDS)))

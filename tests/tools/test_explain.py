@@ -81,7 +81,6 @@ def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
 
 
 def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
-    """Also if an operand is gathered first, and differs between ranks only by its type."""
     case = cases.BY_NAME["ag-data"]
     case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
     with EXPLICIT.scope(case):
@@ -94,7 +93,6 @@ def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
 
 
 def test_the_line_is_that_of_the_users_call(rng):
-    """Also in a gradient, in a second call that JAX has already traced, and with a bare function of jaxmp."""
     x = abstract((4, 4))
 
     def program(a, b):
@@ -249,7 +247,6 @@ def test_the_workspace_of_16_bit_products_is_named(rng):
 
 
 def test_symbolic_extents_are_multiplied_by_xla(mesh_of):
-    """Without a mesh, and with known shardings; the table shows expressions for numbers."""
     m, k = jax.export.symbolic_shape("4*m, k")
     where = NamedSharding(mesh_of({"x": 4}), P("x", None))
     for sharding in (None, where):

@@ -1,8 +1,6 @@
-"""The model of time: its order and its limits, by hand; no test measures time.
-
-Without these tests, a slower link could improve a prediction, transfers could count as hidden although nothing hides
-them, or the rate of another type could be used.
-"""
+"""The model of time: its order and its limits, by hand; no test measures time. Without these tests, a slower link could
+improve a prediction, transfers could count as hidden although nothing hides them, or the rate of another type could be
+used."""
 
 import dataclasses
 import itertools
@@ -25,13 +23,7 @@ SIMPLE = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e9, link_b
 def time_of(hardware=SIMPLE, *, flops=0, nbytes=0, moved=0, nranks=4, ndevices=4, stride=1, is_fused=True):
     transfers = (Transfer(moved, nranks, stride),) if moved else ()
     return call_time(
-        hardware,
-        flops=flops,
-        kind="float32",
-        ndevices=ndevices,
-        nbytes=nbytes,
-        transfers=transfers,
-        is_fused=is_fused,
+        hardware, flops=flops, kind="float32", ndevices=ndevices, nbytes=nbytes, transfers=transfers, is_fused=is_fused
     )
 
 
@@ -99,9 +91,6 @@ def test_the_rates_of_data_sheets_are_in_order(name):
     assert rates["float8"] == pytest.approx(2 * rates["bfloat16"], rel=1e-3)
     assert machine.memory_bandwidth > machine.link_bandwidth > machine.network_bandwidth
     assert machine.source
-
-
-# ---- explain
 
 
 def test_explain_predicts_each_call(mesh_of, capsys):
@@ -198,9 +187,6 @@ def test_a_product_between_machines_is_cut_where_that_hides_much():
     between = dataclasses.replace(machine, link_bandwidth=1e6)
     exposed = [call_time(between, **call, chunks=n).exposed for n in (1, 8)]
     assert exposed == pytest.approx([1, 1 / 8])
-
-
-# ---- this machine
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
-"""Lines are named as users see them: by file, and in a notebook by the number before the cell.
-
-The tests do not depend on IPython; a module with its documented `format_code_name` stands for it.
-"""
+"""Lines are named as users see them: by file, and in a notebook by the number before the cell. The tests do not depend
+on IPython; a module with its documented `format_code_name` stands for it."""
 
 import inspect
 import sys

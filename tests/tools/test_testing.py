@@ -1,7 +1,5 @@
-"""`jaxmp.testing`: the comparison of bits, and the checks of the selftest.
-
-Without these tests, a comparison could take -0 for 0 or a NaN for any NaN, and a checker could leave a promise out.
-"""
+"""`jaxmp.testing`: the comparison of bits, and the checks of the selftest. Without these tests, a comparison could take
+-0 for 0 or a NaN for any NaN, and a checker could leave a promise out."""
 
 import itertools
 import re

@@ -1,7 +1,5 @@
-"""Code as users write it, with the types that a checker has to find. `make lint` runs `mypy --strict` over it.
-
-Without it a wider annotation, or an overload that no longer matches, would turn results into Any and go unseen.
-"""
+"""Code as users write it, with the types that a checker has to find. `make lint` runs `mypy --strict` over it. Without
+it a wider annotation, or an overload that no longer matches, would turn results into Any and go unseen."""
 
 from typing import Any, assert_type
 
