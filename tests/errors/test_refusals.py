@@ -63,17 +63,20 @@ def test_what_a_gradient_refuses_names_the_function():
         jax.jit(jax.vmap(lambda x: jaxmp.matmul(x, A, **sums)))(jnp.ones((2, 4, 4)))
 
 
-@pytest.mark.parametrize(("kind", "shown"), [
-    (InvalidValue, ValueError),
-    (InvalidOperands, TypeError),
-    (InvalidSharding, ShardingTypeError),
-    (NoPrecision, ValueError),
-    (InvalidType, TypeError),
-    (NoKernel, TypeError),
-    (NoPromotion, TypePromotionError),
-    (NotAvailable, NotImplementedError),
-    (NotInstalled, RuntimeError),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        (InvalidValue, ValueError),
+        (InvalidOperands, TypeError),
+        (InvalidSharding, ShardingTypeError),
+        (NoPrecision, ValueError),
+        (InvalidType, TypeError),
+        (NoKernel, TypeError),
+        (NoPromotion, TypePromotionError),
+        (NotAvailable, NotImplementedError),
+        (NotInstalled, RuntimeError),
+    ],
+)
 def test_a_refusal_is_an_error_that_users_know(kind, shown):
     error = kind("{b} is not {a}").of("linear", {"a": "x"})
     assert isinstance(error, Refusal)

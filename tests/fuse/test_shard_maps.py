@@ -175,17 +175,20 @@ def collectives(program):
     return Counter(re.findall(rf"({kinds})\(", program.as_text()))
 
 
-@pytest.mark.parametrize(("body", "said"), [
-    (lambda x, w: gather(x, "model")[:4] @ w, "its all_gather at {} there is a slice at {}"),
-    (lambda x, w: (2 * gather(x, "model")) @ w, "its all_gather at {} there is a factor at {}"),
-    (lambda x, w: jnp.roll(gather(x, "model"), 1, 0) @ w, "its all_gather at {} there is a roll at {}"),
-    (lambda x, w: gather(jnp.tanh(gather(x, "model")), "model")[:8] @ w, "its all_gather at {} there is a slice"),
-    (lambda x, w: lax.psum((x @ w)[:4], "model"), "its psum at {} there is a slice at {}"),
-    (lambda x, w: lax.psum(jnp.where(x[:, :1] > 0, x @ w, 0), "model"), "its psum at {} there is a mask at {}"),
-    (lambda x, w: lax.psum(x @ w * jnp.inf, "model"), "its psum at {} there is a factor at {}"),
-    (lambda x, w: lax.psum((x @ w) * w[:1], "model"), "its psum at {} there is a factor at {}"),
-    (lambda x, w: lax.psum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) + 0, "data"), "there is an addition"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda x, w: gather(x, "model")[:4] @ w, "its all_gather at {} there is a slice at {}"),
+        (lambda x, w: (2 * gather(x, "model")) @ w, "its all_gather at {} there is a factor at {}"),
+        (lambda x, w: jnp.roll(gather(x, "model"), 1, 0) @ w, "its all_gather at {} there is a roll at {}"),
+        (lambda x, w: gather(jnp.tanh(gather(x, "model")), "model")[:8] @ w, "its all_gather at {} there is a slice"),
+        (lambda x, w: lax.psum((x @ w)[:4], "model"), "its psum at {} there is a slice at {}"),
+        (lambda x, w: lax.psum(jnp.where(x[:, :1] > 0, x @ w, 0), "model"), "its psum at {} there is a mask at {}"),
+        (lambda x, w: lax.psum(x @ w * jnp.inf, "model"), "its psum at {} there is a factor at {}"),
+        (lambda x, w: lax.psum((x @ w) * w[:1], "model"), "its psum at {} there is a factor at {}"),
+        (lambda x, w: lax.psum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) + 0, "data"), "there is an addition"),
+    ],
+)
 def test_what_stands_between_product_and_collective_is_named(body, said, mesh):
     case = Case("", body, ((16, 12), (12, 16)), (P("model"), P()), P(), "", "")
     function = jax.shard_map(body, mesh=mesh, in_specs=case.specs, out_specs=P(), check_vma=False)

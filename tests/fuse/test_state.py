@@ -52,13 +52,17 @@ def through_a_scan(x):
     return jnp.sum(jax.lax.scan(layer, x, jnp.stack([W, X]))[0])
 
 
-@pytest.mark.parametrize("program", [
-    through_a_list,
-    jax.jit(through_a_list, static_argnums=0),
-    jax.grad(through_a_list, argnums=1),
-    lambda wrap, x: jaxmp.fuse(functools.partial(through_a_list, wrap))(x),
-    lambda _, x: jax.jit(jax.grad(through_a_scan))(x),
-], ids=["eager", "jit", "grad", "fuse", "scan"])  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        through_a_list,
+        jax.jit(through_a_list, static_argnums=0),
+        jax.grad(through_a_list, argnums=1),
+        lambda wrap, x: jaxmp.fuse(functools.partial(through_a_list, wrap))(x),
+        lambda _, x: jax.jit(jax.grad(through_a_scan))(x),
+    ],
+    ids=["eager", "jit", "grad", "fuse", "scan"],
+)
 def test_a_value_left_in_a_list_raises_at_its_use(program):
     with pytest.raises(jax.errors.UnexpectedTracerError, match="traced for fuse"):
         program(jaxmp.fuse, X)

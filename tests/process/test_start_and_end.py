@@ -64,12 +64,16 @@ def test_a_rank_that_ends_late_is_waited_for_by_all(tmp_path):
     assert {1, 2, 4} <= seen <= {1, 2, 4, 6, 7}, job.all_logs()
 
 
-@pytest.mark.parametrize(("limits", "is_shared"), [
-    ({"all": f"AS {20 << 30}"}, True),
-    ({1: f"FSIZE {60 << 10}"}, False),
-    ({"all": f"FSIZE {60 << 10}"}, False),
-    ({1: f"FSIZE {1 << 20}"}, False),  # as a later block needs
-], ids=["addresses", "one rank's files", "all ranks' files", "one rank's large files"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "is_shared"),
+    [
+        ({"all": f"AS {20 << 30}"}, True),
+        ({1: f"FSIZE {60 << 10}"}, False),
+        ({"all": f"FSIZE {60 << 10}"}, False),
+        ({1: f"FSIZE {1 << 20}"}, False),  # as a later block needs
+    ],
+    ids=["addresses", "one rank's files", "all ranks' files", "one rank's large files"],
+)
 def test_a_job_does_without_shared_memory_where_there_is_none(tmp_path, limits, is_shared):
     """Limits as schedulers set them: too few addresses for the whole machine's memory, no file of a block's size."""
     job, ranks = run(tmp_path, "limited", 2, env={rank: {"LIMIT": limit} for rank, limit in limits.items()})
@@ -96,15 +100,18 @@ def test_a_job_logs_who_joins_and_leaves_and_begins_once(tmp_path):
         assert f"jaxmp.distributed: rank {i}: leaves the job" in lines, job.all_logs()
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    (("host:1", 2), ValueError, "without process_id; pass all three"),
-    (("host", 2, 0), ValueError, "must be 'host:port', got 'host'"),
-    (("host:1", 0, 0), ValueError, "num_processes must be at least 1, got 0"),
-    (("host:1", 2, 2), ValueError, "from 0 to num_processes - 1 = 1, got 2"),
-    (("host:1", 2, "0"), TypeError, "process_id must be an int, got '0'"),
-    (("host:65536", 2, 0), ValueError, "must have a port from 1 to 65535, got 'host:65536'"),
-    (("nobody.invalid:1", 2, 0), ValueError, "names the host 'nobody.invalid', which this machine does not know"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("host:1", 2), ValueError, "without process_id; pass all three"),
+        (("host", 2, 0), ValueError, "must be 'host:port', got 'host'"),
+        (("host:1", 0, 0), ValueError, "num_processes must be at least 1, got 0"),
+        (("host:1", 2, 2), ValueError, "from 0 to num_processes - 1 = 1, got 2"),
+        (("host:1", 2, "0"), TypeError, "process_id must be an int, got '0'"),
+        (("host:65536", 2, 0), ValueError, "must have a port from 1 to 65535, got 'host:65536'"),
+        (("nobody.invalid:1", 2, 0), ValueError, "names the host 'nobody.invalid', which this machine does not know"),
+    ],
+)
 def test_arguments_that_do_not_fit_are_refused(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         jaxmp.distributed.initialize(*arguments)

@@ -39,13 +39,17 @@ def derivative_and_sums(a, b, c, scale, determinism):
 
 
 @pytest.mark.parametrize("shardings", [SCATTERED, GATHERED], ids=["scattered", "gathered"])
-@pytest.mark.parametrize(("program", "determinism"), [
-    (traced_alpha, "run_to_run"),
-    (gradient, "run_to_run"),
-    (gradient, "batch"),
-    (derivative_and_sums, "batch"),
-    (derivative_and_sums, "topology"),
-], ids=lambda x: getattr(x, "__name__", x))  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "determinism"),
+    [
+        (traced_alpha, "run_to_run"),
+        (gradient, "run_to_run"),
+        (gradient, "batch"),
+        (derivative_and_sums, "batch"),
+        (derivative_and_sums, "topology"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_results_are_those_of_one_device(program, determinism, shardings, rng):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     a, b, c = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((M, K), (K, N), (M, N)))

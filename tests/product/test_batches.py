@@ -110,16 +110,20 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
             assert bool(calls) == is_host
 
 
-@pytest.mark.parametrize(("dtype", "platform", "apart", "options", "want"), [
-    ("float32", "cpu", "", {}, ("xla", True)),
-    ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
-    ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
-    ("bfloat16", "cpu", "", {}, ("host+xla", True)),
-    ("float32", "cuda", "", {}, ("xla", True)),
-    ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
-    ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),
-    ("float32", "tpu", "they live in 2 processes", {}, ("xla", True)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "platform", "apart", "options", "want"),
+    [
+        ("float32", "cpu", "", {}, ("xla", True)),
+        ("float32", "cpu", "they live in 2 processes", {}, ("host+xla", False)),
+        ("float32", "cpu", "they live in 2 processes", {"implementation": "xla"}, ("xla", False)),
+        ("bfloat16", "cpu", "", {}, ("host+xla", True)),
+        ("float32", "cuda", "", {}, ("xla", True)),
+        ("float32", "cuda", "they live in 2 processes", {}, ("xla", True)),
+        ("float8_e4m3fn", "cuda", "they live in 2 processes", {}, ("cublasmp", False)),
+        ("float32", "tpu", "they live in 2 processes", {}, ("xla", True)),
+    ],
+    ids=str,
+)
 def test_the_rule(dtype, platform, apart, options, want, monkeypatch):
     """Small batches, by platform and number of processes; the test pretends that the GPU library is present."""
     monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))

@@ -61,24 +61,27 @@ def test_without_a_gpu_the_library_is_called_only_on_request(monkeypatch):
     assert choose(SPEC.replace(implementation="cublasmp")).implementation == "cublasmp"
 
 
-@pytest.mark.parametrize(("spec", "operands", "why"), [
-    pytest.param(GRID, FLOATS, "cuBLASMp multiplies contiguous shards on square grids only, not 2x4", id="grid"),
-    pytest.param(
-        SPEC.replace(precision="F16_F16_F16"),
-        (np.dtype("float16"),) * 2,
-        "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
-        id="sum in 16 bits",
-    ),
-    pytest.param(
-        SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
-    ),
-    pytest.param(
-        SPEC.replace(scales=ScaleModes("vec32_ue8m0", "vec32_ue8m0")),
-        (jnp.dtype("float8_e4m3fn"),) * 2,
-        "MXFP8 needs compute capability 10.0 or later, this card has 9.0",
-        id="card",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "operands", "why"),
+    [
+        pytest.param(GRID, FLOATS, "cuBLASMp multiplies contiguous shards on square grids only, not 2x4", id="grid"),
+        pytest.param(
+            SPEC.replace(precision="F16_F16_F16"),
+            (np.dtype("float16"),) * 2,
+            "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
+            id="sum in 16 bits",
+        ),
+        pytest.param(
+            SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
+        ),
+        pytest.param(
+            SPEC.replace(scales=ScaleModes("vec32_ue8m0", "vec32_ue8m0")),
+            (jnp.dtype("float8_e4m3fn"),) * 2,
+            "MXFP8 needs compute capability 10.0 or later, this card has 9.0",
+            id="card",
+        ),
+    ],
+)
 def test_calls_that_cublasmp_lacks_go_to_xla_or_are_refused(cards, spec, operands, why):
     cards("10.0", "9.0")  # the lowest capability decides, so that all processes choose the same
     assert choose(spec, operands=operands) == backend.Choice("xla", why)
@@ -89,15 +92,18 @@ def test_calls_that_cublasmp_lacks_go_to_xla_or_are_refused(cards, spec, operand
 FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
 
 
-@pytest.mark.parametrize(("dtype", "mode", "lowest", "highest", "what"), [
-    (FP8, "none", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
-    (FP8, "scalar_fp32", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
-    (FP8, "outer_vec_fp32", (9, 0), (9, 0), "scales of outer_vec_fp32 need compute capability 9.0"),
-    (FP8, "vec128_fp32", (9, 0), (9, 0), "scales of vec128_fp32 need compute capability 9.0"),
-    (FP8, "blk128x128_fp32", (9, 0), (9, 0), "scales of blk128x128_fp32 need compute capability 9.0"),
-    (FP8, "vec32_ue8m0", (10, 0), None, "MXFP8 needs compute capability 10.0 or later"),
-    (FP4, "vec16_ue4m3", (10, 0), None, "NVFP4 needs compute capability 10.0 or later"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "mode", "lowest", "highest", "what"),
+    [
+        (FP8, "none", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
+        (FP8, "scalar_fp32", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
+        (FP8, "outer_vec_fp32", (9, 0), (9, 0), "scales of outer_vec_fp32 need compute capability 9.0"),
+        (FP8, "vec128_fp32", (9, 0), (9, 0), "scales of vec128_fp32 need compute capability 9.0"),
+        (FP8, "blk128x128_fp32", (9, 0), (9, 0), "scales of blk128x128_fp32 need compute capability 9.0"),
+        (FP8, "vec32_ue8m0", (10, 0), None, "MXFP8 needs compute capability 10.0 or later"),
+        (FP4, "vec16_ue4m3", (10, 0), None, "NVFP4 needs compute capability 10.0 or later"),
+    ],
+)
 def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
     """The capabilities are from cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
     spec = SPEC.replace(scales=ScaleModes(mode, mode))

@@ -71,11 +71,15 @@ SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "rs-transposed")
 
 
-@pytest.mark.parametrize(("name", "shape", "transposition"), [
-    *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
-    *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
-    *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "shape", "transposition"),
+    [
+        *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
+        *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
+        *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
+    ],
+    ids=str,
+)
 def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng):
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
@@ -195,11 +199,15 @@ def test_a_column_does_not_know_its_neighbours(in_tiles):
     in_tiles(testing.check_columns, "batch", "host", "float32", (301, 9), (1, 2, 17, 127, 128, 129, 300))
 
 
-@pytest.mark.parametrize(("dtype", "transpose", "only"), [
-    ("float32", "NN", ("all-gather", "all-reduce")),
-    ("float32", "TN", ("reduce-scatter", "grid")),
-    ("bfloat16", "TT", ("data x reduce-scatter",)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "transpose", "only"),
+    [
+        ("float32", "NN", ("all-gather", "all-reduce")),
+        ("float32", "TN", ("reduce-scatter", "grid")),
+        ("bfloat16", "TT", ("data x reduce-scatter",)),
+    ],
+    ids=str,
+)
 def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch):
     """Gradients do not know it either, although some are computed transposed on one mesh only. hostmp's sums equal the
     transpose's and cuBLASLt's need not, so each call multiplies its first operand by 1.1."""

@@ -88,10 +88,13 @@ def test_nnx_model_that_the_program_makes_itself():
         judge(*(create(f) for f in (jaxmp.dot_general, jax.lax.dot_general)))
 
 
-@pytest.mark.parametrize(("make", "shape", "spec", "calls"), [
-    (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
-    (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "shape", "spec", "calls"),
+    [
+        (lambda: Mlp(jaxmp.dot_general, True), (BATCH, LENGTH, WIDTH), ROWS, ["all_gather", "reduce_scatter"]),
+        (lambda: of_nnx(jaxmp.flax.Linear, True, activation="gelu"), (4, IN), FEATURES, ["local"]),
+    ],
+)
 def test_nnx_layers_are_the_fused_calls(make, shape, spec, calls):
     mesh = MESH.jax_mesh()
     with jax.set_mesh(mesh):

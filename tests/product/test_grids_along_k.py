@@ -132,11 +132,14 @@ def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh
     np.testing.assert_array_equal(jax.jit(f)(a, b), np.asarray(a) @ np.asarray(b))
 
 
-@pytest.mark.parametrize(("specs", "out"), [
-    ((P("x"), P("x", "y")), P("x", "y")),  # a grid gathers b
-    ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered before the call
-    ((P("y"), P(("x", "y"))), P("y")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("specs", "out"),
+    [
+        ((P("x"), P("x", "y")), P("x", "y")),  # a grid gathers b
+        ((P("x", "y"), P("y", "x")), P("x")),  # b is gathered before the call
+        ((P("y"), P(("x", "y"))), P("y")),
+    ],
+)
 @pytest.mark.parametrize("product", [jaxmp.matmul, functools.partial(jaxmp.einsum, "mk,kn->mn")])
 def test_no_gathered_operand_is_kept_for_the_backward_pass(product, specs, out, mesh):
     a, b = (jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, spec)) for spec in specs)

@@ -134,12 +134,15 @@ def test_drawn_shardings_of_a_square(seed):
         assert kind == AxisType.Auto or y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
 
 
-@pytest.mark.parametrize(("specs", "collectives"), [
-    ((P("p"), P("p"), P("p"), P("p")), []),  # experts: calls read other ranks' rows in place
-    ((P(), P("p"), P("p"), P()), ["all-reduce"]),
-    ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
-    ((P("p"), P(), P(), P("p")), []),  # rows
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("specs", "collectives"),
+    [
+        ((P("p"), P("p"), P("p"), P("p")), []),  # experts: calls read other ranks' rows in place
+        ((P(), P("p"), P("p"), P()), ["all-reduce"]),
+        ((P(), P(None, None, "p"), P(None, "p"), P()), ["all-reduce"]),  # hidden features
+        ((P("p"), P(), P(), P("p")), []),  # rows
+    ],
+)
 def test_nothing_is_exchanged_between_the_products(specs, collectives):
     mesh = jax.make_mesh((2,), ("p",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     x, sizes = jnp.ones((M, K)), jnp.ones(64, int)

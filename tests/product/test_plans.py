@@ -204,22 +204,25 @@ def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch)
 F64, BF16 = {"out_dtype": np.dtype("float64")}, {"out_dtype": np.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize(("name", "changes", "form"), [
-    ("ag", {"epilog": Epilog.RELU_AUX_BIAS}, "mask_of_result"),
-    ("ag", {"epilog": Epilog.RELU_BIAS}, "direct"),
-    ("local", {"epilog": Epilog.GELU}, "separate_epilog"),
-    ("local", {"epilog": Epilog.GELU_AUX_BIAS} | BF16, "direct"),
-    ("local", {"epilog": Epilog.DRELU_BGRAD} | F64, "direct"),
-    ("ag", {"epilog": Epilog.DRELU_BGRAD} | F64, "separate_epilog"),
-    ("rs", {"epilog": Epilog.BGRADA}, "separate_epilog"),
-    ("ag", {"epilog": Epilog.BGRADA} | BF16, "direct"),
-    ("ag", {"epilog": Epilog.BGRADA, "out_dtype": np.dtype("float16")}, "separate_epilog"),
-    ("rs", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "xla"),
-    ("ag", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "direct"),
-    ("grid", {"transpose_a": True}, "xla"),
-    ("grid", {"transpose_b": True}, "direct"),
-    ("ar", {"has_c": True, "beta": 2.0, "transpose_b": True}, "direct"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "changes", "form"),
+    [
+        ("ag", {"epilog": Epilog.RELU_AUX_BIAS}, "mask_of_result"),
+        ("ag", {"epilog": Epilog.RELU_BIAS}, "direct"),
+        ("local", {"epilog": Epilog.GELU}, "separate_epilog"),
+        ("local", {"epilog": Epilog.GELU_AUX_BIAS} | BF16, "direct"),
+        ("local", {"epilog": Epilog.DRELU_BGRAD} | F64, "direct"),
+        ("ag", {"epilog": Epilog.DRELU_BGRAD} | F64, "separate_epilog"),
+        ("rs", {"epilog": Epilog.BGRADA}, "separate_epilog"),
+        ("ag", {"epilog": Epilog.BGRADA} | BF16, "direct"),
+        ("ag", {"epilog": Epilog.BGRADA, "out_dtype": np.dtype("float16")}, "separate_epilog"),
+        ("rs", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "xla"),
+        ("ag", {"scales": ScaleModes(a=VEC128, b=VEC128)}, "direct"),
+        ("grid", {"transpose_a": True}, "xla"),
+        ("grid", {"transpose_b": True}, "direct"),
+        ("ar", {"has_c": True, "beta": 2.0, "transpose_b": True}, "direct"),
+    ],
+)
 def test_what_cublasmp_gets_wrong_is_computed_otherwise(name, changes, form, monkeypatch):
     """The faults of tests/conformance/cases.cc and similar calls that are right; hostmp has none of the faults."""
     spec = spec_of(cases.BY_NAME[name]).replace(**changes)

@@ -56,12 +56,15 @@ def put(mesh, *pairs):
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
 
 
-@pytest.mark.parametrize(("spec", "of_w", "of_d"), [
-    (P("x"), P(), P("x")),
-    (P(("x", "y")), P(), P(("x", "y"))),
-    (P("x", "y"), P("y"), P("x", "y")),
-    (P(None, "x"), P(), P(None, "x")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "of_w", "of_d"),
+    [
+        (P("x"), P(), P("x")),
+        (P(("x", "y")), P(), P(("x", "y"))),
+        (P("x", "y"), P("y"), P("x", "y")),
+        (P(None, "x"), P(), P(None, "x")),
+    ],
+)
 def test_vmap_over_an_explicit_axis(spec, of_w, of_d):
     dim = spec.index("x") if "x" in spec else 0
     x = jnp.moveaxis(SEQUENCES, 0, dim)

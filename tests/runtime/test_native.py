@@ -145,30 +145,36 @@ def test_the_processors_instruction_set_and_the_blas_are_named(extension):
     assert all(info[dtype] for dtype in dtypes)
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, backend, distributed, cublasmp but has plans."),
-    ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
-    ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
-    (
-        "JAXMP_ISA",
-        "sse",
-        "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx_vnni', 'avx2', "
-        "'neon_dotprod', 'neon', 'portable' but is 'sse'.",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, backend, distributed, cublasmp but has plans."),
+        ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
+        ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
+        (
+            "JAXMP_ISA",
+            "sse",
+            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx_vnni', 'avx2', "
+            "'neon_dotprod', 'neon', 'portable' but is 'sse'.",
+        ),
+    ],
+)
 def test_a_variable_that_means_nothing_is_an_error(name, value, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
         config_lib.parse({name: value})
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("end", "advice"), [
-    ("_TIMOUT", "did you mean JAXMP_TIMEOUT?"),
-    ("LOG", "did you mean JAXMP_LOG?"),
-    ("_log", "did you mean JAXMP_LOG?"),
-    ("_FUZ", "did you mean JAXMP_FUZZ?"),
-    ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_ISA, "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        ("_TIMOUT", "did you mean JAXMP_TIMEOUT?"),
+        ("LOG", "did you mean JAXMP_LOG?"),
+        ("_log", "did you mean JAXMP_LOG?"),
+        ("_FUZ", "did you mean JAXMP_FUZZ?"),
+        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_ISA, "),
+    ],
+)
 def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):
     name = f"JAXMP{end}"
     monkeypatch.setattr(config_lib, "_named", set())
@@ -202,11 +208,14 @@ def test_plan_cache_counts_hits_and_misses(extension):
         extension.set_plan_cache_capacity(info["capacity"])
 
 
-@pytest.mark.parametrize(("pattern", "algorithm"), [
-    ("all_gather", "AllGather + Matmul"),
-    ("reduce_scatter", "Matmul + ReduceScatter"),
-    ("all_reduce", "Matmul + AllReduce"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "algorithm"),
+    [
+        ("all_gather", "AllGather + Matmul"),
+        ("reduce_scatter", "Matmul + ReduceScatter"),
+        ("all_reduce", "Matmul + AllReduce"),
+    ],
+)
 def test_describe_plan(extension, pattern, algorithm):
     plan = native.describe_plan(attributes(pattern, m=8, n=4, k=12, mesh=(4,)))
     assert plan["nranks"] == 4
@@ -219,10 +228,13 @@ def test_describe_plan(extension, pattern, algorithm):
 NVFP4 = {"dtype_a": "f4e2m1", "dtype_b": "f4e2m1", "scale_mode_a": "vec16_ue4m3", "scale_mode_b": "vec16_ue4m3"}
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"alpha": np.array([1.0])}, r"attribute alpha must be float64\[2\]"),
-    ({"m": 64, "n": 128, "k": 128, "trans_a": "T", **NVFP4}, r"columns of A \(m\) must be a multiple of 128"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": np.array([1.0])}, r"attribute alpha must be float64\[2\]"),
+        ({"m": 64, "n": 128, "k": 128, "trans_a": "T", **NVFP4}, r"columns of A \(m\) must be a multiple of 128"),
+    ],
+)
 def test_a_refused_plan_says_why(extension, changes, message):
     with pytest.raises(ValueError, match=message):
         native.describe_plan(attributes(**changes))

@@ -332,25 +332,31 @@ def test_the_text_of_asynchronous_programs_is_read():
     assert (start.held, gemm.held, gemm.summed) == (16 * 16 * F32, 16 * 16 * F32, (1,))
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
-    ("replica_groups={}", ((0, 1, 2, 3),)),
-    ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
-    ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 1), (2, 3))),
-    ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
-    ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
-    ("source_target_pairs={{0,0},{1,3},{3,1}}", ((1, 3), (3, 1))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=1,'b'=2,'c'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("source_target_pairs={{0,0},{1,3},{3,1}}", ((1, 3), (3, 1))),
+    ],
+)
 def test_groups_of_devices_are_read(text, expected):
     each = hlo.Instruction("c", "all-gather", "f32[2]{0}", (), (), text, False)
     assert hlo.groups(each, 4) == expected
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("mesh['data'=2,'model'=2], [{'model'}, {}]", (("model",), ())),
-    ("devices=[1,2,2]<=[2,2]T(1,0) last_tile_dim_replicate", ((), ("model",))),
-    ("devices=[4,1]0,1,2,3", (("data", "model"), ())),
-    ("replicated", ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mesh['data'=2,'model'=2], [{'model'}, {}]", (("model",), ())),
+        ("devices=[1,2,2]<=[2,2]T(1,0) last_tile_dim_replicate", ((), ("model",))),
+        ("devices=[4,1]0,1,2,3", (("data", "model"), ())),
+        ("replicated", ()),
+    ],
+)
 def test_shardings_are_read(text, expected):
     assert hlo.sharded(text, {"data": 2, "model": 2}) == expected
