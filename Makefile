@@ -93,6 +93,13 @@ examples: $(DEMO)/.examples ## Run every example of one process
 .PHONY: test
 test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests (ARGS=--exhaustive: every case)
 
+# Two minutes on two quiet cores, the environment included: of the tests that tell most, a case in 24.
+QUICK = product/test_table.py product/test_numerics.py product/test_hlo.py determinism/test_determinism.py \
+        fuse/test_programs.py errors/test_errors.py runtime/test_native.py
+.PHONY: test-quick
+test-quick: $(TEST)/.ready ## Run some hundred Python tests, for a first look
+	$(TEST)/bin/pytest $(PARALLEL) --share 1/24 $(addprefix tests/,$(QUICK)) $(ARGS)
+
 .PHONY: test-python
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some), or RUN="tests/process/soak.py", a script
 	$(with)
