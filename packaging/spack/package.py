@@ -11,7 +11,7 @@ class PyJaxmp(PythonPackage):
 
     license("Apache-2.0")
 
-    version("0.2.0")
+    version("0.3.0")
 
     depends_on("cxx", type="build")
     depends_on("cmake@3.24:", type="build")
