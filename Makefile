@@ -94,9 +94,9 @@ examples: $(DEMO)/.examples ## Run every example of one process
 .PHONY: test
 test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests (ARGS=--exhaustive: every case)
 
-# Two minutes on two quiet cores, the environment included: of the tests that tell most, a case in 24.
+# A case in 24 of the tests that tell most, for two minutes in a fresh clone; half of that compiles.
 QUICK = product/test_table.py product/test_numerics.py product/test_hlo.py determinism/test_determinism.py \
-        fuse/test_programs.py errors/test_errors.py runtime/test_native.py
+        fuse/test_programs.py errors/test_errors.py
 .PHONY: test-quick
 test-quick: $(TEST)/.ready ## Run some hundred Python tests, for a first look
 	$(TEST)/bin/pytest $(PARALLEL) --share 1/24 $(addprefix tests/,$(QUICK)) $(ARGS)
