@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks and files of a release: one version everywhere, notes, and wheels with the right contents.
 
-pyproject.toml has the version, and CMake reads it there. CITATION.cff, the changelog and a release's tag agree with it.
+pyproject.toml has the version, and CMake reads it there. CITATION.cff, the recipes in packaging, the changelog and a
+release's tag agree with it.
 
     .ci/release.py prepare 0.3.0                   write the version and today's date, and close "Unreleased"
     .ci/release.py check [--tag v0.3.0]            compare what the files say, and the tag
@@ -22,6 +23,9 @@ VERSION = r"\d+\.\d+\.\d+(?:rc\d+)?"
 PLACES = {
     "pyproject.toml": rf'(?m)^version = "({VERSION})"$',
     "CITATION.cff": rf"(?m)^version: ({VERSION})$",
+    "packaging/conda/recipe.yaml": rf'(?m)^  version: "({VERSION})"$',
+    "packaging/easybuild/jaxmp-foss-2024a.eb": rf"(?m)^version = '({VERSION})'$",
+    "packaging/spack/package.py": rf'(?m)^    version\("({VERSION})"\)$',
 }
 CITED_DATE = r"(?m)^date-released: (\d{4}-\d\d-\d\d)$"
 HEADING = re.compile(rf"(?m)^## ({VERSION}) \((\d{{4}}-\d\d-\d\d)\)$")
@@ -80,9 +84,9 @@ def prepare(root: Path, version: str, date: datetime.date) -> None:
 def check(root: Path, tag: str = "") -> str:
     """The version on which the files, and the tag if there is one, agree."""
     version = version_of(root)
-    cited = _found(root / "CITATION.cff", PLACES["CITATION.cff"])
-    if cited != version:
-        raise ReleaseError(f"CITATION.cff has version {cited}, but pyproject.toml has {version}")
+    for name, pattern in PLACES.items():
+        if (said := _found(root / name, pattern)) != version:
+            raise ReleaseError(f"{name} has version {said}, but pyproject.toml has {version}")
     headings = HEADING.findall((root / "CHANGELOG.md").read_text())
     newest, date = headings[0] if headings else ("none", "")
     if newest != version:

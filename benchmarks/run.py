@@ -1,6 +1,7 @@
-"""Run every benchmark, each in a process of its own, and write the page of all machines.
+"""Run every benchmark, each in a process of its own, and write the pages of all machines.
 
-The measurements replace this kind of machine's in benchmarks/results; then docs/benchmarks.md is written again.
+The measurements replace this kind of machine's in benchmarks/results; then the tables of the README,
+docs/performance.md and docs/benchmarks.md are written again.
 """
 
 import argparse
@@ -29,18 +30,19 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a short run that keeps nothing, to see that it works")
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run this one; may be repeated")
     parser.add_argument(
-        "--page", action="store_true", help="write the page from benchmarks/results, and measure nothing"
+        "--page", action="store_true", help="write the pages from benchmarks/results, and measure nothing"
     )
     arguments = parser.parse_args()
     names = arguments.only or BENCHMARKS
     if arguments.quick:
         with tempfile.TemporaryDirectory() as folder:
             measure(names, folder, ["--quick"])
-            print(tables.page(Path(folder)))
+            print(tables.page(tables.PAGES[-1], Path(folder)))
         return
     if not arguments.page:
         measure(names, tables.RESULTS)
-    tables.PAGE.write_text(tables.page())
+    for path in tables.PAGES:
+        path.write_text(tables.page(path))
 
 
 if __name__ == "__main__":

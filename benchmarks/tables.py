@@ -1,7 +1,7 @@
-"""The measurements of machines, as JSON with a row a line, and the tables of all machines in docs/benchmarks.md.
+"""The measurements of machines, as JSON with a row a line, and the tables of the pages that show them.
 
 `benchmarks/results/<machine>.json` has for each benchmark the machine and the date, the means of its groups, and every
-row; the first line of a table names its columns. Only Python's library is needed to read it and to write the page.
+row; the first line of a table names its columns. Only Python's library is needed to read it and to write the pages.
 """
 
 import json
@@ -11,7 +11,10 @@ import statistics
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
+ROOT = RESULTS.parents[1]
+PAGES = [ROOT / name for name in ("README.md", "paper/paper.md", "docs/performance.md", "docs/benchmarks.md")]
+PROCESSORS = {"amx": "Intel with AMX", "avx512": "AMD with AVX512_BF16", "avx512-intel": "Intel with AVX-512"}
+TYPES = {"float32": "f32", "bfloat16": "bf16 -> bf16"}
 PARTS = ("means", "rows")
 
 
@@ -92,19 +95,55 @@ def load(folder=RESULTS):
     return found
 
 
-def page(folder=RESULTS):
+def page(path, folder=RESULTS):
     """Returns the page with new tables, each after a comment that names its section."""
     results = load(folder)
 
     def rows(section):
         if section == "machines":
             return [description(*each) for each in results.items()]
-        measured = {name: sections[section]["means"] for name, sections in results.items() if section in sections}
-        return [{"machine": name} | row for name, means in measured.items() for row in means]
+        if section in ("rates", "models"):
+            return list({"rates": rates, "models": models}[section](results))
+        measured = {name: sections[section] for name, sections in results.items() if section in sections}
+        return [
+            {"machine": name, "JAX": table["machine"]["versions"]["jax"]} | row
+            for name, table in measured.items()
+            for row in table["means"]
+        ]
 
     table = re.compile(r"(<!-- (\w+) -->)\n*(\|.*\n)*\n*")
-    text = table.sub(lambda match: f"{match[1]}\n\n{markdown(rows(match[2]))}\n\n", PAGE.read_text())
+    text = table.sub(lambda match: f"{match[1]}\n\n{markdown(rows(match[2]))}\n\n", path.read_text())
     return text.rstrip() + "\n"
+
+
+def rates(results):
+    """For each processor and type: the rate over XLA's of sharded products of 1024 and above."""
+    for machine, processor in PROCESSORS.items():
+        for name, types in TYPES.items():
+            for table, row in found(results, machine, "matmul", types=types, sizes="1024 and above"):
+                mean, worst = row["jaxmp / XLA"]
+                yield {"Types": name, "Processor": processor, "Mean": mean, "Worst row": worst} | table
+
+
+def models(results):
+    """For each processor: the rate over plain JAX's of loss and gradients of models and layers."""
+    for machine, processor in PROCESSORS.items():
+        for section, ratio, model, of in (
+            ("fuse", "plain / fuse", "models of two blocks through `fuse`", {}),
+            ("layers", "gradient", "MLP with FSDP and tensor parallelism", {"layer": "MLP, FSDP + TP"}),
+        ):
+            cells = {name: list(found(results, machine, section, type=name, **of)) for name in TYPES}
+            if all(cells.values()):
+                means = {name: row[ratio][0] for name, [(_, row)] in cells.items()}
+                yield {"Model": model, "Processor": processor} | means | cells["float32"][0][0]
+
+
+def found(results, machine, section, **of):
+    """The means of a section with these values, each with the JAX of its measurement."""
+    table = results.get(machine, {}).get(section)
+    for row in table["means"] if table else ():
+        if of.items() <= row.items():
+            yield {"JAX": table["machine"]["versions"]["jax"]}, row
 
 
 def description(name, sections):
@@ -118,7 +157,7 @@ def description(name, sections):
 def markdown(rows):
     columns = list(dict.fromkeys(column for row in rows for column in row)) or ["machine"]
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
-    return "\n".join(f"|{'|'.join(line)}|" for line in [columns, ["---"] * len(columns), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells])
 
 
 def shown(value):

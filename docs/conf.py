@@ -106,6 +106,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "GOVERNANCE.md": "governance.md",
     "examples": "examples.md",
 }
 

@@ -69,7 +69,15 @@ def test_links_between_documents_lead_somewhere(document):
 
 def test_the_tables_of_the_benchmarks_are_those_of_their_json():
     tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
-    assert (ROOT / "docs" / "benchmarks.md").read_text() == tables["page"](), "python benchmarks/run.py --page"
+    for path in tables["PAGES"]:
+        assert path.read_text() == tables["page"](path), "python benchmarks/run.py --page"
+    worst = min(
+        row[ratio]
+        for name, ratio in (("matmul", "jaxmp / XLA"), ("layers", "forward"), ("layers", "gradient"))
+        for sections in tables["load"]().values()
+        for row in sections.get(name, {"rows": ()})["rows"]
+    )
+    assert f"The worst row of all products and layers is {worst:.2f}:" in (ROOT / "README.md").read_text()
 
 
 def test_a_source_distribution_has_what_its_tests_read():

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "pyproject.toml": '[project]\nname = "jaxmp"\nversion = "0.2.0"\n[tool.other]\nminimum-version = "1.0.0"\n',
     "CITATION.cff": "cff-version: 1.2.0\nversion: 0.2.0\ndate-released: 2026-11-22\n",
+    "packaging/conda/recipe.yaml": 'context:\n  version: "0.2.0"\n',
+    "packaging/easybuild/jaxmp-foss-2024a.eb": "version = '0.2.0'\n",
+    "packaging/spack/package.py": '    version("0.2.0")\n',
     "CHANGELOG.md": """# Changelog
 
 Newest first.
@@ -59,6 +62,7 @@ def tree(tmp_path):
                 if file == name:
                     assert old in text
                     text = text.replace(old, new)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         return tmp_path
 
@@ -102,9 +106,14 @@ def test_the_repository_has_one_version_and_its_notes(tree, capsys):
         ("v0.2.0rc1", [RELEASED], "the tag is v0.2.0rc1, but pyproject.toml"),
         ("v0.2.0", [], 'CHANGELOG.md has entries under "Unreleased", which v0.2.0 would release'),
         ("", [("CITATION.cff", "0.2.0", "0.1.0")], "CITATION.cff has version 0.1.0, but pyproject.toml has 0.2.0"),
+        (
+            "",
+            [("packaging/spack/package.py", "0.2.0", "0.1.0")],
+            "packaging/spack/package.py has version 0.1.0, but py",
+        ),
         ("", [("CITATION.cff", "11-22", "11-21")], "CITATION.cff dates 0.2.0 2026-11-21, but CHANGELOG.md dates it 2"),
         ("", [("CITATION.cff", "\nversion:", "\nedition:")], "CITATION.cff has 0 lines like"),
-        ("", [("pyproject.toml", "0.2.0", "0.3.0"), ("CITATION.cff", "0.2.0", "0.3.0")], "the newest version of CHANG"),
+        ("", [(name, "0.2.0", "0.3.0") for name in release.PLACES], "the newest version of CHANG"),
         ("", [("pyproject.toml", '"0.2.0"', '"0.2"')], "pyproject.toml has 0 lines like"),
         ("", [("CHANGELOG.md", "## 0.2.0 (2026-11-22)", "## 0.2.0")], "the newest version of CHANGELOG.md is 0.1.0"),
         ("", [SAYS_NOTHING], "CHANGELOG.md says nothing of 0.2.0"),

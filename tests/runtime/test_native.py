@@ -5,6 +5,7 @@ before `jax.distributed.initialize`."""
 import concurrent.futures
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import re
@@ -78,6 +79,15 @@ def test_import_loads_nothing_and_names_a_misspelt_variable(extension):
     assert re.findall(r"(\S+): UserWarning: .* variable (\w+)", ran.stderr) == [("<string>:2", f"JAXMP_{'TIMOUT'}")]
     assert ran.returncode == 1
     assert "/nowhere/libblas.so" in ran.stderr.splitlines()[-1]
+
+
+def test_the_systems_openblas_serves_without_scipys(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert native._blas_path() == "libopenblas.so.0"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libopenblas.so.0").touch()
+    assert native._blas_path() == str(tmp_path / "lib" / "libopenblas.so.0")
 
 
 def fake_module(**values):

@@ -10,8 +10,10 @@ import functools
 import glob
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -306,6 +308,9 @@ def _release(version: str) -> tuple[int, ...]:
 def _blas_path() -> str:
     if config().blas:
         return str(config().blas)
+    if importlib.util.find_spec("scipy_openblas32") is None:  # left out by a distribution, which has an OpenBLAS
+        in_environment = os.path.join(sys.prefix, "lib", "libopenblas.so.0")
+        return in_environment if os.path.exists(in_environment) else "libopenblas.so.0"
     directory = importlib.import_module("scipy_openblas32").get_lib_dir()
     found = sorted(p for suffix in ("so", "dylib") for p in glob.glob(os.path.join(directory, f"*openblas*.{suffix}")))
     if not found:
