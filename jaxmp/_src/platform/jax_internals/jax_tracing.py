@@ -8,7 +8,7 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,6 +61,40 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
             kept.append(eqn)
             read_later |= {v for v in eqn.invars if not is_literal(v)}
     return kept[::-1]
+
+
+class Inlined(NamedTuple):
+    """A jaxpr with its calls written out, and the constants of both by variable."""
+
+    invars: Sequence[Any]
+    equations: Sequence[_core.JaxprEqn]
+    outvars: Sequence[Any]
+    constants: dict[Any, Any]
+
+
+def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> Inlined:
+    """Returns a jaxpr with the jaxpr `body_of(eqn)` written out for each equation, unless that is None."""
+    equations: list[_core.JaxprEqn] = []
+    opened, consts = open_jaxpr(jaxpr)
+    constants = dict(zip(opened.constvars, consts, strict=True))
+
+    def write_out(jaxpr: Jaxpr, names: dict[Any, Any]) -> list[Any]:
+        named = lambda v: v if is_literal(v) else names[v]  # noqa: E731
+        for eqn in jaxpr.eqns:
+            operands, body = [named(v) for v in eqn.invars], body_of(eqn)
+            if body is None:
+                names |= {v: _core.Var(v.aval) for v in eqn.outvars}
+                equations.append(eqn.replace(invars=operands, outvars=[names[v] for v in eqn.outvars]))
+                continue
+            inner, consts = open_jaxpr(body)
+            made = {v: _core.Var(v.aval) for v in inner.constvars}
+            constants.update(zip(made.values(), consts, strict=True))
+            results = write_out(inner, made | dict(zip(inner.invars, operands, strict=True)))
+            names |= zip(eqn.outvars, results, strict=True)
+        return [named(v) for v in jaxpr.outvars]
+
+    outvars = write_out(opened, {v: v for v in (*opened.constvars, *opened.invars)})
+    return Inlined(opened.invars, equations, outvars, constants)
 
 
 def array_of(v: Any, values: Mapping[Any, Any]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmp._src.core.primitive.grouped import GROUPED
 from jaxmp._src.core.primitive.primitives import PRODUCTS
-from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
@@ -71,6 +71,16 @@ _UNSETTLED = (
     " both to one type, or the contraction whole to every device"
 )
 _OF_KEPT = "this call has the level already; please report it as a bug of jaxmp"
+
+
+def inlined_body(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation runs once, as if it was written out; None if there is none."""
+    if eqn.primitive.name not in INLINED or our_equation(eqn) is not None:
+        return None
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    body = next((eqn.params[name] for name in names if name in eqn.params), None)
+    is_whole = body is not None and len(jax_tracing.open_jaxpr(body)[0].invars) == len(eqn.invars)
+    return body if is_whole else None
 
 
 def name_of(eqn: Any) -> str:

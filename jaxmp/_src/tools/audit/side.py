@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._src.platform.jax_internals import jax_tracing
-from jaxmp._src.tools.audit import bits
+from jaxmp._src.tools.audit import bits, operations
 from jaxmp._src.tools.audit.variation import Relation
 
 
@@ -61,12 +61,20 @@ class Side:
         self.arrays, self._mesh = list(arrays), mesh
         self._options = dict(compiler_options or {}) or None
         self._fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        self._inlined = dict[int, tuple[Any, jax_tracing.Inlined]]()
         with self.scope():
             self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that sets this trace's mesh, if it has one."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+    def inlined(self, jaxpr: Any) -> jax_tracing.Inlined:
+        """Returns the program or a body in it with its calls written out."""
+        if id(jaxpr) not in self._inlined:
+            # Keeps the jaxpr alive, because its id is the key.
+            self._inlined[id(jaxpr)] = jaxpr, jax_tracing.inlined(jaxpr, operations.inlined_body)
+        return self._inlined[id(jaxpr)][1]
 
     def whole(self) -> list[Any]:
         """Runs the whole program, compiled in one piece."""

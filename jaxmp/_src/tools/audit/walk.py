@@ -8,6 +8,7 @@ belong together; since the inputs of a pair are compared too, that costs a compa
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -33,11 +34,25 @@ _UNPAIRED = "the variant has other equations here"
 Pair = tuple[Value, Value, Relation]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A jaxpr that a walk has followed: its equations in pairs, and the values and results of both sides."""
+
+    pairs: Sequence[tuple[Any, Any]]
+    environments: tuple[dict[Any, Value], dict[Any, Value]]
+    outvars: tuple[Sequence[Any], Sequence[Any]]
+
+
 class Walk:
-    """The reference and one variant, from the first equation to the last."""
+    """The reference and one variant, from the first equation to the last.
+
+    Attributes:
+      bodies: by the id of the reference's jaxpr what was followed: the program, and the last step of each loop.
+    """
 
     def __init__(self, variation: Variation, reference: Side, variant: Side, report: Report) -> None:
         self._variation, self._sides, self._report = variation, (reference, variant), report
+        self.bodies = dict[int, Body]()
 
     def outputs(self, line: str) -> list[Pair]:
         """The outputs of both, and how they correspond, once all between has been reported."""
@@ -53,10 +68,14 @@ class Walk:
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
-        environments = [_environment(jaxpr, values) for jaxpr, values in zip(jaxprs, inputs, strict=True)]
-        equations = [_live_equations(jax_tracing.open_jaxpr(jaxpr)[0], line) for jaxpr in jaxprs]
-        is_batch = self._variation.rows is not None
-        for eqn, other in _paired(*equations, is_batch=is_batch):
+        programs = [side.inlined(jaxpr) for side, jaxpr in zip(self._sides, jaxprs, strict=True)]
+        environments = [_environment(program, values) for program, values in zip(programs, inputs, strict=True)]
+        equations = [_live_equations(program, line) for program in programs]
+        outvars = (programs[0].outvars, programs[1].outvars)
+        pairs_of_equations = list(_paired(*equations, is_batch=self._variation.rows is not None))
+        together = [(eqn, other) for eqn, other in pairs_of_equations if eqn is not None and other is not None]
+        self.bodies[id(jaxprs[0])] = Body(together, (environments[0], environments[1]), outvars)
+        for eqn, other in pairs_of_equations:
             if eqn is not None and other is not None:
                 pairs = [
                     self._join(_read(environments[0], v), _read(environments[1], w))
@@ -68,7 +87,6 @@ class Walk:
                     environments[0][v], environments[1][w] = one, two
                 continue
             self._run_only(0 if other is None else 1, eqn or other, environments, line)
-        outvars = [jax_tracing.open_jaxpr(jaxpr)[0].outvars for jaxpr in jaxprs]
         return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in zip(*outvars, strict=True)]
 
     def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
@@ -128,20 +146,11 @@ class Walk:
 
     def _equation(self, eqn: Any, other: Any, pairs: Sequence[Pair], line: str) -> list[tuple[Value, Value]]:
         enter = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name)
-        if eqn.primitive.name in operations.INLINED and operations.our_equation(eqn) is None:
-            enter = self._inline
         if enter is not None:
             found = enter(eqn, other, pairs, line)
             if found is not None:
                 return found
         return self._alone(eqn, other, pairs, line)
-
-    def _inline(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        jaxprs = [next((e.params[name] for name in names if name in e.params), None) for e in (eqn, other)]
-        if None in jaxprs or any(len(jax_tracing.open_jaxpr(jaxpr)[0].invars) != len(pairs) for jaxpr in jaxprs):
-            return None
-        return [x[:2] for x in self._jaxprs((jaxprs[0], jaxprs[1]), _apart(pairs), line)]
 
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         (index, _, relation), *operands = pairs
@@ -322,24 +331,23 @@ def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
     return value
 
 
-def _environment(jaxpr: Any, values: Sequence[Value]) -> dict[Any, Value]:
-    opened, consts = jax_tracing.open_jaxpr(jaxpr)
-    found = {v: Value(x) for v, x in zip(opened.constvars, consts, strict=True)}
-    return found | dict(zip(opened.invars, values, strict=True))
+def _environment(program: jax_tracing.Inlined, values: Sequence[Value]) -> dict[Any, Value]:
+    found = {v: Value(x) for v, x in program.constants.items()}
+    return found | dict(zip(program.invars, values, strict=True))
 
 
 def _read(environment: dict[Any, Value], atom: Any) -> Value:
     return Value(atom.val) if jax_tracing.is_literal(atom) else environment[atom]
 
 
-def _live_equations(jaxpr: Any, line: str) -> list[Any]:
-    for eqn in reversed(jaxpr.eqns):
+def _live_equations(program: jax_tracing.Inlined, line: str) -> list[Any]:
+    for eqn in reversed(program.equations):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             raise NotImplementedError(
                 f"audit: does not follow mutable arrays, found {eqn.primitive.name} of one at"
                 f" {jax_compat.traced_line(eqn) or line}; write fn without jax.new_ref"
             )
-    return jax_tracing.needed(jaxpr.eqns, jaxpr.outvars)
+    return jax_tracing.needed(program.equations, program.outvars)
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
