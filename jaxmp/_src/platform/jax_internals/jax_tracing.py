@@ -8,7 +8,7 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -63,38 +63,34 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
     return kept[::-1]
 
 
-class Inlined(NamedTuple):
-    """A jaxpr with its calls written out, and the constants of both by variable."""
+def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
+    """Returns a jaxpr with the jaxpr `body_of(eqn)` written out for each equation, unless that is None, and constants.
 
-    invars: Sequence[Any]
-    equations: Sequence[_core.JaxprEqn]
-    outvars: Sequence[Any]
-    constants: dict[Any, Any]
-
-
-def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> Inlined:
-    """Returns a jaxpr with the jaxpr `body_of(eqn)` written out for each equation, unless that is None."""
-    equations: list[_core.JaxprEqn] = []
+    The constants are the values of `constvars`, of the jaxpr and of what is written out.
+    """
     opened, consts = open_jaxpr(jaxpr)
-    constants = dict(zip(opened.constvars, consts, strict=True))
+    constants, equations, new_variable = (
+        dict(zip(opened.constvars, consts, strict=True)),
+        list[Any](),
+        cast(Any, _core.Var),
+    )
 
     def write_out(jaxpr: Jaxpr, names: dict[Any, Any]) -> list[Any]:
-        named = lambda v: v if is_literal(v) else names[v]  # noqa: E731
         for eqn in jaxpr.eqns:
-            operands, body = [named(v) for v in eqn.invars], body_of(eqn)
+            operands, body = [v if is_literal(v) else names[v] for v in eqn.invars], body_of(eqn)
             if body is None:
-                names |= {v: _core.Var(v.aval) for v in eqn.outvars}
+                names |= {v: new_variable(v.aval) for v in eqn.outvars}
                 equations.append(eqn.replace(invars=operands, outvars=[names[v] for v in eqn.outvars]))
                 continue
             inner, consts = open_jaxpr(body)
-            made = {v: _core.Var(v.aval) for v in inner.constvars}
-            constants.update(zip(made.values(), consts, strict=True))
-            results = write_out(inner, made | dict(zip(inner.invars, operands, strict=True)))
+            made = [new_variable(v.aval) for v in inner.constvars]
+            constants.update(zip(made, consts, strict=True))
+            results = write_out(inner, dict(zip((*inner.constvars, *inner.invars), (*made, *operands), strict=True)))
             names |= zip(eqn.outvars, results, strict=True)
-        return [named(v) for v in jaxpr.outvars]
+        return [v if is_literal(v) else names[v] for v in jaxpr.outvars]
 
     outvars = write_out(opened, {v: v for v in (*opened.constvars, *opened.invars)})
-    return Inlined(opened.invars, equations, outvars, constants)
+    return opened.replace(eqns=equations, outvars=outvars), constants
 
 
 def array_of(v: Any, values: Mapping[Any, Any]) -> Any:

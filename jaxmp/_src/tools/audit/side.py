@@ -37,6 +37,11 @@ class Value:
     is_mixed: bool = False
     is_by_device: bool = False
 
+    @property
+    def is_comparable(self) -> bool:
+        """True if its bits should be the bits of its twin, or of the twin's rows."""
+        return self.relation not in ("other", "packed") and not self.is_mixed
+
     @functools.cached_property
     def host(self) -> np.ndarray:
         """Returns a copy on the host."""
@@ -47,8 +52,9 @@ class Side:
     """A trace of the program with its arrays, and the compiled equations that have run.
 
     Attributes:
-      jaxpr: the program, closed over its constants.
-      arrays: what it is called with.
+      fn: the program, a function of a list of arrays.
+      jaxpr: its trace, closed over its constants.
+      arrays: what it is called with; options: of the compiler.
     """
 
     def __init__(
@@ -59,9 +65,9 @@ class Side:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.arrays, self._mesh = list(arrays), mesh
-        self._options = dict(compiler_options or {}) or None
-        self._fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
-        self._inlined = dict[int, tuple[Any, jax_tracing.Inlined]]()
+        self.options = dict(compiler_options or {})
+        self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        self._inlined = dict[int, Any]()
         with self.scope():
             self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
 
@@ -69,17 +75,33 @@ class Side:
         """Returns a context that sets this trace's mesh, if it has one."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
-    def inlined(self, jaxpr: Any) -> jax_tracing.Inlined:
-        """Returns the program or a body in it with its calls written out."""
+    def inlined(self, jaxpr: Any) -> tuple[Any, dict[Any, Any]]:
+        """Returns the program, or a loop's body, with its calls written out, and its constants."""
         if id(jaxpr) not in self._inlined:
             # Keeps the jaxpr alive, because its id is the key.
             self._inlined[id(jaxpr)] = jaxpr, jax_tracing.inlined(jaxpr, operations.inlined_body)
-        return self._inlined[id(jaxpr)][1]
+        found: tuple[Any, dict[Any, Any]] = self._inlined[id(jaxpr)][1]
+        return found
 
-    def whole(self) -> list[Any]:
-        """Runs the whole program, compiled in one piece."""
+    def whole(self, fn: Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Runs the whole program, or `fn` for it, compiled in one piece, with these options of the compiler too."""
+        options = {**self.options, **(options or {})} or None
         with self.scope():
-            return jax.tree.leaves(jax.jit(self._fn, compiler_options=self._options)(self.arrays))
+            return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
+
+    def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
+        """Runs equations, compiled in one piece, on these values, and returns what they `made`."""
+        inside = {v for eqn in equations for v in eqn.outvars}
+        variables = (v for eqn in equations for v in eqn.invars if not jax_tracing.is_literal(v))
+        read = {v: values[v].array for v in variables if v not in inside}
+
+        def run(given: list[Any]) -> list[Any]:
+            arrays = dict(zip(read, given, strict=True))
+            jax_tracing.evaluate_each(equations, arrays)
+            return [arrays[v] for v in made]
+
+        with self.scope():
+            return list(jax.jit(run, compiler_options=self.options or None)(list(read.values())))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
         """Runs one equation, compiled alone."""
@@ -88,7 +110,7 @@ class Side:
         key = _key(eqn)
         if key not in self._compiled:
             # Keeps the equation alive, because its id may be in the key.
-            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self._options)
+            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self.options or None)
             self._compiled[key] = jitted, eqn
         with self.scope():
             results: list[Any] = self._compiled[key][0]([x for x in given if x is not None])
