@@ -59,8 +59,13 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
     for eqn in reversed(equations):
         if has_effects(eqn) or not read_later.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            read_later |= {v for v in eqn.invars if not is_literal(v)}
+            read_later.update(variables(eqn))
     return kept[::-1]
+
+
+def variables(eqn: _core.JaxprEqn) -> list[Any]:
+    """Returns the operands of an equation that are no constants."""
+    return [v for v in eqn.invars if not is_literal(v)]
 
 
 def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:

@@ -55,6 +55,7 @@ class Side:
       fn: the program, a function of a list of arrays.
       jaxpr: its trace, closed over its constants.
       arrays: what it is called with; options: of the compiler.
+      inlined: a function that returns a jaxpr with its calls written out, and its constants.
     """
 
     def __init__(
@@ -67,21 +68,13 @@ class Side:
         self.arrays, self._mesh = list(arrays), mesh
         self.options = dict(compiler_options or {})
         self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
-        self._inlined = dict[int, Any]()
+        self.inlined = functools.cache(functools.partial(jax_tracing.inlined, body_of=operations.inlined_body))
         with self.scope():
             self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns a context that sets this trace's mesh, if it has one."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
-
-    def inlined(self, jaxpr: Any) -> tuple[Any, dict[Any, Any]]:
-        """Returns the program, or a loop's body, with its calls written out, and its constants."""
-        if id(jaxpr) not in self._inlined:
-            # Keeps the jaxpr alive, because its id is the key.
-            self._inlined[id(jaxpr)] = jaxpr, jax_tracing.inlined(jaxpr, operations.inlined_body)
-        found: tuple[Any, dict[Any, Any]] = self._inlined[id(jaxpr)][1]
-        return found
 
     def whole(self, fn: Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None) -> list[Any]:
         """Runs the whole program, or `fn` for it, compiled in one piece, with these options of the compiler too."""
@@ -92,16 +85,15 @@ class Side:
     def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
         """Runs equations, compiled in one piece, on these values, and returns what they `made`."""
         inside = {v for eqn in equations for v in eqn.outvars}
-        variables = (v for eqn in equations for v in eqn.invars if not jax_tracing.is_literal(v))
-        read = {v: values[v].array for v in variables if v not in inside}
+        read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
 
-        def run(given: list[Any]) -> list[Any]:
-            arrays = dict(zip(read, given, strict=True))
-            jax_tracing.evaluate_each(equations, arrays)
-            return [arrays[v] for v in made]
+        def run(arrays: Sequence[Any]) -> list[Any]:
+            found = dict(zip(read, arrays, strict=True))
+            jax_tracing.evaluate_each(equations, found)
+            return [found[v] for v in made]
 
         with self.scope():
-            return list(jax.jit(run, compiler_options=self.options or None)(list(read.values())))
+            return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
         """Runs one equation, compiled alone."""

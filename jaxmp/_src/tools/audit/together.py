@@ -30,14 +30,10 @@ class Together:
     Attributes:
       operations: the primitive and the line of each, in the order of the program.
       rewriting: what XLA does with such operations; empty if it is not known.
-      variant: the variant in which they were found.
-      difference: how far apart their results are.
     """
 
     operations: tuple[tuple[str, str], ...]
     rewriting: str
-    variant: str
-    difference: bits.Difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +47,8 @@ class Trial:
 
 def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
     """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`."""
-    found = pieces(walks[0], walks[0].bodies[id(walks[0].sides[0].jaxpr)], line)
+    program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
+    found = pieces(walks[0], walks[0].bodies[program], line)
     return tuple(found), tuple(_trials(walks, found, operations.LEVELS[vary]))
 
 
@@ -61,17 +58,14 @@ def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Togeth
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
     """Returns the smallest pieces of a program, or of a loop's body, that differ."""
     pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
-    while len(found) < most:
-        piece = smallest(lambda some: _difference(walk, body, some) is not None, pairs)
-        difference = _difference(walk, body, piece) if piece else None
-        if difference is None:
-            break
-        lines = [jax_compat.traced_line(eqn) or line for eqn, _ in piece]
-        inside = _body_of(walk, piece[0][0]) if len(piece) == 1 else None
-        inner = pieces(walk, inside, lines[0], most - len(found)) if inside else []
-        names = tuple((operations.name_of(eqn), line) for (eqn, _), line in zip(piece, lines, strict=True))
-        rewriting = _rewriting([eqn for eqn, _ in piece], makers)
-        found += inner or [Together(names, rewriting, walk.variation.name, difference)]
+    while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
+        equations = [eqn for eqn, _ in piece]
+        lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
+        loops = jax_compat.subjaxprs(equations[0].params) if len(equations) == 1 else ()
+        bodies = [walk.bodies[jaxpr] for jaxpr in loops if jaxpr in walk.bodies]
+        inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
+        names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
+        found += inner or [Together(names, _rewriting(equations, makers))]
         pairs = [pair for pair in pairs if pair is not piece[-1]]
     return list(dict.fromkeys(found))
 
@@ -98,29 +92,22 @@ def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list
     return kept
 
 
-def _difference(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bits.Difference | None:
+def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
     """Compiles some pairs of equations together, runs both sides on equal values, and compares their results."""
-    inside = {id(eqn) for eqn, _ in some}
-    read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in eqn.invars if not jax_tracing.is_literal(v)}
+    inside, (_, values) = {id(eqn) for eqn, _ in some}, body.environments
+    read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in jax_tracing.variables(eqn)}
     read |= {v for v in body.outvars if not jax_tracing.is_literal(v)}
-    made = [pair for eqn, other in some for pair in zip(eqn.outvars, other.outvars, strict=True) if pair[0] in read]
-    made = [(v, w) for v, w in made if body.environments[1][w].is_comparable]
+    results = [pair for eqn, other in some for pair in zip(eqn.outvars, other.outvars, strict=True) if pair[0] in read]
+    made = [(v, w) for v, w in results if values[w].is_comparable]
     ones, others = (
         side.together([pair[i] for pair in some], [pair[i] for pair in made], body.environments[i])
         for i, side in enumerate(walk.sides)
     )
     compared = [
-        walk.variation.difference(other, bits.pull(one), body.environments[1][w].relation)
+        walk.variation.difference(other, bits.pull(one), values[w].relation)
         for one, other, (_, w) in zip(ones, others, made, strict=True)
     ]
-    found = [one for one in compared if one is not None]
-    return functools.reduce(bits.Difference.merge, found) if found else None
-
-
-def _body_of(walk: Walk, eqn: Any) -> Body | None:
-    """Returns the followed body of a loop or of a branch, or None."""
-    values = (one for value in eqn.params.values() for one in (value if isinstance(value, tuple) else (value,)))
-    return next((walk.bodies[id(value)] for value in values if id(value) in walk.bodies), None)
+    return any(compared)  # all of them: the processes of a job compare together
 
 
 # Rewritings --------------------------------------------------------------------------------------------------------

@@ -49,12 +49,12 @@ class Walk:
     Attributes:
       variation, sides: what varies; the reference and the variant.
       results: the outputs of both, and how they correspond.
-      bodies: by the id of the reference's jaxpr what was followed: the program, and the last step of each loop.
+      bodies: by jaxpr of the reference what was followed: the program, and the last step of each loop.
     """
 
     def __init__(self, variation: Variation, reference: Side, variant: Side, report: Report) -> None:
         self.variation, self.sides, self._report = variation, (reference, variant), report
-        self.results, self.bodies = list[Pair](), dict[int, Body]()
+        self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
     def follow(self, line: str) -> None:
         """Follows the program to its outputs, and reports all between."""
@@ -85,7 +85,7 @@ class Walk:
             for (program, constants), values in zip(programs, inputs, strict=True)
         ]
         equations = [_live_equations(program, line) for program, _ in programs]
-        body = self.bodies[id(jaxprs[0])] = Body([], environments, programs[0][0].outvars)
+        body = self.bodies[jax_tracing.open_jaxpr(jaxprs[0])[0]] = Body([], environments, programs[0][0].outvars)
         for eqn, other in _paired(*equations, is_batch=self.variation.rows is not None):
             if eqn is not None and other is not None:
                 body.pairs.append((eqn, other))
