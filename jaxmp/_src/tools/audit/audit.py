@@ -34,7 +34,8 @@ def audit(
 
     It runs `fn` equation by equation, each compiled alone, on `args` and in variants of them. It names each equation
     if its inputs have equal bits in both but its outputs do not, and continues from equal bits, so that it finds all of
-    them; then it compares the outputs of `fn` as a whole. docs/audit.md says more.
+    them; then it compares the outputs of `fn` as a whole. If only these differ, it names a few operations that differ
+    when they are compiled together, and tries remedies. docs/audit.md says more.
 
     Args:
       fn: a function of arrays, jitted or not; a gradient function for the backward pass. Keyword arguments:
@@ -50,7 +51,7 @@ def audit(
       quiet: whether to return without printing. Of several processes the first prints.
 
     Returns:
-      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`; `str` gives the table.
+      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`, `.together`, `.trials`; `str` gives the table.
 
     Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
     what `fn` raises.

@@ -1,7 +1,7 @@
 """Operations that give other bits only when they are compiled together, and the remedies that were tried.
 
 Where no operation differs alone and the program does, audit compiles some of its operations as one piece, on both
-sides, with equal inputs. It bisects to the smallest piece that differs: for k of n operations it compiles at most
+sides, with equal inputs. It bisects to a small piece that differs: for k of n operations it compiles at most
 2 (k + 1) (log2(n) + 1) times, and it looks for at most 3 pieces. Then it tries each remedy on the whole program.
 """
 
@@ -25,7 +25,7 @@ _MOST_PIECES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Operations that differ if they are compiled together, and do not without any one of them.
+    """Operations that differ if they are compiled together: as few as the bisection finds.
 
     Attributes:
       operations: the primitive and the line of each, in the order of the program.
@@ -56,7 +56,7 @@ def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Togeth
 
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
-    """Returns the smallest pieces of a program, or of a loop's body, that differ."""
+    """Returns small pieces of a program, or of a loop's body, that differ."""
     pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
@@ -137,7 +137,7 @@ def _makers(equations: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable by which an equation divides, before it is broadcast; None if it does no such thing."""
+    """Returns the variable by which an equation divides, before it is broadcast; None for all other divisions."""
     if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
         return None
     v = eqn.invars[1]
