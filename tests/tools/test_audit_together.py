@@ -90,7 +90,7 @@ def test_what_differs_together_is_named_by_line(program, rng):
     assert {(one.differing, one.outputs) for one in found.trials} == {(1, 1)}
     assert f"jax.jit(fn, compiler_options={given})" not in [one.remedy for one in found.trials]
     text = str(found)
-    assert f"compiled together these do: first {line(1)}, second {line(2)}" in text
+    assert f"\ndiffer if compiled together: first {line(1)}, second {line(2)}" in text
     assert "no remedy is known; tried without success: jaxmp.fuse(" in text
     assert "tried on this program" not in text
 

@@ -78,29 +78,28 @@ class Audit:
         for one in self.uncompared:
             reasons.setdefault(one.why, []).append(one)
         notes += [f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()]
-        return [*notes, self._whole()]
+        return [*notes, *self._whole()]
 
-    def _whole(self) -> str:
+    def _whole(self) -> Iterator[str]:
+        """Yields whether the whole program differs, which operations do so together, and what was tried."""
         if not self.outputs:
-            return "whole program: no output that can be compared differs"
+            yield "whole program: no output that can be compared differs"
+            return
         worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
         names = dict.fromkeys(output.name or "the output" for output in self.outputs)
         ulps = f"{worst.ulps} ulp{'s' * (worst.ulps != 1)} ({worst.absolute:.2g})"
         text = f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}"
-        return text if self.rows else "; ".join([text + "; no operation alone does", *self._explained()])
-
-    def _explained(self) -> Iterator[str]:
-        """Yields which operations differ together, and what was tried."""
+        yield (
+            text if self.rows else f"{text}; no operation alone does" + ", and no group was found" * (not self.together)
+        )
         for one in self.together:
             times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
-            names = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
-            yield f"compiled together these do: {names}" + (f" ({one.rewriting})" if one.rewriting else "")
-        if not self.together:
-            yield "no part of the program that was compiled apart does, so no operation is named"
-        if self.trials and not self.trials[-1].differing:
-            yield f"tried on this program: {self.trials[-1].remedy}: 0 of {self.trials[-1].outputs} outputs differ then"
+            operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
+            yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
         if self.trials and self.trials[-1].differing:
-            yield f"no remedy is known; tried without success: {', '.join(one.remedy for one in self.trials)}"
+            yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"
+        elif self.trials:
+            yield f"tried on this program: {self.trials[-1].remedy}: 0 of {self.trials[-1].outputs} outputs differ then"
 
 
 # A note names at most this many lines and outputs.

@@ -173,7 +173,8 @@ def _without_divisions(side: Side) -> tuple[str, Callable[..., Any]] | None:
 
     texts = {_BY_ROOT if v in roots else "x * (1 / y) for x / y": None for v in divisors.values()}
     lines = {line: None for eqn in program.eqns if id(eqn) in divisors and (line := jax_compat.traced_line(eqn))}
-    return (f"write {' and '.join(texts)} ({', '.join(lines)})", rewritten) if divisors else None
+    places = f" ({', '.join(lines)})" if lines else ""
+    return (f"write {' and '.join(texts)}{places}", rewritten) if divisors else None
 
 
 # Remedies ----------------------------------------------------------------------------------------------------------
