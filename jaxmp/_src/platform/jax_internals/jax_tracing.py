@@ -8,7 +8,7 @@ import contextvars
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -59,8 +59,43 @@ def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[
     for eqn in reversed(equations):
         if has_effects(eqn) or not read_later.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            read_later |= {v for v in eqn.invars if not is_literal(v)}
+            read_later.update(variables(eqn))
     return kept[::-1]
+
+
+def variables(eqn: _core.JaxprEqn) -> list[Any]:
+    """Returns the operands of an equation that are no constants."""
+    return [v for v in eqn.invars if not is_literal(v)]
+
+
+def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
+    """Returns a jaxpr with the jaxpr `body_of(eqn)` written out for each equation, unless that is None, and constants.
+
+    The constants are the values of `constvars`, of the jaxpr and of what is written out.
+    """
+    opened, consts = open_jaxpr(jaxpr)
+    constants, equations, new_variable = (
+        dict(zip(opened.constvars, consts, strict=True)),
+        list[Any](),
+        cast(Any, _core.Var),
+    )
+
+    def write_out(jaxpr: Jaxpr, names: dict[Any, Any]) -> list[Any]:
+        for eqn in jaxpr.eqns:
+            operands, body = [v if is_literal(v) else names[v] for v in eqn.invars], body_of(eqn)
+            if body is None:
+                names |= {v: new_variable(v.aval) for v in eqn.outvars}
+                equations.append(eqn.replace(invars=operands, outvars=[names[v] for v in eqn.outvars]))
+                continue
+            inner, consts = open_jaxpr(body)
+            made = [new_variable(v.aval) for v in inner.constvars]
+            constants.update(zip(made, consts, strict=True))
+            results = write_out(inner, dict(zip((*inner.constvars, *inner.invars), (*made, *operands), strict=True)))
+            names |= zip(eqn.outvars, results, strict=True)
+        return [v if is_literal(v) else names[v] for v in jaxpr.outvars]
+
+    outvars = write_out(opened, {v: v for v in (*opened.constvars, *opened.invars)})
+    return opened.replace(eqns=equations, outvars=outvars), constants
 
 
 def array_of(v: Any, values: Mapping[Any, Any]) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.tools.audit import bits, meshes, operations, variation
+from jaxmp._src.tools.audit import bits, meshes, operations, together, variation
 from jaxmp._src.tools.audit.report import Output, Report
 from jaxmp._src.tools.audit.side import Side
 from jaxmp._src.tools.audit.table import Audit
@@ -34,7 +34,8 @@ def audit(
 
     It runs `fn` equation by equation, each compiled alone, on `args` and in variants of them. It names each equation
     if its inputs have equal bits in both but its outputs do not, and continues from equal bits, so that it finds all of
-    them; then it compares the outputs of `fn` as a whole. docs/audit.md says more.
+    them; then it compares the outputs of `fn` as a whole. If only these differ, it names a few operations that differ
+    when they are compiled together, and tries remedies. docs/audit.md says more.
 
     Args:
       fn: a function of arrays, jitted or not; a gradient function for the backward pass. Keyword arguments:
@@ -50,7 +51,7 @@ def audit(
       quiet: whether to return without printing. Of several processes the first prints.
 
     Returns:
-      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`; `str` gives the table.
+      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`, `.together`, `.trials`; `str` gives the table.
 
     Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
     what `fn` raises.
@@ -115,21 +116,25 @@ def _is_array(leaf: Any) -> bool:
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the reference, which comes first, and each variant."""
-    report, outputs = Report(vary), list[Output]()
+    report, outputs, differing = Report(vary), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
     names = _output_names(fn, reference)
     variants = []
     for varied, side in sides:
         variants.append(varied.name)
-        results = Walk(varied, reference, side, report).outputs(line)
-        for name, one, other, (_, value, relation) in zip(names, whole, side.whole(), results, strict=True):
-            if relation in ("other", "packed") or value.is_mixed:
-                continue
-            found = varied.difference(other, bits.pull(one), relation)
-            if found is not None:
-                outputs.append(Output(name, varied.name, found))
-    return Audit(vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared)
+        walk = Walk(varied, reference, side, report)
+        walk.follow(line)
+        found = walk.differences(whole, side.whole())
+        outputs += [Output(name, varied.name, one) for name, one in zip(names, found, strict=True) if one is not None]
+        if any(found):
+            differing.append(walk)
+        if walk not in differing[:1]:
+            walk.bodies.clear()
+    explained = together.explained(differing, vary, line) if differing and not report.rows else ((), ())
+    return Audit(
+        vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared, *explained
+    )
 
 
 def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmp._src.core.primitive.grouped import GROUPED
 from jaxmp._src.core.primitive.primitives import PRODUCTS
-from jaxmp._src.platform.jax_internals import jax_compat
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
@@ -73,6 +73,16 @@ _UNSETTLED = (
 _OF_KEPT = "this call has the level already; please report it as a bug of jaxmp"
 
 
+def inlined_body(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation runs once, as if it was written out; None if there is none."""
+    if eqn.primitive.name not in INLINED or our_equation(eqn) is not None:
+        return None
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    body = next((eqn.params[name] for name in names if name in eqn.params), None)
+    is_whole = body is not None and len(jax_tracing.open_jaxpr(body)[0].invars) == len(eqn.invars)
+    return body if is_whole else None
+
+
 def name_of(eqn: Any) -> str:
     """Returns an equation's name in reports: its primitive, or jaxmp's primitive that it calls, with the level."""
     ours = our_equation(eqn)
@@ -98,15 +108,13 @@ def settled_by(eqn: Any, vary: str) -> str:
     is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))
     if not is_known or (is_grouped and level != "batch"):
         return ""
-    return "" if ours is not None and _keeps(ours.params["spec"].determinism, level) else f'determinism="{level}"'
+    return "" if is_kept(eqn, level) else f'determinism="{level}"'
 
 
 def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
     """Returns what to do if `fuse` does not settle it; `is_other`: the variant has other equations there."""
     if kind_of(eqn) == "product" and not is_other:
-        ours = our_equation(eqn)
-        is_kept = ours is not None and _keeps(ours.params["spec"].determinism, LEVELS[vary])
-        return "" if settled_by(eqn, vary) else _OF_KEPT if is_kept else _UNSETTLED
+        return "" if settled_by(eqn, vary) else _OF_KEPT if is_kept(eqn, LEVELS[vary]) else _UNSETTLED
     kind = "other equations" if is_other else kind_of(eqn)
     return ADVICE[kind, "batch" if vary == "batch" else "mesh"]
 
@@ -121,8 +129,10 @@ def _is_fused(eqn: Any) -> bool:
     return avals[0].dtype == avals[1].dtype and not (batch[0] and is_split)
 
 
-def _keeps(determinism: str, level: str) -> bool:
-    return determinism in (level, "topology")
+def is_kept(eqn: Any, level: str) -> bool:
+    """True if an equation is a product of jaxmp that has this level."""
+    ours = our_equation(eqn)
+    return ours is not None and ours.params["spec"].determinism in (level, "topology")
 
 
 def our_equation(eqn: Any) -> Any:

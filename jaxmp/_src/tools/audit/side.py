@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp._src.platform.jax_internals import jax_tracing
-from jaxmp._src.tools.audit import bits
+from jaxmp._src.tools.audit import bits, operations
 from jaxmp._src.tools.audit.variation import Relation
 
 
@@ -37,6 +37,11 @@ class Value:
     is_mixed: bool = False
     is_by_device: bool = False
 
+    @property
+    def is_comparable(self) -> bool:
+        """True if its bits should be the bits of its twin, or of the twin's rows."""
+        return self.relation not in ("other", "packed") and not self.is_mixed
+
     @functools.cached_property
     def host(self) -> np.ndarray:
         """Returns a copy on the host."""
@@ -47,8 +52,10 @@ class Side:
     """A trace of the program with its arrays, and the compiled equations that have run.
 
     Attributes:
-      jaxpr: the program, closed over its constants.
-      arrays: what it is called with.
+      fn: the program, a function of a list of arrays.
+      jaxpr: its trace, closed over its constants.
+      arrays: what it is called with; options: of the compiler.
+      inlined: a function that returns a jaxpr with its calls written out, and its constants.
     """
 
     def __init__(
@@ -59,8 +66,9 @@ class Side:
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.arrays, self._mesh = list(arrays), mesh
-        self._options = dict(compiler_options or {}) or None
-        self._fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        self.options = dict(compiler_options or {})
+        self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()
+        self.inlined = functools.cache(functools.partial(jax_tracing.inlined, body_of=operations.inlined_body))
         with self.scope():
             self.jaxpr: Any = jax.make_jaxpr(fn)(self.arrays)
 
@@ -68,10 +76,24 @@ class Side:
         """Returns a context that sets this trace's mesh, if it has one."""
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
-    def whole(self) -> list[Any]:
-        """Runs the whole program, compiled in one piece."""
+    def whole(self, fn: Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None) -> list[Any]:
+        """Runs the whole program, or `fn` for it, compiled in one piece, with these options of the compiler too."""
+        options = {**self.options, **(options or {})} or None
         with self.scope():
-            return jax.tree.leaves(jax.jit(self._fn, compiler_options=self._options)(self.arrays))
+            return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
+
+    def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
+        """Runs equations, compiled in one piece, on these values, and returns what they `made`."""
+        inside = {v for eqn in equations for v in eqn.outvars}
+        read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
+
+        def run(arrays: Sequence[Any]) -> list[Any]:
+            found = dict(zip(read, arrays, strict=True))
+            jax_tracing.evaluate_each(equations, found)
+            return [found[v] for v in made]
+
+        with self.scope():
+            return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
         """Runs one equation, compiled alone."""
@@ -80,7 +102,7 @@ class Side:
         key = _key(eqn)
         if key not in self._compiled:
             # Keeps the equation alive, because its id may be in the key.
-            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self._options)
+            jitted = jax.jit(functools.partial(_bind, eqn), compiler_options=self.options or None)
             self._compiled[key] = jitted, eqn
         with self.scope():
             results: list[Any] = self._compiled[key][0]([x for x in given if x is not None])

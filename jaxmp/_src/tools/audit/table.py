@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from jaxmp._src.platform.runtime.text import aligned, as_html
 from jaxmp._src.tools.audit.bits import Difference
 from jaxmp._src.tools.audit.report import Output, Row, Uncompared
+from jaxmp._src.tools.audit.together import Together, Trial
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,6 +28,9 @@ class Audit:
       uncompared: the operations that could not be compared, and why.
       outputs: the outputs of the whole program, compiled in one piece, that differ.
       compared: how many operations were compared; operations with one line and one shape count once.
+      together: where no operation differs alone and an output does, small groups of operations that differ when they
+        are compiled together.
+      trials: the remedies that were then tried on the whole program; the last is the one that helps, if any does.
     """
 
     vary: str
@@ -35,6 +40,8 @@ class Audit:
     uncompared: tuple[Uncompared, ...]
     outputs: tuple[Output, ...]
     compared: int
+    together: tuple[Together, ...] = ()
+    trials: tuple[Trial, ...] = ()
 
     def __str__(self) -> str:
         lines = [line for table in self._tables() for line in aligned(table)]
@@ -71,23 +78,30 @@ class Audit:
         for one in self.uncompared:
             reasons.setdefault(one.why, []).append(one)
         notes += [f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()]
-        return [*notes, self._whole()]
+        return [*notes, *self._whole()]
 
-    def _whole(self) -> str:
+    def _whole(self) -> Iterator[str]:
+        """Yields whether the whole program differs, which operations do so together, and what was tried."""
         if not self.outputs:
-            return "whole program: no output that can be compared differs"
+            yield "whole program: no output that can be compared differs"
+            return
         worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
         names = dict.fromkeys(output.name or "the output" for output in self.outputs)
         ulps = f"{worst.ulps} ulp{'s' * (worst.ulps != 1)} ({worst.absolute:.2g})"
         text = f"whole program: {_first(names)} differ{'s' * (len(names) == 1)}, by up to {ulps}"
-        return text if self.rows else text + _FUSED
+        yield (
+            text if self.rows else f"{text}; no operation alone does" + ", and no group was found" * (not self.together)
+        )
+        for one in self.together:
+            times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
+            operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
+            yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
+        if self.trials and self.trials[-1].differing:
+            yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"
+        elif self.trials:
+            yield f"tried on this program: {self.trials[-1].remedy}: 0 of {self.trials[-1].outputs} outputs differ then"
 
 
-_FUSED = (
-    "; no operation alone does, so XLA compiles them otherwise together: which it fuses, and how, depends on the shapes"
-    " of a device. On CPUs it hands some fused sums and softmaxes to YNNPACK, which compiler_options="
-    '{"xla_cpu_experimental_ynn_fusion_type": ""} of jax.jit, and of audit, prevents'
-)
 # A note names at most this many lines and outputs.
 _SHOWN = 8
 

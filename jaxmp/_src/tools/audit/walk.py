@@ -8,6 +8,7 @@ belong together; since the inputs of a pair are compared too, that costs a compa
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -33,31 +34,61 @@ _UNPAIRED = "the variant has other equations here"
 Pair = tuple[Value, Value, Relation]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A jaxpr that a walk has followed: its equations in pairs, the values of both sides, and its results."""
+
+    pairs: list[tuple[Any, Any]]
+    environments: Sequence[dict[Any, Value]]
+    outvars: Sequence[Any]
+
+
 class Walk:
-    """The reference and one variant, from the first equation to the last."""
+    """The reference and one variant, from the first equation to the last.
+
+    Attributes:
+      variation, sides: what varies; the reference and the variant.
+      results: the outputs of both, and how they correspond.
+      bodies: by jaxpr of the reference what was followed: the program, and the last step of each loop.
+    """
 
     def __init__(self, variation: Variation, reference: Side, variant: Side, report: Report) -> None:
-        self._variation, self._sides, self._report = variation, (reference, variant), report
+        self.variation, self.sides, self._report = variation, (reference, variant), report
+        self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
-    def outputs(self, line: str) -> list[Pair]:
-        """The outputs of both, and how they correspond, once all between has been reported."""
-        reference, variant = self._sides
+    def follow(self, line: str) -> None:
+        """Follows the program to its outputs, and reports all between."""
+        reference, variant = self.sides
         inputs = [Value(x) for x in reference.arrays]
         others = [Value(x) for x in variant.arrays]
         for one, other in zip(inputs, others, strict=True):
             other.is_of_batch = self._correspond(one, other) and other.relation != "same"
-        return self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
+        self.results = self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
+
+    def differences(self, ones: Sequence[Any], others: Sequence[Any]) -> list[bits.Difference | None]:
+        """Compares outputs of the whole program on both sides."""
+        return [
+            None
+            if relation in ("other", "packed") or value.is_mixed
+            else self.variation.difference(other, bits.pull(one), relation)
+            for one, other, (_, value, relation) in zip(ones, others, self.results, strict=True)
+        ]
 
     # Jaxprs ------------------------------------------------------------------------------------------------------
 
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
-        environments = [_environment(jaxpr, values) for jaxpr, values in zip(jaxprs, inputs, strict=True)]
-        equations = [_live_equations(jax_tracing.open_jaxpr(jaxpr)[0], line) for jaxpr in jaxprs]
-        is_batch = self._variation.rows is not None
-        for eqn, other in _paired(*equations, is_batch=is_batch):
+        programs = [side.inlined(jaxpr) for side, jaxpr in zip(self.sides, jaxprs, strict=True)]
+        environments = [
+            {v: Value(x) for v, x in constants.items()} | dict(zip(program.invars, values, strict=True))
+            for (program, constants), values in zip(programs, inputs, strict=True)
+        ]
+        equations = [_live_equations(program, line) for program, _ in programs]
+        body = self.bodies[jax_tracing.open_jaxpr(jaxprs[0])[0]] = Body([], environments, programs[0][0].outvars)
+        for eqn, other in _paired(*equations, is_batch=self.variation.rows is not None):
             if eqn is not None and other is not None:
+                body.pairs.append((eqn, other))
                 pairs = [
                     self._join(_read(environments[0], v), _read(environments[1], w))
                     for v, w in zip(eqn.invars, other.invars, strict=True)
@@ -68,14 +99,14 @@ class Walk:
                     environments[0][v], environments[1][w] = one, two
                 continue
             self._run_only(0 if other is None else 1, eqn or other, environments, line)
-        outvars = [jax_tracing.open_jaxpr(jaxpr)[0].outvars for jaxpr in jaxprs]
-        return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in zip(*outvars, strict=True)]
+        outvars = zip(programs[0][0].outvars, programs[1][0].outvars, strict=True)
+        return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in outvars]
 
     def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
         """Runs an equation that the other side does not have; what it makes is compared where both meet again."""
         operands = [_read(environments[side], v) for v in eqn.invars]
         origin = (eqn, jax_compat.traced_line(eqn) or line)
-        for i, x in enumerate(self._sides[side].run(eqn, [x.array for x in operands])):
+        for i, x in enumerate(self.sides[side].run(eqn, [x.array for x in operands])):
             value = Value(x, origin=origin, is_by_device=operations.is_by_device(eqn, i))
             environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
@@ -84,17 +115,17 @@ class Walk:
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
-        relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
+        relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
         if origin is None or not relations:
             return one, other, "other"
         least = self._reordered(one, other)
         if least is not None:
-            self._report.differs(origin[0], origin[1], self._variation.name, least, is_other=True)
+            self._report.differs(origin[0], origin[1], self.variation.name, least, is_other=True)
             return one, other, "other"
-        expected = self._variation.expected(one.host, relations[0])
-        found = self._variation.difference(other.array, one.host, relations[0])
-        if found is not None and self._variation.rows is None:
-            self._report.differs(origin[0], origin[1], self._variation.name, found, is_other=True)
+        expected = self.variation.expected(one.host, relations[0])
+        found = self.variation.difference(other.array, one.host, relations[0])
+        if found is not None and self.variation.rows is None:
+            self._report.differs(origin[0], origin[1], self.variation.name, found, is_other=True)
         elif found is not None:
             self._report.skips(origin[0], origin[1], _UNPAIRED)
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
@@ -103,52 +134,43 @@ class Walk:
         """Returns True if they correspond; then, they are twins from here on."""
         if other.twin is one:
             return True
-        relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
+        relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
         for relation in sorted(relations, key=lambda relation: relation != first):
-            if self._variation.difference(other.array, one.host, relation) is None:
+            if self.variation.difference(other.array, one.host, relation) is None:
                 other.twin, other.relation = one, relation
                 return True
-        if self._is_by_device(other) and self._variation.is_reordered(other.host, one.host):
+        if self._is_by_device(other) and self.variation.is_reordered(other.host, one.host):
             other.twin, other.relation = one, "packed"
             return True
         return False
 
     def _is_by_device(self, value: Value) -> bool:
-        return value.is_by_device and self._variation.rows is None
+        return value.is_by_device and self.variation.rows is None
 
     def _reordered(self, one: Value, other: Value) -> bits.Difference | None:
         """Returns how two values of one shape in different orders differ; None if their orders are the same."""
-        return self._variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
+        return self.variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
 
     def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
-        with self._sides[side].scope():
+        with self.sides[side].scope():
             return bits.push(host, like.array)
 
     # Equations ---------------------------------------------------------------------------------------------------
 
     def _equation(self, eqn: Any, other: Any, pairs: Sequence[Pair], line: str) -> list[tuple[Value, Value]]:
         enter = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name)
-        if eqn.primitive.name in operations.INLINED and operations.our_equation(eqn) is None:
-            enter = self._inline
         if enter is not None:
             found = enter(eqn, other, pairs, line)
             if found is not None:
                 return found
         return self._alone(eqn, other, pairs, line)
 
-    def _inline(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        jaxprs = [next((e.params[name] for name in names if name in e.params), None) for e in (eqn, other)]
-        if None in jaxprs or any(len(jax_tracing.open_jaxpr(jaxpr)[0].invars) != len(pairs) for jaxpr in jaxprs):
-            return None
-        return [x[:2] for x in self._jaxprs((jaxprs[0], jaxprs[1]), _apart(pairs), line)]
-
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         (index, _, relation), *operands = pairs
         if relation != "same":
             return None
         branches = [e.params["branches"] for e in (eqn, other)]
-        taken = min(max(int(self._variation.decision(index.host)), 0), len(branches[0]) - 1)
+        taken = min(max(int(self.variation.decision(index.host)), 0), len(branches[0]) - 1)
         return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
 
     def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
@@ -157,7 +179,7 @@ class Walk:
         of_cond, of_body, carry = pairs[:nconds], pairs[nconds : nconds + nbody], pairs[nconds + nbody :]
         while True:
             ((goes_on, _, _),) = self._jaxprs((conditions[0], conditions[1]), _apart([*of_cond, *carry]), line)
-            if not bool(self._variation.decision(goes_on.host)):  # the variant goes on from equal bits here too
+            if not bool(self.variation.decision(goes_on.host)):  # the variant goes on from equal bits here too
                 return [x[:2] for x in carry]
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
@@ -180,7 +202,7 @@ class Walk:
     def _step(self, pair: Pair, i: int) -> Pair:
         one, other, relation = pair
         values = []
-        for side, value in zip(self._sides, (one, other), strict=True):
+        for side, value in zip(self.sides, (one, other), strict=True):
             with side.scope():
                 values.append(Value(bits.push(value.host[i], value.array, leading=-1)))
         if isinstance(relation, Rows):
@@ -190,7 +212,7 @@ class Walk:
 
     def _stack(self, steps: Sequence[Pair]) -> tuple[Value, Value]:
         values = []
-        for side, column in zip(self._sides, _apart(steps), strict=True):
+        for side, column in zip(self.sides, _apart(steps), strict=True):
             with side.scope():
                 host = np.stack([value.host for value in column])
                 values.append(Value(bits.push(host, column[0].array, leading=1)))
@@ -205,8 +227,8 @@ class Walk:
     # Equations that run alone ------------------------------------------------------------------------------------
 
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
-        ones = self._sides[0].run(eqn, [x.array for x, _, _ in pairs])
-        others = self._sides[1].run(other, [x.array for _, x, _ in pairs])
+        ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
+        others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
         self._report.ran(eqn, line)
         operands = [x for _, x, _ in pairs]
         values = [
@@ -237,7 +259,7 @@ class Walk:
         if self._correspond(one, other, batched[0] if batched else None):
             other.is_mixed |= bool(batched) and other.relation == "same"
             return one, other
-        relations = self._variation.relations(one.array.shape, other.array.shape)
+        relations = self.variation.relations(one.array.shape, other.array.shape)
         is_of_size = any(relation == "other" for _, _, relation in pairs)
         if not relations:
             if batched:
@@ -249,7 +271,7 @@ class Walk:
             if is_of_size:
                 self._report.skips(eqn, line, _OTHERS)
             else:
-                self._report.differs(eqn, line, self._variation.name, least, i)
+                self._report.differs(eqn, line, self.variation.name, least, i)
             return one, _inheriting(Value(other.array), [other])
         if is_of_size or (isinstance(relations[0], Rows) and not batched):
             return one, self._of_size(eqn, one, other, relations[0], line)
@@ -258,9 +280,9 @@ class Walk:
             self._report.skips(eqn, line, _MIXES)
             other.is_mixed = True
             return one, self._replaced(one, other, relations[0])
-        difference = self._variation.difference(other.array, one.host, kept)
+        difference = self.variation.difference(other.array, one.host, kept)
         assert difference is not None
-        self._report.differs(eqn, line, self._variation.name, difference, i)
+        self._report.differs(eqn, line, self.variation.name, difference, i)
         return one, self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
@@ -269,16 +291,16 @@ class Walk:
         An iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For noise
         that is added to the rows the reference's values are used, or nothing after it could be compared.
         """
-        if not other.is_of_batch and self._variation.rows is not None:
+        if not other.is_of_batch and self.variation.rows is not None:
             return other
         if not jnp.issubdtype(one.array.dtype, jnp.inexact):
             return other
-        self._report.skips(eqn, line, _OF_SIZE if self._variation.rows is not None else _OTHERS)
+        self._report.skips(eqn, line, _OF_SIZE if self.variation.rows is not None else _OTHERS)
         other.is_mixed = True
         return self._replaced(one, other, relation)
 
     def _replaced(self, one: Value, other: Value, relation: Relation) -> Value:
-        array = self._put(self._variation.expected(one.host, relation), other)
+        array = self._put(self.variation.expected(one.host, relation), other)
         return _inheriting(Value(array, one, relation), [other])
 
     def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
@@ -288,7 +310,7 @@ class Walk:
         others, and by their negatives, the rest has to keep its bits. Each bit of the rows' numbers gives two halves,
         so that for any two rows each is once replaced while the other is kept.
         """
-        nrows = self._variation.nrows
+        nrows = self.variation.nrows
         for bit, kept_bit, sign in itertools.product(range((nrows - 1).bit_length()), (0, 1), (1, -1)):
             rows = np.arange(nrows)
             kept = rows >> bit & 1 == kept_bit
@@ -302,7 +324,7 @@ class Walk:
                     operands.append(self._put(host, one, side=0))
                 else:
                     operands.append(one.array)
-            again = bits.pull(self._sides[0].run(eqn, operands)[i])
+            again = bits.pull(self.sides[0].run(eqn, operands)[i])
             have, want = again, out.host
             if isinstance(relation, Rows):
                 have, want = (relation.apart(x, nrows)[kept] for x in (have, want))
@@ -320,12 +342,6 @@ def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
     value.is_of_batch |= any(x.is_of_batch for x in operands)
     value.is_mixed |= any(x.is_mixed for x in operands)
     return value
-
-
-def _environment(jaxpr: Any, values: Sequence[Value]) -> dict[Any, Value]:
-    opened, consts = jax_tracing.open_jaxpr(jaxpr)
-    found = {v: Value(x) for v, x in zip(opened.constvars, consts, strict=True)}
-    return found | dict(zip(opened.invars, values, strict=True))
 
 
 def _read(environment: dict[Any, Value], atom: Any) -> Value:

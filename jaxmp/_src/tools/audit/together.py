@@ -1,0 +1,215 @@
+"""Operations that give other bits only when they are compiled together, and the remedies that were tried.
+
+Where no operation differs alone and the program does, audit compiles some of its operations as one piece, on both
+sides, with equal inputs. It bisects to a small piece that differs: for k of n operations it compiles at most
+2 (k + 1) (log2(n) + 1) times, and it looks for at most 3 pieces. Then it tries each remedy on the whole program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._src.fuse.fuse import fuse
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.tools.audit import bits, operations
+from jaxmp._src.tools.audit.side import Side
+from jaxmp._src.tools.audit.walk import Body, Walk
+
+_MOST_PIECES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Operations that differ if they are compiled together: as few as the bisection finds.
+
+    Attributes:
+      operations: the primitive and the line of each, in the order of the program.
+      rewriting: what XLA does with such operations; empty if it is not known.
+    """
+
+    operations: tuple[tuple[str, str], ...]
+    rewriting: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A remedy that was tried on the whole program: with it, `differing` of the `outputs` differ in some variant."""
+
+    remedy: str
+    differing: int
+    outputs: int
+
+
+def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
+    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`."""
+    program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
+    found = pieces(walks[0], walks[0].bodies[program], line)
+    return tuple(found), tuple(_trials(walks, found, operations.LEVELS[vary]))
+
+
+# Pieces ------------------------------------------------------------------------------------------------------------
+
+
+def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
+    """Returns small pieces of a program, or of a loop's body, that differ."""
+    pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
+    while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
+        equations = [eqn for eqn, _ in piece]
+        lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
+        loops = jax_compat.subjaxprs(equations[0].params) if len(equations) == 1 else ()
+        bodies = [walk.bodies[jaxpr] for jaxpr in loops if jaxpr in walk.bodies]
+        inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
+        names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
+        found += inner or [Together(names, _rewriting(equations, makers))]
+        pairs = [pair for pair in pairs if pair is not piece[-1]]
+    return list(dict.fromkeys(found))
+
+
+def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list[Any]:
+    """Returns a few of the `items`, in their order, that differ together; none if all together do not.
+
+    Asks at most (k + 1) (log2(n) + 1) times for k of n items. It has asked for what it returns.
+    """
+    items, kept = list(items), list[Any]()
+    if not items or not differs(items):
+        return []
+    while items:
+        fewest, enough = 0 if kept else 1, len(items)  # the first `enough` items and `kept` differ
+        while fewest < enough:
+            middle = (fewest + enough) // 2
+            if differs([*items[:middle], *kept]):
+                enough = middle
+            else:
+                fewest = middle + 1
+        if not enough:
+            break
+        items, kept = items[: enough - 1], [items[enough - 1], *kept]
+    return kept
+
+
+def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
+    """Compiles some pairs of equations together, runs both sides on equal values, and compares their results."""
+    inside, (_, values) = {id(eqn) for eqn, _ in some}, body.environments
+    read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in jax_tracing.variables(eqn)}
+    read |= {v for v in body.outvars if not jax_tracing.is_literal(v)}
+    results = [pair for eqn, other in some for pair in zip(eqn.outvars, other.outvars, strict=True) if pair[0] in read]
+    made = [(v, w) for v, w in results if values[w].is_comparable]
+    ones, others = (
+        side.together([pair[i] for pair in some], [pair[i] for pair in made], body.environments[i])
+        for i, side in enumerate(walk.sides)
+    )
+    compared = [
+        walk.variation.difference(other, bits.pull(one), values[w].relation)
+        for one, other, (_, w) in zip(ones, others, made, strict=True)
+    ]
+    return any(compared)  # all of them: the processes of a job compare together
+
+
+# Rewritings --------------------------------------------------------------------------------------------------------
+
+_BROADCASTS = ("broadcast_in_dim", "reshape")
+_BY_ROOT = "x * jax.lax.rsqrt(y) for x / jnp.sqrt(y)"
+_FMA = "XLA rounds a multiplication and an addition once where it computes them together (fused multiply-add)"
+# (what all takes part, what XLA does).
+_REWRITINGS = (
+    ({"division", "sqrt"}, "XLA multiplies by a reciprocal root where it sees a division and its root together"),
+    ({"division"}, "XLA multiplies by the reciprocal of a value that it broadcasts, in some of its divisions by it"),
+    *(({"mul", name}, _FMA) for name in ("add", "add_any", "sub")),
+    ({"sum"}, "XLA reorders or splits a sum by what it computes in the same loop"),
+    ({"elementwise"}, "XLA vectorises a loop by all that it computes there, and its tail by other instructions"),
+)
+
+
+def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
+    found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
+    found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
+    return next((text for needed, text in _REWRITINGS if needed <= found), "")
+
+
+def _makers(equations: Iterable[Any]) -> dict[Any, Any]:
+    """Returns for each variable the equation that makes it."""
+    return {v: eqn for eqn in equations for v in eqn.outvars}
+
+
+def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
+    """Returns the variable by which an equation divides, before it is broadcast; None for all other divisions."""
+    if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
+        return None
+    v = eqn.invars[1]
+    while v in makers and makers[v].primitive.name in _BROADCASTS and not jax_tracing.is_literal(makers[v].invars[0]):
+        v = makers[v].invars[0]
+    is_root = v in makers and makers[v].primitive.name == "sqrt"
+    return v if is_root or v.aval.size < eqn.outvars[0].aval.size else None
+
+
+def _without_divisions(side: Side) -> tuple[str, Callable[..., Any]] | None:
+    """Returns (what to write for divisions by roots and broadcast values, the program with that), or None."""
+    program, constants = side.inlined(side.jaxpr)
+    makers = _makers(program.eqns)
+    divisors = {id(eqn): v for eqn in program.eqns if (v := _divisor(eqn, makers)) is not None}
+    roots = {v: makers[v].invars[0] for v in divisors.values() if v in makers and makers[v].primitive.name == "sqrt"}
+
+    def inverse(v: Any, values: Mapping[Any, Any]) -> Any:
+        if v in roots:
+            return jax.lax.rsqrt(jax_tracing.array_of(roots[v], values))
+        if v in makers and makers[v].primitive.name in _BROADCASTS:
+            return jax_tracing.evaluate(makers[v], [inverse(makers[v].invars[0], values)])[0]
+        return 1 / values[v]
+
+    def rewritten(arrays: Sequence[Any]) -> list[Any]:
+        values = dict(zip(program.invars, arrays, strict=True)) | constants
+        for eqn in program.eqns:
+            if id(eqn) in divisors:
+                factor = inverse(eqn.invars[1], values)
+                values[eqn.outvars[0]] = jax_tracing.array_of(eqn.invars[0], values) * factor
+            else:
+                jax_tracing.evaluate_each([eqn], values)
+        return [jax_tracing.array_of(v, values) for v in program.outvars]
+
+    texts = {_BY_ROOT if v in roots else "x * (1 / y) for x / y": None for v in divisors.values()}
+    lines = {line: None for eqn in program.eqns if id(eqn) in divisors and (line := jax_compat.traced_line(eqn))}
+    places = f" ({', '.join(lines)})" if lines else ""
+    return (f"write {' and '.join(texts)}{places}", rewritten) if divisors else None
+
+
+# Remedies ----------------------------------------------------------------------------------------------------------
+
+_OPTIONS = (
+    {"xla_cpu_experimental_ynn_fusion_type": ""},  # no sums and softmaxes of YNNPACK, which has another exp
+    {"xla_disable_hlo_passes": "algsimp"},
+    {"xla_disable_hlo_passes": "fusion"},
+    {"xla_disable_hlo_passes": "algsimp,fusion", "xla_cpu_experimental_ynn_fusion_type": ""},
+)
+
+
+def _trials(walks: Sequence[Walk], found: Sequence[Together], level: Any) -> Iterator[Trial]:
+    """Tries remedies on the whole program until no output differs."""
+    for remedy, run in _remedies(walks[0], found, level):
+        try:
+            ones = run(walks[0].sides[0])
+            compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
+        except (jax.errors.JaxRuntimeError, NotImplementedError):  # the compiler, or `fuse`, does not take it
+            continue
+        trial = Trial(remedy, sum(any(one) for one in zip(*compared, strict=True)), len(ones))
+        yield trial
+        if not trial.differing:
+            return
+
+
+def _remedies(walk: Walk, found: Sequence[Together], level: Any) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
+    """Yields (a remedy, how a side runs the whole program with it), and nothing that the program has already."""
+    equations = [eqn for body in walk.bodies.values() for eqn, _ in body.pairs]
+    if not any(operations.is_kept(eqn, level) for eqn in equations):
+        yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
+    if any("reciprocal" in one.rewriting for one in found) and (written := _without_divisions(walk.sides[0])):
+        yield written[0], lambda side: side.whole((_without_divisions(side) or written)[1])
+    given = walk.sides[0].options
+    for options in _OPTIONS:
+        if any(given.get(name) != value for name, value in options.items()):
+            run = functools.partial(Side.whole, options=options)
+            yield f"jax.jit(fn, compiler_options={given | options})", run
