@@ -8,14 +8,17 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
-from jaxmp._src.core.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.contraction.moves import Gather
+from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import dots_saveable
-from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.sharding import meshes, shardings
 from jaxmp._src.core.sharding.shard_local import gathered
+from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands
 
 
@@ -45,6 +48,12 @@ class Frame:
         """The sharding of d when it leaves `shard_map`."""
         return dict(self.outs)["d"]
 
+    def deferred(self, axes: Dim) -> Frame:
+        """Returns the frame of a call with a d that stays unreduced over `axes`."""
+        (name, d), *results = self.outs
+        asked = self.asked and self.asked.update(unreduced=set(axes))
+        return dataclasses.replace(self, outs=((name, d.update(unreduced=set(axes))), *results), asked=asked)
+
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(
@@ -70,7 +79,8 @@ def frame_of(
     gathered = plan.layout if gathers_inside else None
     # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
     summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
-    return frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
+    made = frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
+    return made.deferred(plan.unreduced) if plan.unreduced else made
 
 
 def frame(
@@ -102,22 +112,38 @@ def on_shards(
     """Runs `body` on each device's shards and returns its results by name, d in the requested sharding."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
+    used = {name: frozenset(sum(shardings.as_dims(name, entry.spec, len(entry.spec)), ())) for name, entry in entries.items()}
     placed = {}
     for name, x in operands.items():
         entry = entries[name]
         have = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have
+        if frame.is_explicit and have.reduced:  # over axes along which the products differ, its cotangent is deferred
+            reduced = have.reduced & frozenset().union(*used.values()) - used[name]
+            entries[name] = entry = entry._replace(spec=entry.spec.update(reduced=reduced))
         if have is not None and have != entry.spec:
             have = meshes.type_spec(x) if frame.is_explicit else have
             x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
         placed[name] = x
     specs = {name: entry.spec for name, entry in entries.items()}
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
+    of_shards = _with_tags(of_shards, tuple(sorted(frame.out_spec.unreduced)))
     run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
     results: dict[str, Any] = run(placed)
     if frame.asked is None:
         return results
     d = meshes.reshard(results["d"], frame.mesh, frame.out_spec, frame.asked, is_explicit=frame.is_explicit)
     return results | {"d": d}
+
+
+def _with_tags(body: Callable[[Operands], dict[str, Any]], unreduced: Dim) -> Callable[[Operands], dict[str, Any]]:
+    """Wraps `body` so that operands vary over their reduced axes, and d becomes unreduced. Nothing moves, neither here
+    nor in the transpose."""
+
+    def of_shards(operands: Operands) -> dict[str, Any]:
+        results = body({name: cast_varying(x, jax_compat.reduced_axes(x)) for name, x in operands.items()})
+        return results | {"d": lax.pcast(results["d"], unreduced, to="unreduced")} if unreduced else results
+
+    return of_shards
 
 
 def on_gathered(
