@@ -19,7 +19,8 @@ split index is used as it is, any other operand is needed whole, and a contracte
                      n       k  n  n      a is gathered along k
     deferred         k       k  k  +      nothing moves: each rank keeps its term of the sum (unreduced axes of d)
 
-An operand with reduced axes is whole along them, and its cotangent is deferred over them. A call has one communicator for each group of ranks: all communicating axes have one role, or all are of a grid.
+An operand with reduced axes is whole along them, and its cotangent is deferred over them.
+A call has one communicator for each group of ranks: all communicating axes have one role, or all are of a grid.
 
 Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), d P("data", None):
 `mk,kn->mn  data: m (m - m)  model: k (k k -)`, an all-reduce over model in two groups, one for each index of data.
@@ -60,7 +61,7 @@ class Layout(NamedTuple):
 
 
 class Role(NamedTuple):
-    """The index along which one mesh axis shards a, b and d; "" for an array that it does not shard. d may be DEFERRED."""
+    """The index along which one mesh axis shards a, b and d; "" for an array that it does not shard."""
 
     a: str = ""
     b: str = ""

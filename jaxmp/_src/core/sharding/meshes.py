@@ -32,9 +32,9 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, and the shardings of
-    a, b and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also `why`, and the requested sharding of the
-    result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
+    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, the shardings of a, b
+    and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also `why`, and
+    the requested sharding of the result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
 
     mode: Mode
     shape: Shape
@@ -152,6 +152,15 @@ def place(request: Request, out_shape: Shape) -> Placement:
         dims = shardings.as_dims("{a}", spec_a, a.ndim), shardings.as_dims("{b}", spec_b, b.ndim)
         return _sharded(explicit, True, dims, out_sharding, out_shape)
     return Placement(Mode.AUTO, out_shape, constraint=_constraint(out_sharding, mesh, out_shape))
+
+
+def check_summed(placement: Placement) -> None:
+    """Raises NotImplementedError for an unreduced result, on behalf of a function that needs the sum itself."""
+    if placement.unreduced:
+        raise NotAvailable(
+            f"{{out_sharding}} with unreduced axes {placement.unreduced} is not supported, because the sum is needed "
+            "here; take a sharding without them"
+        )
 
 
 def _given_mesh(request: Request) -> options.Mesh | None:

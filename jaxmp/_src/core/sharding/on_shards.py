@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.contraction.moves import Gather
-from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import dots_saveable
 from jaxmp._src.core.sharding import meshes, shardings
 from jaxmp._src.core.sharding.shard_local import gathered
-from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands
 
 
@@ -28,6 +27,12 @@ class Entry(NamedTuple):
     spec: P = P()
     gathers: tuple[Gather, ...] = ()
     have: P | None = None
+
+    def axes(self, *, varies: bool = False) -> frozenset[str]:
+        """Returns the axes that shard the operand at its entry; only those along which it differs if `varies`."""
+        dims = shardings.as_dims("an operand", self.spec, len(self.spec))
+        same = (gather.axes for gather in self.gathers if varies and not gather.varies)
+        return frozenset(sum(dims, ())).difference(*same)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,38 +117,61 @@ def on_shards(
     """Runs `body` on each device's shards and returns its results by name, d in the requested sharding."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
-    used = {name: frozenset(sum(shardings.as_dims(name, entry.spec, len(entry.spec)), ())) for name, entry in entries.items()}
-    placed = {}
-    for name, x in operands.items():
-        entry = entries[name]
-        have = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have
-        if frame.is_explicit and have.reduced:  # over axes along which the products differ, its cotangent is deferred
-            reduced = have.reduced & frozenset().union(*used.values()) - used[name]
-            entries[name] = entry = entry._replace(spec=entry.spec.update(reduced=reduced))
-        if have is not None and have != entry.spec:
-            have = meshes.type_spec(x) if frame.is_explicit else have
-            x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
-        placed[name] = x
-    specs = {name: entry.spec for name, entry in entries.items()}
+    placed, copied, terms = _placed(frame, entries, operands), {}, _ordered(frame, frame.out_spec.unreduced)
+    for name, x in placed.items():
+        if frame.is_explicit and (axes := _ordered(frame, meshes.type_spec(x).reduced)):
+            placed[name], copied[name] = _in_copies(x, frame.mesh, axes), axes
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
-    of_shards = _with_tags(of_shards, tuple(sorted(frame.out_spec.unreduced)))
-    run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
-    results: dict[str, Any] = run(placed)
+
+    def run(operands: Operands) -> dict[str, Any]:
+        results = of_shards({name: x[0] if name in copied else x for name, x in operands.items()})
+        return results | {"d": results["d"][None]} if terms else results
+
+    specs = {
+        name: P(copied[name], *entry.spec.partitions) if name in copied else entry.spec
+        for name, entry in entries.items()
+    }
+    outs = dict(frame.outs) | ({"d": P(terms, *frame.out_spec.partitions)} if terms else {})
+    results: dict[str, Any] = jax.shard_map(run, mesh=frame.mesh, in_specs=(specs,), out_specs=outs)(placed)
+    if terms:
+        where = NamedSharding(jax.typeof(results["d"]).sharding.mesh, frame.out_spec)
+        results["d"] = lax.reduce_sum(results["d"], (0,), out_sharding=where)
     if frame.asked is None:
         return results
     d = meshes.reshard(results["d"], frame.mesh, frame.out_spec, frame.asked, is_explicit=frame.is_explicit)
     return results | {"d": d}
 
 
-def _with_tags(body: Callable[[Operands], dict[str, Any]], unreduced: Dim) -> Callable[[Operands], dict[str, Any]]:
-    """Wraps `body` so that operands vary over their reduced axes, and d becomes unreduced. Nothing moves, neither here
-    nor in the transpose."""
+def _placed(frame: Frame, entries: Mapping[str, Entry], operands: Operands) -> Operands:
+    """Returns the operands, sharded as they enter. They stay reduced over the axes along which the products differ."""
+    varying = frozenset().union(*(entry.axes(varies=True) for entry in entries.values()))
+    placed = {}
+    for name, x in operands.items():
+        entry = entries[name]
+        have, want = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have, entry.spec
+        if have is not None and have.reduced:
+            want = want.update(reduced=have.reduced & varying - entry.axes())
+        if have is not None and have != want:
+            have = meshes.type_spec(x) if frame.is_explicit else have
+            x = meshes.reshard(x, frame.mesh, have, want, is_explicit=frame.is_explicit)
+        placed[name] = x
+    return placed
 
-    def of_shards(operands: Operands) -> dict[str, Any]:
-        results = body({name: cast_varying(x, jax_compat.reduced_axes(x)) for name, x in operands.items()})
-        return results | {"d": lax.pcast(results["d"], unreduced, to="unreduced")} if unreduced else results
 
-    return of_shards
+def _ordered(frame: Frame, axes: Collection[str]) -> Dim:
+    return tuple(axis for axis in frame.mesh.axis_names if axis in axes)
+
+
+def _in_copies(x: jax.Array, mesh: Any, axes: Dim) -> jax.Array:
+    """Returns a copy of `x` for each rank of its reduced axes, sharded over them. Nothing moves.
+
+    The copies' cotangents become the terms of x's cotangent, which is unreduced. JAX (0.10 to 0.12) does not `vmap` a
+    shard_map with reduced or unreduced types.
+    """
+    kind = jax.typeof(x).sharding
+    where, shape = NamedSharding(kind.mesh, P(axes, *kind.spec.partitions)), (moves.size_of(mesh.shape, axes), *x.shape)
+    copies: jax.Array = lax.broadcast_in_dim(x, shape, tuple(range(1, x.ndim + 1)), out_sharding=where)
+    return copies
 
 
 def on_gathered(

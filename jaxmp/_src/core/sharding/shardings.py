@@ -82,8 +82,8 @@ def lying(
         of_a, of_b = ([product.sharded(which, index) for index in product.contracted] for which in "ab")
         if of_a != of_b or set(sum(of_a, ())) != set(unreduced):
             raise InvalidSharding(
-                f"out_sharding's unreduced axes should be equal to the contracting specs, got {sorted(unreduced)}, but "
-                f"the contraction is sharded over {of_a} in {{a}} and {of_b} in {{b}}; reshard them (jax.sharding.reshard)"
+                f"out_sharding's unreduced axes should be equal to the contracting specs, got {unreduced}, but the "
+                f"contraction is sharded over {of_a} in {{a}} and {of_b} in {{b}}; pass another (jax.sharding.reshard)"
             )
     return dataclasses.replace(product, unreduced=unreduced)
 
