@@ -79,7 +79,8 @@ def _collective_abstract_eval(
         varying = varying - frozenset(axis_name)
     elif kind == "vary":
         varying = varying | frozenset(axis_name)
-    return jax_compat.with_shape(x, shape, x.dtype, varying)
+    result = jax_compat.with_shape(x, shape, x.dtype, varying)
+    return result.update(manual_axis_type=x.manual_axis_type) if kind in ("wait", "pass") else result
 
 
 def _collective_transpose(
