@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp.testing import assert_bitwise_equal
 
 UNREDUCED, REDUCED = P(None, None, unreduced={"x"}), P(None, None, reduced={"x"})
 NN = (((1,), (0,)), ((), ()))
@@ -143,10 +144,82 @@ def test_reduced_operands_of_a_shard_map(rng):
         np.testing.assert_array_equal(want, got)
 
 
-def test_a_library_and_a_level_are_refused_by_name(operands):
-    for options, what in (({"implementation": "host"}, "implementation='host'"), ({"determinism": "batch"}, "'batch'")):
-        with pytest.raises(NotImplementedError, match=f"{what} is not available .* has unreduced or reduced axes"):
-            jaxmp.matmul(*operands, out_sharding=UNREDUCED, **options)
+@pytest.mark.parametrize("options", [{"determinism": "batch"}, {"determinism": "topology"}, {"implementation": "host"}])
+def test_a_term_has_the_bits_of_one_devices_product(options, operands, rng):
+    a, b = (jnp.asarray(rng.standard_normal((8, 8)), jnp.float32) for _ in range(2))
+    product = functools.partial(jaxmp.matmul, **options)
+
+    def terms(a, b):
+        cut = jax.sharding.reshard(a, P(None, "x")), jax.sharding.reshard(b, P("x", None))
+        rows, w = jax.sharding.reshard(a, P("x", None)), jax.sharding.reshard(b, REDUCED)
+        d = product(*cut, out_sharding=UNREDUCED)
+        return d, jax.grad(lambda w: (product(rows, w) * jax.sharding.reshard(b, P("x", None))).sum())(w)
+
+    held = [[np.asarray(shard.data) for shard in x.addressable_shards] for x in jax.jit(terms)(a, b)]
+    a, b = map(np.asarray, (a, b))
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])):
+        for i in range(2):  # of x; each device holds its own term
+            part = slice(4 * i, 4 * i + 4)
+            assert_bitwise_equal(held[0][2 * i], np.asarray(product(a[:, part], b[part])))
+            assert_bitwise_equal(held[1][2 * i], np.asarray(product(a[part], b[part], transpose_a=True)))
+
+
+def of_microbatches(module, w, xs):
+    """Returns w's gradient, accumulated over microbatches and summed over data-parallel ranks once."""
+    w = jax.sharding.reshard(w, P(None, "y", reduced={"x"}))
+
+    def step(total, x):
+        x = jax.sharding.reshard(x, P("x", None))
+        return total + jax.grad(lambda w: jnp.square(module.matmul(x, w)).sum())(w), None
+
+    zeros = jnp.zeros(w.shape, w.dtype, out_sharding=P(None, "y", unreduced={"x"}))
+    return jax.sharding.reshard(lax.scan(step, zeros, xs)[0], P(None, "y"))
+
+
+def test_gradients_of_microbatches_are_summed_once(operands):
+    a, b = operands
+    given = b, jnp.stack([jax.sharding.reshard(a, P())] * 4)
+    programs = [functools.partial(of_microbatches, jaxmp), jaxmp.fuse(functools.partial(of_microbatches, jnp))]
+    want = jax.jit(functools.partial(of_microbatches, jnp))(*given)
+    for program in programs:
+        compiled = jax.jit(program).lower(*given).compile()
+        np.testing.assert_array_equal(compiled(*given), want)
+        rows = jaxmp.explain(program, quiet=True)(*given).rows
+        assert {(row.pattern, row.count) for row in rows if row.operation == "matmul"} == {("local", 4)}
+        sums = [line for line in compiled.as_text().splitlines() if "all-reduce(" in line or "reduce-scatter(" in line]
+        assert len(sums) == 1
+        assert "while" not in sums[0]
+
+
+def test_functions_that_need_the_sum_refuse_to_defer_it(operands):
+    a, b = operands
+    cube = lambda x: x * x * x  # noqa: E731
+    bias = {"epilog": jaxmp.Epilog.BIAS, "epilog_inputs": {"bias": jnp.zeros(8)}}
+    for call, what in (
+        (lambda: jaxmp.matmul(a, b, out_sharding=UNREDUCED, **bias), "bias is not available"),
+        (lambda: jaxmp.matmul(a, b, a, beta=1.0, out_sharding=UNREDUCED), "c is not available"),
+        (lambda: jaxmp.linear(a, b, activation="relu", out_sharding=UNREDUCED), "epilog RELU is not available"),
+        (lambda: jaxmp.linear(a, b, activation=cube, out_sharding=UNREDUCED), "the sum is needed"),
+        (lambda: jaxmp.ragged_dot(a, b.reshape(1, 8, 8), jnp.array([8]), out_sharding=UNREDUCED), "the sum is needed"),
+        (lambda: jaxmp.gated_mlp(a, b, b, a, hidden_sharding=UNREDUCED), "hidden_sharding .* the sum is needed"),
+    ):
+        with pytest.raises(NotImplementedError, match=what):
+            call()
+
+
+def test_a_gradient_that_jnp_refuses_is_summed_or_padded(operands):
+    """The operand's axis splits nothing, splits its contraction, or splits the rows with another axis."""
+    a, b = (jax.sharding.reshard(x, P()) for x in operands)
+
+    def loss(module, a, b, out):
+        return (module.matmul(a, b, out_sharding=out) * jax.sharding.reshard(b, out)).sum()
+
+    of_b = [jax.jit(functools.partial(jax.grad(loss, 2), module), static_argnums=2) for module in (jnp, jaxmp)]
+    want = of_b[0](a, b, P())
+    for rows, out in ((P(), P()), (P(None, "x"), P()), (P("x"), P()), (P(("x", "y")), P(("x", "y"))), (P("y"), P("y"))):
+        got = of_b[1](jax.sharding.reshard(a, rows), jax.sharding.reshard(b, REDUCED), out)
+        assert jax.typeof(got).sharding.spec.unreduced == {"x"}
+        np.testing.assert_array_equal(jax.sharding.reshard(got, P()), want)
 
 
 def test_what_jnp_refuses(operands):
@@ -156,5 +229,5 @@ def test_what_jnp_refuses(operands):
     for module in (jnp, jaxmp):
         with pytest.raises(Exception, match="unreduced axes should be equal to the contracting specs"):
             module.matmul(whole, whole, out_sharding=UNREDUCED)
-        with pytest.raises(Exception, match="lhs or rhs passed to dot_general cannot be unreduced"):
+        with pytest.raises(Exception, match=r"(lhs or rhs passed to dot_general|matmul: a) cannot be unreduced"):
             module.matmul(terms, whole)

@@ -154,8 +154,9 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
     of_d = options.pop("out_sharding")
     flat = None
     if of_d is not None:
-        entries = [*of_d, *(None for _ in range(len(shape) - len(of_d)))]
-        flat = P(*(_joined_axes(part) for part in (entries[: len(one.free)], entries[len(one.free) :])))
+        entries = [*of_d.partitions, *(None for _ in range(len(shape) - len(of_d)))]
+        joined = [_joined_axes(part) for part in (entries[: len(one.free)], entries[len(one.free) :])]
+        flat = of_d.update(partitions=joined)
     d: jax.Array = matmul(a, b, out_sharding=flat, **options)
     return lax.reshape(d, shape, out_sharding=None if of_d is None else jax.sharding.NamedSharding(_mesh(d), of_d))
 
@@ -165,8 +166,9 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):
-        spec = P(*(_joined_axes([_axes_of(x, d) or None for d in dims]) for dims in (rows, columns)))
-        sharding = jax.sharding.NamedSharding(_mesh(x), spec)
+        joined = [_joined_axes([_axes_of(x, d) or None for d in dims]) for dims in (rows, columns)]
+        sharding = jax.typeof(x).sharding
+        sharding = sharding.update(spec=sharding.spec.update(partitions=joined))
     return lax.reshape(lax.transpose(x, (*rows, *columns)), shape, out_sharding=sharding)
 
 

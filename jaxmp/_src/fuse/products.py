@@ -112,6 +112,8 @@ def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, ma
     if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
         return product
     product = _with_alpha(graph, product)
+    if product.result.aval.sharding.spec.unreduced:  # what follows would come before the sum
+        return product
     product = _with_bias(graph, product)
     found = _with_activation(graph, product)
     return found if found.activation else _with_c(graph, product)

@@ -17,7 +17,9 @@ split index is used as it is, any other operand is needed whole, and a contracte
     all-reduce       k       k  k  -
     grid             m       m  k  m      b is gathered along k (FSDP)
                      n       k  n  n      a is gathered along k
+    deferred         k       k  k  +      nothing moves: each rank keeps its term of the sum (unreduced axes of d)
 
+An operand with reduced axes is whole along them, and its cotangent is deferred over them.
 A call has one communicator for each group of ranks: all communicating axes have one role, or all are of a grid.
 
 Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), d P("data", None):
@@ -31,6 +33,8 @@ import enum
 import functools
 import string
 from typing import NamedTuple
+
+DEFERRED = "+"  # d's index in the role of an axis over which the program sums later
 
 # Dim: the mesh axes that shard one dimension, slowest first. Dims: a Dim for each dimension of an array.
 Dim = tuple[str, ...]
@@ -66,11 +70,11 @@ class Role(NamedTuple):
     @property
     def split(self) -> str:
         """The index that the ranks of the axis divide when they multiply."""
-        return self.a if self.is_contracted else self.d
+        return self.a if self.is_contracted or self.d == DEFERRED else self.d
 
     @property
     def communicates(self) -> bool:
-        return self.a != "" and self.b != "" and not self.a == self.b == self.d
+        return self.a != "" and self.b != "" and not self.a == self.b == self.d and self.d != DEFERRED
 
     @property
     def is_contracted(self) -> bool:
@@ -82,7 +86,7 @@ class Contraction:
     """`a`, `b`, `d`: the indices of the three arrays as stored. `layout`: the shardings of the arrays in the call.
 
     `is_partial`: only the axes of the group are known, as inside a user's shard_map. `is_grid_stored`: the arrays are
-    stored in the blocks of a grid, which may have a single row or column.
+    stored in the blocks of a grid, which may have a single row or column. `unreduced`: d's deferred axes.
     """
 
     a: str
@@ -91,6 +95,7 @@ class Contraction:
     layout: Layout
     is_partial: bool = False
     is_grid_stored: bool = False
+    unreduced: Dim = ()
 
     def __str__(self) -> str:
         axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
@@ -112,7 +117,7 @@ class Contraction:
         names = {"a": "dba", "b": "adb"}[which]
         a, b, d = (getattr(self, name) for name in names)
         layout = Layout(*(getattr(self.layout, name) for name in names))
-        return dataclasses.replace(self, a=a, b=b, d=d, layout=layout)
+        return dataclasses.replace(self, a=a, b=b, d=d, layout=layout, unreduced=())
 
     @functools.cached_property
     def indices(self) -> tuple[str, str, str]:
@@ -147,6 +152,8 @@ class Contraction:
             for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):
                 for axis in dim:
                     found.setdefault(axis, ["", "", ""])["abd".index(which)] = index
+        for axis in self.unreduced:
+            found[axis][2] = DEFERRED
         return {axis: Role(*indices) for axis, indices in found.items()}
 
     def is_grid_role(self, role: Role) -> bool:

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from jaxmp._src.core.contraction.contraction import Contraction, Dims, Layout, Role
+from jaxmp._src.core.contraction.contraction import DEFERRED, Contraction, Dims, Layout, Role
 from jaxmp._src.core.contraction.moves import in_call, received, size_of
 from jaxmp._src.platform.hardware.call_time import Transfer, call_time
 from jaxmp._src.platform.hardware.hardware import Hardware
@@ -84,9 +84,8 @@ def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | No
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
-    if not {*roles.values()} <= {*_roles(given, given.a + given.b, gathers_k=gathers_k)} or not given.is_one_call(
-        roles
-    ):
+    known = {*_roles(given, given.a + given.b, gathers_k=gathers_k)}
+    if not {role for role in roles.values() if role.d != DEFERRED} <= known or not given.is_one_call(roles):
         return None
     layout = _layout(given, roles)
     is_given = layout.d == given.layout.d and all(
@@ -164,7 +163,7 @@ def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> li
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
     """Returns the roles that an axis may have: only its present role if that is valid and does not communicate."""
     roles = _roles(given, have, gathers_k=terms.gathers_k)
-    if have in roles and not have.communicates:
+    if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]
     return [role for role in roles if _lies(given, role, have) and (role.d == have.d or not terms.keeps_result)]
 

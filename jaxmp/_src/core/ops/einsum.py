@@ -334,8 +334,7 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
     """
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
-    is_partial = any(meshes.is_partial(meshes.type_spec(term.array)) for term in (left, right))
-    if is_partial or not is_explicit or not isinstance(spec, P):
+    if not is_explicit or not isinstance(spec, P):
         return None
     wanted = dict(zip(output, to_dims("the result", P(*spec.partitions), len(output), None), strict=True))
     dims: dict[str, Dim] = {}

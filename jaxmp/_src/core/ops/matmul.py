@@ -261,6 +261,7 @@ def dense(request: Request, activation: Activation | None) -> Any:
     spec, operands, shape = validated(request)
     activated.check_spec(spec)
     placement = meshes.place(request, shape)
+    meshes.check_summed(placement)
     d = activated.activated_call(make_call(spec, placement, operands), found, operands)
     if conversion.is_weak:  # constants in the function may make the result strong
         weak = jax.eval_shape(found, jax.typeof(d).update(weak_type=True))

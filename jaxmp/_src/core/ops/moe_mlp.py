@@ -169,6 +169,7 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
             each = request._replace(b=operands[name], in_shardings=None if ins is None else (ins[0], ins[i]))
             places.append(meshes.place(each, (x.shape[0], w_down.shape[2])))
     first, second = places
+    meshes.check_summed(second)
     if first.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:

@@ -183,6 +183,7 @@ def product(
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.SHARDED:
+        meshes.check_summed(placement)
         given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
     run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)

@@ -79,7 +79,8 @@ def _collective_abstract_eval(
         varying = varying - frozenset(axis_name)
     elif kind == "vary":
         varying = varying | frozenset(axis_name)
-    return jax_compat.with_shape(x, shape, x.dtype, varying)
+    result = jax_compat.with_shape(x, shape, x.dtype, varying)
+    return result.update(manual_axis_type=x.manual_axis_type) if kind in ("wait", "pass") else result
 
 
 def _collective_transpose(
@@ -251,7 +252,7 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
         x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
         x = _global_barrier("pass" if _is_finer(have, spec) else "wait", x, mesh, have)
-        if wire.is_widened(x.dtype):
+        if wire.is_widened(x.dtype) and not (have.reduced or have.unreduced):
             x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
         else:
             x = place(x, mesh, spec, is_explicit=is_explicit)
@@ -267,7 +268,7 @@ def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
 
 def _is_finer(have: P, spec: P) -> bool:
     """True if every shard of `spec` is a part of the same device's shard of `have`."""
-    entries = [[(x,) if isinstance(x, str) else tuple(x or ()) for x in each] for each in (have, spec)]
+    entries = [[(x,) if isinstance(x, str) else tuple(x or ()) for x in each.partitions] for each in (have, spec)]
     return all(want[: len(dim)] == dim for dim, want in itertools.zip_longest(*entries, fillvalue=()))
 
 

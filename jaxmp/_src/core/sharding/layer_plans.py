@@ -87,6 +87,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
     both = operands, next_operands
     with one.naming(out_sharding="hidden_sharding"):
         placement = meshes.place(first._replace(in_shardings=None if ins is None else tuple(ins)[:2]), h.shape)
+        meshes.check_summed(placement)
         if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
             return Layers(both, (sharded_call.make_call(spec, placement, operands),))
     if placement.mode == meshes.Mode.MANUAL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
-from jaxmp._src.core.contraction.contraction import Dims
+from jaxmp._src.core.contraction.contraction import Dim, Dims
 from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.sharding import shardings
 from jaxmp._src.core.spec import options
@@ -32,15 +32,16 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, and the shardings of
-    a, b and the result as stored (None: the default for a and b). For XLA also `why`, and the requested sharding of the
-    result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
+    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, the shardings of a, b
+    and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also `why`, and
+    the requested sharding of the result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
 
     mode: Mode
     shape: Shape
     mesh: Any = None
     is_explicit: bool = False
     lie: tuple[Dims, Dims, Dims | None] = ((), (), None)
+    unreduced: Dim = ()
     constraint: NamedSharding | None = None
     why: str = ""
     out_sharding: NamedSharding | None = None
@@ -85,9 +86,9 @@ def on_automatic_axes(
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """Reshards a global array from `have` to `want`."""
-    now, last = (shardings.as_dims("an array", spec, x.ndim) for spec in (have, want))
-    for step in moves.steps(now, last, mesh.shape):
-        spec = partition_spec(step)
+    now, last = (shardings.as_dims("an array", P(*spec.partitions), x.ndim) for spec in (have, want))
+    for step in moves.steps(now, last, mesh.shape) or (last,) * (have != want):
+        spec = want.update(partitions=partition_spec(step).partitions)
         x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
     return x
 
@@ -148,11 +149,18 @@ def place(request: Request, out_shape: Shape) -> Placement:
     explicit = _explicit_mesh(request)
     if explicit is not None:
         spec_a, spec_b = type_spec(a), type_spec(b)
-        if any(map(is_partial, (spec_a, spec_b, out_sharding))):
-            return _left_to_xla(explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
         dims = shardings.as_dims("{a}", spec_a, a.ndim), shardings.as_dims("{b}", spec_b, b.ndim)
         return _sharded(explicit, True, dims, out_sharding, out_shape)
     return Placement(Mode.AUTO, out_shape, constraint=_constraint(out_sharding, mesh, out_shape))
+
+
+def check_summed(placement: Placement) -> None:
+    """Raises NotImplementedError for an unreduced result, on behalf of a function that needs the sum itself."""
+    if placement.unreduced:
+        raise NotAvailable(
+            f"{{out_sharding}} with unreduced axes {placement.unreduced} is not supported, because the sum is needed "
+            "here; take a sharding without them"
+        )
 
 
 def _given_mesh(request: Request) -> options.Mesh | None:
@@ -213,7 +221,7 @@ def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
         raise InvalidValue("in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
     is_explicit = has_explicit_axes(mesh)
     dims_a, dims_b = (
-        shardings.to_dims(operand, _spec("in_shardings", sharding), x.ndim, mesh.axis_names)
+        shardings.to_dims(operand, _spec("in_shardings", sharding, type_spec(x).reduced), x.ndim, mesh.axis_names)
         for operand, sharding, x in (("{a}", in_shardings[0], request.a), ("{b}", in_shardings[1], request.b))
     )
     return _sharded(mesh, is_explicit, (dims_a, dims_b), out_sharding, out_shape)
@@ -242,9 +250,13 @@ def _sharded(
     out_shape: Shape,
 ) -> Placement:
     _check_mesh("{out_sharding}", out_sharding, mesh)
-    asked = None if out_sharding is None else _spec("{out_sharding}", out_sharding)
-    out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
-    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out))
+    if out_sharding is None:
+        return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, None))
+    axes = tuple(mesh.axis_names)
+    asked = _spec("{out_sharding}", out_sharding, axes if is_explicit else ())
+    out = shardings.to_dims("the result", P(*asked.partitions), len(out_shape), axes)
+    unreduced = tuple(axis for axis in axes if axis in asked.unreduced)
+    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, out), unreduced)
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:
@@ -330,15 +342,19 @@ def is_partial(sharding: Any) -> bool:
     return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
 
-def _spec(argument: str, sharding: Any) -> P:
+def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
+    """Returns the PartitionSpec of a user's sharding. Raises for unreduced and reduced axes, except `tagged` ones."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
         return P()
     if not isinstance(sharding, P):
         raise InvalidType(f"{argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
-    if getattr(sharding, "unreduced", None):
-        raise NotAvailable(f"{argument} with unreduced axes {set(sharding.unreduced)} is not supported")
+    if rest := (sharding.unreduced | sharding.reduced).difference(tagged):
+        raise NotAvailable(
+            f"{argument} with unreduced or reduced axes {sorted(rest)} is not supported; on explicit axes, take the "
+            "operand's own reduced axes in in_shardings, and unreduced axes in out_sharding"
+        )
     return sharding
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
-from jaxmp._src.core.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.contraction.moves import Gather
 from jaxmp._src.core.primitive.primitives import dots_saveable
-from jaxmp._src.core.sharding import meshes
+from jaxmp._src.core.sharding import meshes, shardings
 from jaxmp._src.core.sharding.shard_local import gathered
 from jaxmp._src.platform.runtime.types import Operands
 
@@ -25,6 +27,12 @@ class Entry(NamedTuple):
     spec: P = P()
     gathers: tuple[Gather, ...] = ()
     have: P | None = None
+
+    def axes(self, *, varies: bool = False) -> frozenset[str]:
+        """Returns the axes that shard the operand at its entry; only those along which it differs if `varies`."""
+        dims = shardings.as_dims("an operand", self.spec, len(self.spec))
+        same = (gather.axes for gather in self.gathers if varies and not gather.varies)
+        return frozenset(sum(dims, ())).difference(*same)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,12 @@ class Frame:
     def out_spec(self) -> P:
         """The sharding of d when it leaves `shard_map`."""
         return dict(self.outs)["d"]
+
+    def deferred(self, axes: Dim) -> Frame:
+        """Returns the frame of a call with a d that stays unreduced over `axes`."""
+        (name, d), *results = self.outs
+        asked = self.asked and self.asked.update(unreduced=set(axes))
+        return dataclasses.replace(self, outs=((name, d.update(unreduced=set(axes))), *results), asked=asked)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,7 +84,8 @@ def frame_of(
     gathered = plan.layout if gathers_inside else None
     # All ranks that gather an operand compute the same sums of it, so the sums do not vary over these axes.
     summed = [name for name in "ab" if f"bgrad{name}" in dict(results)]
-    return frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
+    made = frame(where, arrays, gathered, (("d", plan.layout.d), *results), given.d, summed=summed)
+    return made.deferred(plan.unreduced) if plan.unreduced else made
 
 
 def frame(
@@ -102,22 +117,61 @@ def on_shards(
     """Runs `body` on each device's shards and returns its results by name, d in the requested sharding."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
-    placed = {}
-    for name, x in operands.items():
-        entry = entries[name]
-        have = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have
-        if have is not None and have != entry.spec:
-            have = meshes.type_spec(x) if frame.is_explicit else have
-            x = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
-        placed[name] = x
-    specs = {name: entry.spec for name, entry in entries.items()}
+    placed, copied, terms = _placed(frame, entries, operands), {}, _ordered(frame, frame.out_spec.unreduced)
+    for name, x in placed.items():
+        if frame.is_explicit and (axes := _ordered(frame, meshes.type_spec(x).reduced)):
+            placed[name], copied[name] = _in_copies(x, frame.mesh, axes), axes
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
-    run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
-    results: dict[str, Any] = run(placed)
+
+    def run(operands: Operands) -> dict[str, Any]:
+        results = of_shards({name: x[0] if name in copied else x for name, x in operands.items()})
+        return results | {"d": results["d"][None]} if terms else results
+
+    specs = {
+        name: P(copied[name], *entry.spec.partitions) if name in copied else entry.spec
+        for name, entry in entries.items()
+    }
+    outs = dict(frame.outs) | ({"d": P(terms, *frame.out_spec.partitions)} if terms else {})
+    results: dict[str, Any] = jax.shard_map(run, mesh=frame.mesh, in_specs=(specs,), out_specs=outs)(placed)
+    if terms:
+        where = NamedSharding(jax.typeof(results["d"]).sharding.mesh, frame.out_spec)
+        results["d"] = lax.reduce_sum(results["d"], (0,), out_sharding=where)
     if frame.asked is None:
         return results
     d = meshes.reshard(results["d"], frame.mesh, frame.out_spec, frame.asked, is_explicit=frame.is_explicit)
     return results | {"d": d}
+
+
+def _placed(frame: Frame, entries: Mapping[str, Entry], operands: Operands) -> Operands:
+    """Returns the operands, sharded as they enter. They stay reduced over the axes along which the products differ."""
+    varying = frozenset().union(*(entry.axes(varies=True) for entry in entries.values()))
+    placed = {}
+    for name, x in operands.items():
+        entry = entries[name]
+        have, want = jax.typeof(x).sharding.spec if frame.is_explicit else entry.have, entry.spec
+        if have is not None and have.reduced:
+            want = want.update(reduced=have.reduced & varying - entry.axes())
+        if have is not None and have != want:
+            have = meshes.type_spec(x) if frame.is_explicit else have
+            x = meshes.reshard(x, frame.mesh, have, want, is_explicit=frame.is_explicit)
+        placed[name] = x
+    return placed
+
+
+def _ordered(frame: Frame, axes: Collection[str]) -> Dim:
+    return tuple(axis for axis in frame.mesh.axis_names if axis in axes)
+
+
+def _in_copies(x: jax.Array, mesh: Any, axes: Dim) -> jax.Array:
+    """Returns a copy of `x` for each rank of its reduced axes, sharded over them. Nothing moves.
+
+    The copies' cotangents become the terms of x's cotangent, which is unreduced. JAX (0.10 to 0.12) does not `vmap` a
+    shard_map with reduced or unreduced types.
+    """
+    kind = jax.typeof(x).sharding
+    where, shape = NamedSharding(kind.mesh, P(axes, *kind.spec.partitions)), (moves.size_of(mesh.shape, axes), *x.shape)
+    copies: jax.Array = lax.broadcast_in_dim(x, shape, tuple(range(1, x.ndim + 1)), out_sharding=where)
+    return copies
 
 
 def on_gathered(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import contraction, planner
-from jaxmp._src.core.contraction.contraction import Contraction, Dims
+from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims
 from jaxmp._src.core.lowering import xla_matmul
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import global_amax
@@ -23,7 +23,7 @@ from jaxmp._src.core.sharding import eager_calls, meshes, shardings
 from jaxmp._src.core.sharding.on_shards import Frame, frame_of, on_shards
 from jaxmp._src.core.sharding.shard_local import bind_folded, bind_plan, bind_shards
 from jaxmp._src.core.spec import low_precision, matmul_spec
-from jaxmp._src.core.spec.extents import SPANS, spans
+from jaxmp._src.core.spec.extents import SPANS, axes_text, spans
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -218,7 +218,17 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     for each in filter(None, asked):
         raise NotAvailable(
             f"{each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
-            "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
+            "all explicit, or all automatic with in_shardings"
+        )
+
+
+def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
+    """Raises NotImplementedError if a call would apply something to terms of a sum that is not made."""
+    beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
+    if beside or spec.epilog or spec.asks_all_reduce:
+        raise NotAvailable(
+            f"{beside[0] if beside else f'epilog {spec.epilog.name}'} is not available with an out_sharding that is "
+            f"unreduced over {axes_text(axes)}, because it would come before the sum; apply it to the sum"
         )
 
 
@@ -230,7 +240,9 @@ def planned_call(
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     product = numbers.product(a.ndim, b.ndim) if numbers else product
     shapes = a.shape, b.shape, shape
-    given = shardings.lying(product, placement.lie, shapes, mesh.shape)
+    given = shardings.lying(product, placement.lie, shapes, mesh.shape, placement.unreduced)
+    if given.unreduced:
+        check_deferred(spec, given.unreduced)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
     spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
     spec = check_all_reduce(spec) if spec.asks_all_reduce else spec

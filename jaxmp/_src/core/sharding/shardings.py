@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.core.spec.extents import axes_text
-from jaxmp._src.core.spec.refusal import InvalidSharding, InvalidValue, NotAvailable
+from jaxmp._src.core.spec.refusal import InvalidSharding, InvalidValue
 from jaxmp._src.platform.runtime.types import Shape
 
 
@@ -20,7 +21,7 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
     used: set[str] = set()
-    for entry in spec:
+    for entry in spec.partitions:
         if entry is not None and not isinstance(entry, str | tuple):
             raise InvalidValue(f"the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
         for axis in (entry,) if isinstance(entry, str) else entry or ():
@@ -35,14 +36,13 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
 @functools.lru_cache(maxsize=4096)
 def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     """Converts a PartitionSpec to one tuple of axis names per dimension."""
-    for kind in ("unreduced", "reduced"):
-        if axes := getattr(spec, kind, None):
-            raise NotAvailable(
-                f"the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
-                "gives; pass another (jax.sharding.reshard)"
-            )
+    if spec.unreduced:
+        raise InvalidSharding(
+            f"{argument} cannot be unreduced, but each device holds a term of a sum over {sorted(spec.unreduced)}; "
+            "take the sum first (jax.sharding.reshard)"
+        )
     dims: list[Dim] = [()] * ndim
-    for i, entry in enumerate(spec):
+    for i, entry in enumerate(spec.partitions):
         dims[i] = (entry,) if isinstance(entry, str) else tuple(entry or ())
     return tuple(dims)
 
@@ -65,14 +65,27 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
 
 
 def lying(
-    product: Contraction, lie: tuple[Dims, Dims, Dims | None], shapes: Sequence[Shape], mesh: Mapping[str, int]
+    product: Contraction,
+    lie: tuple[Dims, Dims, Dims | None],
+    shapes: Sequence[Shape],
+    mesh: Mapping[str, int],
+    unreduced: Dim = (),
 ) -> Contraction:
-    """Returns a product with these shardings (d's default as in `lax.dot_general`). Raises if axes do not divide."""
+    """Returns a product with these shardings (d's default as in `lax.dot_general`). Raises if axes do not divide, or if
+    `unreduced`, the axes over which the sum is deferred, are not the axes of the contraction."""
     a, b, out = lie
     layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
     for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
         check_dims(argument, dims, shape, mesh)
-    return product.replace(layout)
+    product = product.replace(layout)
+    if unreduced:
+        of_a, of_b = ([product.sharded(which, index) for index in product.contracted] for which in "ab")
+        if of_a != of_b or set(sum(of_a, ())) != set(unreduced):
+            raise InvalidSharding(
+                f"out_sharding's unreduced axes should be equal to the contracting specs, got {unreduced}, but the "
+                f"contraction is sharded over {of_a} in {{a}} and {of_b} in {{b}}; pass another (jax.sharding.reshard)"
+            )
+    return dataclasses.replace(product, unreduced=unreduced)
 
 
 def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxmp._src.platform.runtime.bitwise import bits_of, distance, places
 
@@ -83,8 +83,9 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
     """A sharding of `ndim` dimensions for arrays with more or less dimensions in front."""
     if not isinstance(sharding, NamedSharding):
         return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
-    spec = [None] * max(leading, 0) + [*sharding.spec, *[None] * (ndim - len(sharding.spec))][max(-leading, 0) :]
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    spec = sharding.spec
+    dims = [None] * max(leading, 0) + [*spec.partitions, *[None] * (ndim - len(spec))][max(-leading, 0) :]
+    return NamedSharding(sharding.mesh, spec.update(partitions=dims))
 
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:

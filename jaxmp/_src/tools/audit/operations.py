@@ -124,7 +124,7 @@ def _is_fused(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     (contract, batch), avals = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
-    specs = [aval.sharding.spec for aval in avals]
+    specs = [aval.sharding.spec.partitions for aval in avals]
     is_split = any(d < len(spec) and spec[d] for spec, dims in zip(specs, contract, strict=True) for d in dims)
     return avals[0].dtype == avals[1].dtype and not (batch[0] and is_split)
 
@@ -161,7 +161,7 @@ def is_by_device(eqn: Any, i: int) -> bool:
     hold half of rows b0 and b1 each, the order is b0[:h] b1[:h] b0[h:] b1[h:]. A user's `out_specs` may look the same.
     """
     if eqn.primitive.name == "shard_map":
-        spec = eqn.params["out_specs"][i]
+        spec = eqn.params["out_specs"][i].partitions
         return len(spec) == 1 and spec[0] is not None
     bodies = [x for x in jax_compat.subjaxprs(eqn.params) if len(x.outvars) == len(eqn.outvars)]
     made = [(inner, j, v, x.outvars[i]) for x in bodies for inner in x.eqns for j, v in enumerate(inner.outvars)]

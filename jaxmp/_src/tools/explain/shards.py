@@ -62,7 +62,7 @@ def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tu
 def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
     """Returns the dimensions of a shard_map's operands and results that several mesh axes shard; () for others."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"]) if eqn.primitive.name == "shard_map" else ()
-    return tuple(entry for spec in specs for entry in spec if isinstance(entry, tuple) and len(entry) > 1)
+    return tuple(entry for spec in specs for entry in spec.partitions if isinstance(entry, tuple) and len(entry) > 1)
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:
