@@ -20,7 +20,7 @@ import numpy as np
 from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.core.spec import levels, low_precision
 from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
-from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
+from jaxmp._src.fuse import control_flow, emit, gathers, held, layers, loops, products, ragged, scaled, templates
 from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
@@ -155,7 +155,7 @@ class Rewriter:
         of scans, by the index of each scan."""
         wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
-        for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
+        for is_plain, segment in itertools.groupby(steps, lambda step: self._is_plain(graph, step)):
             if is_plain:
                 graph.evaluate_plain([step for step in segment if isinstance(step, int)], values, wanted)
                 continue
@@ -168,6 +168,13 @@ class Rewriter:
                     continue
                 operands = [read(values, v) for v in eqn.invars]
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
+
+    def _is_plain(self, graph: Graph, step: int | Group) -> bool:
+        """True if a step is an equation that can be evaluated without any change."""
+        eqn = None if isinstance(step, Group) else graph.equations[step]
+        if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
+            return False
+        return not (self.options.level.fixed_order and held.is_held(eqn))
 
     # ---- what is replaced
 
@@ -349,8 +356,12 @@ class Rewriter:
             why = why or ("blocks" if name in PRODUCTS else "rule")
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
+        if self.options.level.fixed_order and held.is_held(eqn):
+            with jax_tracing.traced_as(eqn):
+                return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
         with jax_tracing.traced_as(eqn):
-            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn):
+            more = held.HELD if self.options.level.fixed_order else ()
+            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 return jax_tracing.evaluate(eqn, operands)
             self._around.append(eqn)
             try:
@@ -389,12 +400,6 @@ def _report(equations: Sequence[Any], error: Exception) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _is_plain(graph: Graph, step: int | Group) -> bool:
-    """True if a step is an equation that can be evaluated without any change."""
-    eqn = None if isinstance(step, Group) else graph.equations[step]
-    return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
 
 
 def _gains_by_symmetry(product: Product) -> bool:

@@ -1,0 +1,160 @@
+"""Emits sums and elementwise operations in forms that have the same bits in every program.
+
+XLA sums a dimension in an order that depends on its sharding, and merges elementwise operations with their neighbours:
+it divides by a root or a broadcast in other ways, and contracts a product and a sum into one rounding. Neighbours
+depend on the mesh, because XLA moves data between operations. So, under a level of determinism,
+
+- a sum is a product with ones, a call of jaxmp's;
+- the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
+- a scatter that adds gets whole updates on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.fuse import emit
+from jaxmp._src.fuse.operands import axes_of_type, is_explicit
+from jaxmp._src.platform.jax_internals import jax_tracing
+
+SUM = "reduce_sum"
+SCATTER = "scatter-add"
+# XLA contracts, reassociates or rewrites the results of these.
+FENCED = frozenset(
+    "mul div rem pow integer_pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos "
+    "atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma".split()
+)
+HELD = FENCED | {SUM, SCATTER}
+
+
+def is_held(eqn: Any) -> bool:
+    """True if an equation takes another form under a level of determinism."""
+    if eqn.primitive.name not in HELD:
+        return False
+    aval = eqn.outvars[0].aval
+    if not jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize < 2:
+        return False
+    if eqn.primitive.name == SUM:
+        return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
+    return eqn.primitive.name != SCATTER or _may_collide(eqn)
+
+
+def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
+    """Returns the results of an equation that `is_held`."""
+    name = eqn.primitive.name
+    if name == SUM:
+        return [_sum(eqn, *operands, options)]
+    if name == SCATTER:
+        return [_scatter(eqn, operands)]
+    if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
+        x, y = operands
+        if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
+            return [fence(x * fence(1 / y))]
+        operands = [x, fence(y)]
+    return [fence(x) for x in jax_tracing.evaluate(eqn, operands)]
+
+
+def fence(x: jax.Array) -> jax.Array:
+    """Returns `x`, rounded to its type. Neither XLA nor LLVM looks through the choice between `x` and NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    if x.dtype.itemsize == 2:
+        info = jnp.finfo(x.dtype)
+        x = lax.reduce_precision(x, info.nexp, info.nmant)
+    return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), x)
+
+
+def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
+    """Returns the sum as a product with ones. Dimensions that are summed together are whole, but for the first."""
+    axes, result = tuple(sorted(eqn.params["axes"])), eqn.outvars[0].aval
+    free = tuple(i for i in range(x.ndim) if i not in axes)
+    k = math.prod(x.shape[i] for i in axes)
+    aval, explicit, spec = jax.typeof(x), is_explicit(jax.typeof(x)), [None] * x.ndim
+    if explicit:
+        first = next((i for i in axes if x.shape[i] != 1), axes[0])
+        entries = axes_of_type(aval)
+        kept = [axis if i in free or i == first else () for i, axis in enumerate(entries)]
+        spec = [axis or None for axis in kept]
+        if kept != list(entries):
+            x = jax.sharding.reshard(x, P(*spec))
+        lead = (first,)
+    given = {
+        "precision": lax.Precision.HIGHEST,
+        "preferred_element_type": x.dtype,
+        "implementation": options.implementation,
+        **options.level.option,
+    }
+    of_k = spec[lead[0]] if explicit else None
+    of_free = [spec[i] for i in free]
+
+    def shaped(y: jax.Array, shape: Sequence[int], entries: Sequence[Any]) -> jax.Array:
+        sharding = NamedSharding(aval.sharding.mesh, P(*entries)) if explicit else None
+        return lax.reshape(y, shape, out_sharding=sharding)
+
+    rows = [x.shape[i] for i in free]
+    if axes == tuple(range(len(axes))) and free and not any(of_free[1:]):
+        # Rows are summed as they lie.
+        columns = of_free[0]
+        a = shaped(x, (k, math.prod(rows)), (of_k, columns))
+        d = matmul(jnp.ones((1, k), x.dtype), a, out_sharding=P(None, columns) if explicit else None, **given)
+    else:
+        a = shaped(lax.transpose(x, (*free, *axes)), (*rows, k) if rows else (1, k), (*(of_free or [None]), of_k))
+        out = P(*(of_free or [None]), None) if explicit else None
+        d = matmul(a, jnp.ones((k, 1), x.dtype), out_sharding=out, **given)
+    return shaped(d, result.shape, of_free)
+
+
+def _may_collide(eqn: Any) -> bool:
+    """True if several updates of a scatter may be added to one element."""
+    numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+    batch = numbers.scatter_indices_batching_dims
+    return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
+
+
+def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of a scatter with whole operands on every device."""
+    run = functools.partial(_plain, eqn)
+    if any(is_explicit(jax.typeof(x)) for x in operands):
+        whole = [jax.sharding.reshard(x, P()) if is_explicit(jax.typeof(x)) else x for x in operands]
+        d = run(*whole)
+        aval = eqn.outvars[0].aval
+        return jax.sharding.reshard(d, aval.sharding.spec) if is_explicit(aval) else d
+    if jax_tracing.manual_axes():
+        return run(*operands)
+    return _whole(run, operands)
+
+
+def _plain(eqn: Any, *operands: Any) -> jax.Array:
+    result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
+    return result
+
+
+def _whole(function: Any, operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of a function that XLA's partitioner must not split."""
+    partitioned = custom_partitioning(function)
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        whole = NamedSharding(mesh, P())
+        return mesh, function, whole, tuple(whole for _ in args)
+
+    names, dims = iter(range(10**6)), []
+    for x in operands:
+        dims.append(" ".join(f"d{next(names)}" for _ in x.shape))
+    partitioned.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, args, result: NamedSharding(mesh, P()),
+        sharding_rule=f"{', '.join(dims)} -> {' '.join(f'd{next(names)}' for _ in operands[0].shape)}",
+    )
+    result: jax.Array = partitioned(*operands)
+    return result
