@@ -30,10 +30,10 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 SUM = "reduce_sum"
 SCATTER = "scatter-add"
-# XLA contracts, reassociates or rewrites the results of these.
+# XLA contracts, reassociates or rewrites the results of these. A maximum is exact, but YNNPACK has another exp behind it.
 FENCED = frozenset(
     "mul div rem pow integer_pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos "
-    "atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma".split()
+    "atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma reduce_max reduce_min".split()
 )
 HELD = FENCED | {SUM, SCATTER}
 
