@@ -12,8 +12,9 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name == SUM:
         return [_sum(eqn, *operands, options)]
     if name == SCATTER:
-        return [_scatter(eqn, operands)]
+        return [_scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
@@ -76,43 +77,41 @@ def fence(x: jax.Array) -> jax.Array:
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
-    """Returns the sum as a product with ones. Dimensions that are summed together are whole, but for the first."""
-    axes, result = tuple(sorted(eqn.params["axes"])), eqn.outvars[0].aval
+    """Returns a sum as a product with ones. On explicit axes, only the first summed dimension stays sharded."""
+    axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
     free = tuple(i for i in range(x.ndim) if i not in axes)
-    k = math.prod(x.shape[i] for i in axes)
-    aval, explicit, spec = jax.typeof(x), is_explicit(jax.typeof(x)), [None] * x.ndim
-    if explicit:
-        first = next((i for i in axes if x.shape[i] != 1), axes[0])
-        entries = axes_of_type(aval)
-        kept = [axis if i in free or i == first else () for i, axis in enumerate(entries)]
-        spec = [axis or None for axis in kept]
-        if kept != list(entries):
-            x = jax.sharding.reshard(x, P(*spec))
-        lead = (first,)
-    given = {
-        "precision": lax.Precision.HIGHEST,
-        "preferred_element_type": x.dtype,
-        "implementation": options.implementation,
-        **options.level.option,
-    }
-    of_k = spec[lead[0]] if explicit else None
-    of_free = [spec[i] for i in free]
+    is_typed = is_explicit(jax.typeof(x))
+    found = axes_of_type(jax.typeof(x)) if is_typed else ((),) * x.ndim
+    first = next(i for i in axes if x.shape[i] != 1)
+    kept = [each if i == first or i in free else () for i, each in enumerate(found)]
+    entries = [each or None for each in kept]
+    if kept != list(found):
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+    of_k, of_free = entries[first], [entries[i] for i in free]
+    k, extents = math.prod(x.shape[i] for i in axes), [x.shape[i] for i in free]
 
-    def shaped(y: jax.Array, shape: Sequence[int], entries: Sequence[Any]) -> jax.Array:
-        sharding = NamedSharding(aval.sharding.mesh, P(*entries)) if explicit else None
-        return lax.reshape(y, shape, out_sharding=sharding)
+    def shaped(y: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
+        return lax.reshape(y, shape, out_sharding=NamedSharding(mesh, P(*spec)) if is_typed else None)
 
-    rows = [x.shape[i] for i in free]
-    if axes == tuple(range(len(axes))) and free and not any(of_free[1:]):
-        # Rows are summed as they lie.
-        columns = of_free[0]
-        a = shaped(x, (k, math.prod(rows)), (of_k, columns))
-        d = matmul(jnp.ones((1, k), x.dtype), a, out_sharding=P(None, columns) if explicit else None, **given)
+    def product(a: jax.Array, b: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        d: jax.Array = matmul(
+            a,
+            b,
+            out_sharding=P(*spec) if is_typed else None,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=x.dtype,
+            implementation=options.implementation,
+            **options.level.option,
+        )
+        return d
+
+    if free and axes == tuple(range(len(axes))) and not any(of_free[1:]):
+        a = shaped(x, (k, math.prod(extents)), (of_k, of_free[0]))
+        d = product(jnp.ones((1, k), x.dtype), a, (None, of_free[0]))
     else:
-        a = shaped(lax.transpose(x, (*free, *axes)), (*rows, k) if rows else (1, k), (*(of_free or [None]), of_k))
-        out = P(*(of_free or [None]), None) if explicit else None
-        d = matmul(a, jnp.ones((k, 1), x.dtype), out_sharding=out, **given)
-    return shaped(d, result.shape, of_free)
+        a = shaped(lax.transpose(x, (*free, *axes)), (*(extents or [1]), k), (*(of_free or [None]), of_k))
+        d = product(a, jnp.ones((k, 1), x.dtype), (*(of_free or [None]), None))
+    return shaped(d, extents, of_free)
 
 
 def _may_collide(eqn: Any) -> bool:
@@ -140,21 +139,32 @@ def _plain(eqn: Any, *operands: Any) -> jax.Array:
     return result
 
 
-def _whole(function: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of a function that XLA's partitioner must not split."""
+def _whole(function: Callable[..., jax.Array], operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of a function with whole operands on every device, where XLA's partitioner chooses."""
+    names = (f"d{i}" for i in itertools.count())
+    *sides, result = (" ".join(itertools.islice(names, x.ndim)) for x in (*operands, operands[0]))
     partitioned = custom_partitioning(function)
-
-    def partition(mesh: Any, args: Any, result: Any) -> Any:
-        whole = NamedSharding(mesh, P())
-        return mesh, function, whole, tuple(whole for _ in args)
-
-    names, dims = iter(range(10**6)), []
-    for x in operands:
-        dims.append(" ".join(f"d{next(names)}" for _ in x.shape))
     partitioned.def_partition(
-        partition=partition,
-        infer_sharding_from_operands=lambda mesh, args, result: NamedSharding(mesh, P()),
-        sharding_rule=f"{', '.join(dims)} -> {' '.join(f'd{next(names)}' for _ in operands[0].shape)}",
+        partition=lambda mesh, args, _: (mesh, function, NamedSharding(mesh, P()), (NamedSharding(mesh, P()),) * len(args)),
+        infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, P()),
+        sharding_rule=f"{', '.join(sides)} -> {result}",
     )
-    result: jax.Array = partitioned(*operands)
-    return result
+
+    @jax.custom_batching.custom_vmap
+    def of_batch(*operands: Any) -> Any:
+        return partitioned(*operands)
+
+    @of_batch.def_vmap
+    def _(_: int, is_batched: Sequence[bool], *operands: Any) -> tuple[jax.Array, bool]:
+        return _whole(jax.vmap(function, [0 if each else None for each in is_batched]), operands), True
+
+    @jax.custom_jvp
+    def run(*operands: Any) -> Any:
+        return of_batch(*operands)
+
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        return run(*primals), jax.jvp(function, primals, tangents)[1]
+
+    d: jax.Array = run(*operands)
+    return d

@@ -135,8 +135,9 @@ class Rewriter:
             self._depth -= 1
         if self._lost and not self._depth:
             lost, self._lost = list(self._lost), {}
+            what = "sum" if all(text.startswith("the sum") for text in lost) else "product"
             raise NotAvailable(
-                f"fuse: {self.options.level.asked} does not hold for {len(lost)} product{'s' if lost[1:] else ''}: "
+                f"fuse: {self.options.level.asked} does not hold for {len(lost)} {what}{'s' if lost[1:] else ''}: "
                 f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
             )
         return [read(values, v) for v in results]
@@ -315,14 +316,16 @@ class Rewriter:
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
-            lines = map(jax_compat.traced_line, (product, eqn, *reversed(self._around)))
-            text = f"the product at {next(filter(None, lines), 'an unknown line')}: {why}"
-            if self.options.strict:
-                self._lost[text] = None
-            else:
-                warnings.warn(
-                    f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2
-                )
+            self._lose_one("product", product, eqn, why=why)
+
+    def _lose_one(self, what: str, *equations: Any, why: str) -> None:
+        """Notes that JAX computes a product or a sum. `equations`: it and what is around it."""
+        lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
+        text = f"the {what} at {next(filter(None, lines), 'an unknown line')}: {why}"
+        if self.options.strict:
+            self._lost[text] = None
+        else:
+            warnings.warn(f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2)
 
     def _safely(self, equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
         """Returns the result of an analysis of equations. Warns and returns None if it fails by a fault of jaxmp."""
@@ -344,6 +347,17 @@ class Rewriter:
         except Exception as error:
             return [], self._why_not(eqn, error)
 
+    def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of a sum or an elementwise operation, in the form that keeps the level."""
+        with jax_tracing.traced_as(eqn):
+            try:
+                return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
+            except Exception as error:
+                _check_is_fault(error, [eqn])
+                why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
+                self._lose_one("sum", eqn, why=f"{why}: {error}")
+            return jax_tracing.evaluate(eqn, operands)
+
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
@@ -357,8 +371,7 @@ class Rewriter:
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         if self.options.level.fixed_order and held.is_held(eqn):
-            with jax_tracing.traced_as(eqn):
-                return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
+            return self._held(eqn, operands)
         with jax_tracing.traced_as(eqn):
             more = held.HELD if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
