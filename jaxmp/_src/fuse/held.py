@@ -31,10 +31,14 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 SUM = "reduce_sum"
 SCATTER = "scatter-add"
-# XLA contracts, reassociates or rewrites the results of these. A maximum is exact, but YNNPACK has another exp behind it.
+# XLA contracts, reassociates or rewrites the results of these.
 FENCED = frozenset(
-    "mul div rem pow integer_pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic tanh sin cos tan asin acos "
-    "atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma reduce_max reduce_min".split()
+    (
+        *("mul", "div", "rem", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"),
+        *("log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh"),
+        *("acosh", "atanh", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
+        *("reduce_max", "reduce_min"),  # exact, but YNNPACK takes exp after them, with other bits
+    )
 )
 HELD = FENCED | {SUM, SCATTER}
 
@@ -55,9 +59,10 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     """Returns the results of an equation that `is_held`."""
     name = eqn.primitive.name
     if name == SUM:
-        return [_sum(eqn, *operands, options)]
+        return [_sum(eqn, operands[0], options)]
     if name == SCATTER:
-        return [_scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)]
+        d = _scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
+        return [fence(d)]  # XLA would scatter into what is added to it
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
@@ -145,7 +150,12 @@ def _whole(function: Callable[..., jax.Array], operands: Sequence[Any]) -> jax.A
     *sides, result = (" ".join(itertools.islice(names, x.ndim)) for x in (*operands, operands[0]))
     partitioned = custom_partitioning(function)
     partitioned.def_partition(
-        partition=lambda mesh, args, _: (mesh, function, NamedSharding(mesh, P()), (NamedSharding(mesh, P()),) * len(args)),
+        partition=lambda mesh, args, _: (
+            mesh,
+            function,
+            NamedSharding(mesh, P()),
+            (NamedSharding(mesh, P()),) * len(args),
+        ),
         infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, P()),
         sharding_rule=f"{', '.join(sides)} -> {result}",
     )
