@@ -78,7 +78,7 @@ def test_a_training_step_does_not_know_the_mesh(mesh_of):
         got = trained(fused, on_four(mesh_of, kind))
         jax.tree.map(assert_bitwise_equal, got, want)
     plain = trained(jax.jit(step), (PARAMS, TOKENS))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0.02, atol=0.002), want, plain)
+    np.testing.assert_allclose(want[2], plain[2], rtol=1e-3)
 
 
 def test_a_training_step_of_plain_jax_knows_the_mesh(mesh_of):
