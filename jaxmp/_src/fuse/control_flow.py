@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,12 +60,13 @@ class Functions:
         return self._known[key]
 
 
-def has_products(eqn: Any) -> bool:
-    """True if an equation's jaxprs, or its custom VJP rule, may contain something that a call can replace."""
+def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
+    """True if an equation's jaxprs, or its custom VJP rule, may contain something that a call can replace, or one of
+    `more` primitives."""
     if str(eqn.params.get("name", "")).startswith("jaxmp"):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
-        inner.primitive.name in (*PRODUCTS, *DERIVED, EXCHANGE) or has_products(inner)
+        inner.primitive.name in (*PRODUCTS, *DERIVED, EXCHANGE, *more) or has_products(inner, more)
         for sub in jax_compat.subjaxprs(eqn.params)
         for inner in sub.eqns
     )

@@ -48,16 +48,17 @@ def fuse(
 
     Args:
       fn: a function of pytrees, also with objects of Flax NNX. Leaves that are not `jax.Array`s keep their values.
-      determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
+      determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`; under a level also for its sums,
+        which become products with ones, and its elementwise operations.
       epilogs: whether calls also do biases, activations, additions and scalar factors.
-      strict: whether a product that does not keep the level of `determinism` is an error. If False, JAX computes that
-        product, and a warning names its line and the reason.
+      strict: whether a product or a sum that does not keep the level of `determinism` is an error. If False, JAX
+        computes it, and a warning names its line and the reason.
 
     Returns:
       A function with the signature, results, types and shardings of `fn`.
 
     Raises: TypeError if `fn` is no function; ValueError for an unknown option; NotImplementedError, with the line of
-      each product, for products that do not keep the level; and what `fn` raises.
+      each, for products and sums that do not keep the level; and what `fn` raises.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> def layer(x, w):

@@ -20,7 +20,7 @@ import numpy as np
 from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.core.spec import levels, low_precision
 from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
-from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, ragged, scaled, templates
+from jaxmp._src.fuse import control_flow, emit, gathers, held, layers, loops, products, ragged, scaled, templates
 from jaxmp._src.fuse.between import Between
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import (
@@ -135,8 +135,9 @@ class Rewriter:
             self._depth -= 1
         if self._lost and not self._depth:
             lost, self._lost = list(self._lost), {}
+            what = "sum" if all(text.startswith("the sum") for text in lost) else "product"
             raise NotAvailable(
-                f"fuse: {self.options.level.asked} does not hold for {len(lost)} product{'s' if lost[1:] else ''}: "
+                f"fuse: {self.options.level.asked} does not hold for {len(lost)} {what}{'s' if lost[1:] else ''}: "
                 f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
             )
         return [read(values, v) for v in results]
@@ -155,7 +156,7 @@ class Rewriter:
         of scans, by the index of each scan."""
         wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
-        for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
+        for is_plain, segment in itertools.groupby(steps, lambda step: self._is_plain(graph, step)):
             if is_plain:
                 graph.evaluate_plain([step for step in segment if isinstance(step, int)], values, wanted)
                 continue
@@ -168,6 +169,13 @@ class Rewriter:
                     continue
                 operands = [read(values, v) for v in eqn.invars]
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
+
+    def _is_plain(self, graph: Graph, step: int | Group) -> bool:
+        """True if a step is an equation that can be evaluated without any change."""
+        eqn = None if isinstance(step, Group) else graph.equations[step]
+        if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
+            return False
+        return not (self.options.level.fixed_order and held.is_held(eqn))
 
     # ---- what is replaced
 
@@ -308,14 +316,16 @@ class Rewriter:
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
-            lines = map(jax_compat.traced_line, (product, eqn, *reversed(self._around)))
-            text = f"the product at {next(filter(None, lines), 'an unknown line')}: {why}"
-            if self.options.strict:
-                self._lost[text] = None
-            else:
-                warnings.warn(
-                    f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2
-                )
+            self._lose_one("product", product, eqn, why=why)
+
+    def _lose_one(self, what: str, *equations: Any, why: str) -> None:
+        """Notes that JAX computes a product or a sum. `equations`: it and what is around it."""
+        lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
+        text = f"the {what} at {next(filter(None, lines), 'an unknown line')}: {why}"
+        if self.options.strict:
+            self._lost[text] = None
+        else:
+            warnings.warn(f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2)
 
     def _safely(self, equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
         """Returns the result of an analysis of equations. Warns and returns None if it fails by a fault of jaxmp."""
@@ -337,6 +347,17 @@ class Rewriter:
         except Exception as error:
             return [], self._why_not(eqn, error)
 
+    def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of a sum or an elementwise operation, in the form that keeps the level."""
+        with jax_tracing.traced_as(eqn):
+            try:
+                return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
+            except Exception as error:
+                _check_is_fault(error, [eqn])
+                why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
+                self._lose_one("sum", eqn, why=f"{why}: {error}")
+            return jax_tracing.evaluate(eqn, operands)
+
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):
@@ -349,8 +370,11 @@ class Rewriter:
             why = why or ("blocks" if name in PRODUCTS else "rule")
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
+        if self.options.level.fixed_order and held.is_held(eqn):
+            return self._held(eqn, operands)
         with jax_tracing.traced_as(eqn):
-            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn):
+            more = held.HELD if self.options.level.fixed_order else ()
+            if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 return jax_tracing.evaluate(eqn, operands)
             self._around.append(eqn)
             try:
@@ -389,12 +413,6 @@ def _report(equations: Sequence[Any], error: Exception) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _is_plain(graph: Graph, step: int | Group) -> bool:
-    """True if a step is an equation that can be evaluated without any change."""
-    eqn = None if isinstance(step, Group) else graph.equations[step]
-    return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
 
 
 def _gains_by_symmetry(product: Product) -> bool:

@@ -1,0 +1,180 @@
+"""Emits sums and elementwise operations in forms that have the same bits in every program.
+
+XLA sums a dimension in an order that depends on its sharding, and merges elementwise operations with their neighbours:
+it divides by a root or a broadcast in other ways, and contracts a product and a sum into one rounding. Neighbours
+depend on the mesh, because XLA moves data between operations. So, under a level of determinism,
+
+- a sum is a product with ones, a call of jaxmp's;
+- the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
+- a scatter that adds gets whole updates on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.fuse import emit
+from jaxmp._src.fuse.operands import axes_of_type, is_explicit
+from jaxmp._src.platform.jax_internals import jax_tracing
+
+SUM = "reduce_sum"
+SCATTER = "scatter-add"
+# XLA contracts, reassociates or rewrites the results of these.
+FENCED = frozenset(
+    (
+        *("mul", "div", "rem", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"),
+        *("log1p", "logistic", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh"),
+        *("acosh", "atanh", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
+        *("reduce_max", "reduce_min"),  # exact, but YNNPACK takes exp after them, with other bits
+    )
+)
+HELD = FENCED | {SUM, SCATTER}
+
+
+def is_held(eqn: Any) -> bool:
+    """True if an equation takes another form under a level of determinism."""
+    if eqn.primitive.name not in HELD:
+        return False
+    aval = eqn.outvars[0].aval
+    if not jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype.itemsize < 2:
+        return False
+    if eqn.primitive.name == SUM:
+        return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
+    return eqn.primitive.name != SCATTER or _may_collide(eqn)
+
+
+def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
+    """Returns the results of an equation that `is_held`."""
+    name = eqn.primitive.name
+    if name == SUM:
+        return [_sum(eqn, operands[0], options)]
+    if name == SCATTER:
+        d = _scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
+        return [fence(d)]  # XLA would scatter into what is added to it
+    if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
+        x, y = operands
+        if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
+            return [fence(x * fence(1 / y))]
+        operands = [x, fence(y)]
+    return [fence(x) for x in jax_tracing.evaluate(eqn, operands)]
+
+
+def fence(x: jax.Array) -> jax.Array:
+    """Returns `x`, rounded to its type. Neither XLA nor LLVM looks through the choice between `x` and NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    if x.dtype.itemsize == 2:
+        info = jnp.finfo(x.dtype)
+        x = lax.reduce_precision(x, info.nexp, info.nmant)
+    return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), x)
+
+
+def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
+    """Returns a sum as a product with ones. On explicit axes, only the first summed dimension stays sharded."""
+    axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
+    free = tuple(i for i in range(x.ndim) if i not in axes)
+    is_typed = is_explicit(jax.typeof(x))
+    found = axes_of_type(jax.typeof(x)) if is_typed else ((),) * x.ndim
+    first = next(i for i in axes if x.shape[i] != 1)
+    kept = [each if i == first or i in free else () for i, each in enumerate(found)]
+    entries = [each or None for each in kept]
+    if kept != list(found):
+        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+    of_k, of_free = entries[first], [entries[i] for i in free]
+    k, extents = math.prod(x.shape[i] for i in axes), [x.shape[i] for i in free]
+
+    def shaped(y: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
+        return lax.reshape(y, shape, out_sharding=NamedSharding(mesh, P(*spec)) if is_typed else None)
+
+    def product(a: jax.Array, b: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        d: jax.Array = matmul(
+            a,
+            b,
+            out_sharding=P(*spec) if is_typed else None,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=x.dtype,
+            implementation=options.implementation,
+            **options.level.option,
+        )
+        return d
+
+    if free and axes == tuple(range(len(axes))) and not any(of_free[1:]):
+        a = shaped(x, (k, math.prod(extents)), (of_k, of_free[0]))
+        d = product(jnp.ones((1, k), x.dtype), a, (None, of_free[0]))
+    else:
+        a = shaped(lax.transpose(x, (*free, *axes)), (*(extents or [1]), k), (*(of_free or [None]), of_k))
+        d = product(a, jnp.ones((k, 1), x.dtype), (*(of_free or [None]), None))
+    return shaped(d, extents, of_free)
+
+
+def _may_collide(eqn: Any) -> bool:
+    """True if several updates of a scatter may be added to one element."""
+    numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
+    batch = numbers.scatter_indices_batching_dims
+    return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
+
+
+def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of a scatter with whole operands on every device."""
+    run = functools.partial(_plain, eqn)
+    if any(is_explicit(jax.typeof(x)) for x in operands):
+        whole = [jax.sharding.reshard(x, P()) if is_explicit(jax.typeof(x)) else x for x in operands]
+        d = run(*whole)
+        aval = eqn.outvars[0].aval
+        return jax.sharding.reshard(d, aval.sharding.spec) if is_explicit(aval) else d
+    if jax_tracing.manual_axes():
+        return run(*operands)
+    return _whole(run, operands)
+
+
+def _plain(eqn: Any, *operands: Any) -> jax.Array:
+    result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
+    return result
+
+
+def _whole(function: Callable[..., jax.Array], operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of a function with whole operands on every device, where XLA's partitioner chooses."""
+    names = (f"d{i}" for i in itertools.count())
+    *sides, result = (" ".join(itertools.islice(names, x.ndim)) for x in (*operands, operands[0]))
+    partitioned = custom_partitioning(function)
+    partitioned.def_partition(
+        partition=lambda mesh, args, _: (
+            mesh,
+            function,
+            NamedSharding(mesh, P()),
+            (NamedSharding(mesh, P()),) * len(args),
+        ),
+        infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, P()),
+        sharding_rule=f"{', '.join(sides)} -> {result}",
+    )
+
+    @jax.custom_batching.custom_vmap
+    def of_batch(*operands: Any) -> Any:
+        return partitioned(*operands)
+
+    @of_batch.def_vmap
+    def _(_: int, is_batched: Sequence[bool], *operands: Any) -> tuple[jax.Array, bool]:
+        return _whole(jax.vmap(function, [0 if each else None for each in is_batched]), operands), True
+
+    @jax.custom_jvp
+    def run(*operands: Any) -> Any:
+        return of_batch(*operands)
+
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        return run(*primals), jax.jvp(function, primals, tangents)[1]
+
+    d: jax.Array = run(*operands)
+    return d

@@ -1,0 +1,123 @@
+"""Whole training steps have the same bits on one device and on four.
+
+Without these tests, XLA could sum over a sharded dimension in another order, divide by a root in another way, or round
+a product and a sum once, in one program and not in the other.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("promotion_of_users")
+
+V, D, H, B, S = 24, 32, 64, 8, 16
+rng = np.random.default_rng(0)
+TOKENS = rng.integers(0, V, (B, S))
+
+
+def weight(*shape):
+    return (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def norm(x, gain):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+
+
+def language_model(p, tokens):
+    """Has a tied embedding, norms by division, softmax attention, a gated layer in bfloat16, and a cross-entropy."""
+    x = p["embed"][tokens]
+    y = norm(x, p["gain"])
+    q, k, v = (y @ p[name] for name in ("q", "k", "v"))
+    x = x + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(D)) @ v
+    y = norm(x, p["gain"]).astype(jnp.bfloat16)
+    up, down = p["up"].astype(jnp.bfloat16), p["down"].astype(jnp.bfloat16)
+    x = x + ((jax.nn.silu(y @ up) * (y @ up)) @ down).astype(jnp.float32)
+    of_next = jnp.take_along_axis(jax.nn.log_softmax(x @ p["embed"].T), jnp.roll(tokens, -1, 1)[..., None], -1)
+    return -of_next.mean()
+
+
+def step(p, moment, tokens):
+    """Clips by the global norm and divides by the root of the second moment."""
+    loss, grads = jax.value_and_grad(language_model)(p, tokens)
+    scale = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g / jnp.maximum(scale, 1.0), grads)
+    moment = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, moment, grads)
+    return jax.tree.map(lambda w, g, m: w - 0.1 * g / (jnp.sqrt(m) + 1e-3), p, grads, moment), moment, loss
+
+
+PARAMS = {"embed": weight(V, D), "gain": np.ones(D, np.float32), "up": weight(D, H), "down": weight(H, D)}
+PARAMS |= {name: weight(D, D) for name in ("q", "k", "v")}
+TENSOR = {"up": P(None, "x"), "down": P("x"), "q": P(None, "x"), "k": P(None, "x"), "v": P(None, "x")}
+
+
+def trained(jitted, put):
+    p, tokens = put
+    moment = jax.tree.map(jnp.zeros_like, p)
+    for _ in range(2):
+        p, moment, loss = jitted(p, moment, tokens)
+    return p, moment, loss
+
+
+def on_four(mesh_of, kind):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    specs = {name: TENSOR.get(name, P()) if kind == "tensor" else P() for name in PARAMS}
+    put = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in PARAMS.items()}
+    return put, jax.device_put(TOKENS, NamedSharding(mesh, P("x") if kind == "data" else P()))
+
+
+def test_a_training_step_does_not_know_the_mesh(mesh_of):
+    fused = jax.jit(jaxmp.fuse(step, determinism="topology"))
+    want = trained(fused, (PARAMS, TOKENS))
+    for kind in ("data", "tensor"):
+        got = trained(fused, on_four(mesh_of, kind))
+        jax.tree.map(assert_bitwise_equal, got, want)
+    plain = trained(jax.jit(step), (PARAMS, TOKENS))
+    np.testing.assert_allclose(want[2], plain[2], rtol=1e-3)
+
+
+def test_a_training_step_of_plain_jax_knows_the_mesh(mesh_of):
+    plain = jax.jit(step)
+    want, got = trained(plain, (PARAMS, TOKENS)), trained(plain, on_four(mesh_of, "data"))
+    with pytest.raises(AssertionError):
+        jax.tree.map(assert_bitwise_equal, got, want)
+
+
+SUMS = {
+    "rows": lambda x: x.sum((0, 1)),
+    "middle": lambda x: x.sum(1),
+    "columns": lambda x: x.mean(-1),
+    "all": lambda x: (x / x.sum()).std(),
+    "scattered": lambda x: jax.ops.segment_sum(x, np.arange(8) % 3, 4),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sums_have_values_types_and_bits_of_one_device(mesh_of, axis_type):
+    def program(x):
+        return [f(x) for name, f in SUMS.items() if name != "scattered" or axis_type is AxisType.Auto]
+
+    x = rng.uniform(size=(8, 4, 40)).astype(np.float32)
+    fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
+    want = fused(x)
+    with jax.set_mesh(mesh_of({"x": 2, "y": 2}, axis_type)):
+        put = jax.device_put(x, P("x", "y"))
+        got, plain = fused(put), jax.jit(program)(put)
+    for g, w, p in zip(got, want, plain, strict=True):
+        assert_bitwise_equal(g, w)
+        assert jax.typeof(g) == jax.typeof(p)
+        np.testing.assert_allclose(g, p, rtol=1e-5, atol=1e-5)
+
+
+def test_a_scatter_at_a_level_can_be_mapped_and_differentiated():
+    def total(x):
+        return (jax.ops.segment_sum(x, np.arange(8) % 3, 4) ** 2).sum()
+
+    x = jnp.asarray(rng.integers(-3, 4, (2, 8, 5)), jnp.float32)
+    fused = jaxmp.fuse(total, determinism="topology")
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(fused)))(x), jax.vmap(jax.grad(total))(x))
