@@ -36,7 +36,7 @@ PARALLEL = -n $(or $(WORKERS),2) --dist worksteal
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
-CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc')
+CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'docs/*.h' 'docs/*.cc')
 
 # $(call python_venv,directory): an environment with pip.
 define python_venv
