@@ -32,7 +32,7 @@ from jaxmp._src.core.spec import epilogs
 from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.core.validation.comm_options import ALGORITHMS
 from jaxmp._src.platform.hardware.clock import interleaved
-from jaxmp._src.platform.runtime import native
+from jaxmp._src.platform.runtime import config, native
 from jaxmp._src.tools.cli import bench, output
 from jaxmp._src.tools.cli.selftest import check_placement, place, require_equal
 from jaxmp.testing import ON_GPUS, Check, Layout
@@ -114,7 +114,7 @@ def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) ->
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(map(os.path.abspath, sys.path))  # the folder of a process is another one
-    environment = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = config.of_child(PYTHONPATH=path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     processes, statuses = [], []
     for rank in range(nranks):
         command = [sys.executable, "-m", "jaxmp", "accept", *["--quick"] * is_quick, "--rank"]
