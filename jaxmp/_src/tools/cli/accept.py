@@ -169,7 +169,7 @@ def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
     count = max(count for count in (1, 2, 4, 8) if count <= jax.device_count())
     with Path(f"{rank}.jsonl").open("w", buffering=1) as file, jax.enable_x64(True):
         found = [] if why else list(_checks(count, nranks, is_quick))
-        machine = {"gpus": count, "kind": jax.devices()[0].device_kind, "jax": jax.__version__}
+        machine = {"gpus": count, "kind": jax.devices()[0].device_kind, "jax": importlib.metadata.version("jax")}
         head = {"machine": machine | native.cublasmp_info(), "total": len(found), "why": why}
         print(json.dumps(head), file=file)
         for i, check in enumerate(found[first:], first):
