@@ -36,7 +36,7 @@ PARALLEL = -n $(or $(WORKERS),2) --dist worksteal
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
-CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc')
+CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc' 'docs/*.h' 'docs/*.cc')
 
 # $(call python_venv,directory): an environment with pip.
 define python_venv
@@ -134,12 +134,19 @@ test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUD
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu PYTHONSAFEPATH=1 \
 	  $(XLA_GPU)/bin/python tests/gpu/gpu_session.py --out build/gpu-session --minutes 30 --bench="--quick --skip float8 float64 TF32" \
 	  -p fake_gpus tests/gpu/test_calls.py tests/gpu/test_sharing.py -k "$(OVER_FAKES)" --share 0/4 $(ARGS)
+	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=2 FAKE_CUDA_JOB=job JAXMP_TIMEOUT=10 PYTHONSAFEPATH=1 \
+	  PYTHONPATH=tests/xla_gpu/site:tests/xla_gpu $(XLA_GPU)/bin/python -m jaxmp accept --quick --out build/accept.json
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
+
+.PHONY: accept-gpus
+accept-gpus: ## Prove cuBLASMp on the GPUs of this machine in 15 minutes, in the environment of PYTHON as it is
+	@mkdir -p build
+	$(PYTHON) -P -m jaxmp accept --out build/accept.json $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers

@@ -45,7 +45,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["_templates"]
+exclude_patterns = ["_templates", "reports"]
 
 # Markdown and notebooks
 myst_enable_extensions = ["colon_fence", "attrs_inline"]

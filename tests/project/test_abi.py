@@ -3,9 +3,9 @@
 Without these tests, a changed number or parameter in a release would overwrite memory on a GPU.
 A translation unit that includes ours and theirs checks every enumerator, attribute size and signature; wrong copies of
 ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers from three wheels (the last
-one weighs 200 MB; without it NCCL's half is skipped):
+one weighs 200 MB; without it NCCL's half is skipped), and for the programs in docs/reports a fourth:
 
-    pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
+    pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13 nvidia-cuda-crt
 
 cublasmp.h takes two enumerations of cuBLAS's own header (its wheel weighs 400 MB). They are recorded here, so that
 their numbers are compared everywhere; if nvidia-cublas is installed, the record is compared with it, too.
@@ -122,11 +122,14 @@ def _find(distribution: str, header: str) -> pathlib.Path | None:
     return next((pathlib.Path(file.locate()) for file in files if file.name == header), None)
 
 
+PACKAGES = ("nvidia-cublasmp-cu13", "nvidia-cuda-runtime", "nvidia-nccl-cu13", "nvidia-cuda-crt")
+
+
 def _header(distribution: str, header: str) -> pathlib.Path:
     found = _find(distribution, header)
     if found is not None:
         return found
-    message = f"no {header}; pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13"
+    message = f"no {header}; pip install --no-deps {' '.join(PACKAGES)}"
     if os.environ.get("JAXMP_REQUIRE_ABI"):
         pytest.fail(message)
     pytest.skip(message)
@@ -196,11 +199,16 @@ def _assertions(library: str, header: str):
 
 
 @pytest.fixture
-def compile_beside(tmp_path):
-    """Returns a function that compiles our headers together with a real one, and returns the compiler's result."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
+def compiler():
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not found:
         pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture
+def compile_beside(compiler, tmp_path):
+    """Returns a function that compiles our headers together with a real one, and returns the compiler's result."""
 
     def run(library: str, ours: str = OURS, cuda: str = CUDA) -> subprocess.CompletedProcess:
         headers = [_header(*wheel) for wheel in WHEELS[library]]
@@ -220,6 +228,22 @@ def compile_beside(tmp_path):
 def test_ours_is_the_real_abi(compile_beside, library):
     result = compile_beside(library)
     assert result.returncode == 0, result.stderr
+
+
+def test_reports_compile_with_the_real_headers(compiler, tmp_path):
+    """The programs that show faults of cuBLASMp call it alone: no header of ours."""
+    wheels = ("nvidia-cublasmp-cu13", "cublasmp.h"), ("nvidia-cuda-runtime", "cuda_runtime_api.h")
+    headers = [_header(*wheel) for wheel in (*wheels, ("nvidia-nccl-cu13", "nccl.h"))]
+    headers.append(_header("nvidia-cuda-crt", "host_defines.h").parent)
+    numbers = dict.fromkeys(("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"), "#pragma once\n")
+    for name, text in ({"cublas_v2.h": STUBS["CUBLASMP"]["cublas_v2.h"]} | numbers).items():
+        (tmp_path / name).write_text(text)
+    reports = sorted((ROOT / "docs" / "reports").glob("*.cc"))
+    assert len(reports) == 7
+    flags = ["-Wall", "-Wextra", "-Werror", f"-I{tmp_path}", *(f"-isystem{header.parent}" for header in headers)]
+    command = [compiler, "-std=c++17", "-fsyntax-only", *flags, *map(str, reports)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 WRONG = [

@@ -15,7 +15,7 @@ import pytest
 
 from jaxmp import testing
 from jaxmp._src.platform.hardware import processor
-from jaxmp._src.tools.cli import bench, explain, main, output, selftest
+from jaxmp._src.tools.cli import accept, bench, explain, main, output, selftest
 
 PROGRAM = """
 import jax, jaxmp
@@ -195,6 +195,62 @@ def test_a_bench_prints_a_verdict_and_fails_of_wrong_products(capsys, monkeypatc
     assert "WRONG local: the results differ by 1" in out
 
 
+# ---- accept
+
+
+def job_of(monkeypatch, tmp_path, starts):
+    """Returns a job with these lines of each rank, logs and statuses, for each start of its processes."""
+    starts = iter(starts)
+
+    def start(nranks, first, folder, *_):
+        folder.mkdir()
+        lines, logs, statuses = next(starts)
+        head = {"machine": {"gpus": nranks}, "total": 4, "why": ""}
+        for rank in range(nranks):
+            found = [x | {"check": "types" if x["index"] < 3 else "death of a rank", "of": "f32"} for x in lines[rank]]
+            assert not found or found[0]["index"] == first
+            (folder / f"{rank}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (head, *found)))
+            (folder / f"{rank}.log").write_text(logs[rank])
+        return statuses
+
+    monkeypatch.setattr(accept, "_start", start)
+    return accept._job(2, tmp_path, False, 0.0)
+
+
+def test_acceptance_goes_on_after_a_process_has_ended(monkeypatch, tmp_path):
+    """A check that one rank calls wrong has failed; the last one ends a process by plan."""
+    passed, wrong = {"index": 0, "seconds": 1}, {"index": 0, "seconds": 1, "error": "2 elements are wrong"}
+    begun, after, death = {"index": 1}, {"index": 2, "seconds": 1, "refused": "by name"}, {"index": 3}
+    said = "jaxmp.DistributedError: rank 0 of 2 has waited"
+    job = job_of(
+        monkeypatch,
+        tmp_path,
+        [
+            ([[passed, begun], [wrong, begun]], ["", "a fault\n"], [1, -11]),
+            ([[after, death], [after, death]], [f"noise\n{said}\n", ""], [1, -9]),
+        ],
+    )
+    errors = [check.get("error") for check in job["checks"]]
+    assert errors == ["2 elements are wrong", "a process ended: a fault", None, ""]
+    assert accept._cell(job, "types") == "1 refused, 2 FAILED"
+    assert accept._cell(job, "death of a rank") == "1 passed"
+
+
+def test_acceptance_wants_the_reason_of_a_death(monkeypatch, tmp_path):
+    death = [{"index": 0, "seconds": 1}, {"index": 3}]
+    job = job_of(monkeypatch, tmp_path, [([death, death], ["terminated\n", ""], [-6, -9])])
+    assert job["checks"][-1]["error"] == "a process ended: terminated"
+
+
+def test_acceptance_names_what_there_was_no_time_for(monkeypatch, tmp_path):
+    job = job_of(monkeypatch, tmp_path, [([[{"index": 0, "seconds": 1}, {"index": 1}]] * 2, ["", ""], [None, None])])
+    assert (len(job["checks"]), job["not run because"]) == (1, "the time was over")
+    assert accept._cell(job, "rates") == "not run"
+
+
+# ---- explain and advise
+
+
 def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
     arguments = ("explain", f"{program}:layer", "f32[8@x,16]", "float32[16, 4@x]", "--mesh", "x=4")
     status, out, _ = run(capsys, *arguments)
@@ -256,6 +312,7 @@ ERRORS = {
     "extents": (("bench", "8", "7", "8", "--pattern", "ar"), "all_reduce: 7 is not a multiple of 4, the devices along"),
     "devices": (("bench", "8", "8", "8", "--mesh", "4096"), "no pattern takes 8x8x8 on 4096 devices"),
     "no GPU": (("selftest", "--implementation", "cublasmp"), "cublasmp needs a CUDA device, JAX's backend is cpu"),
+    "no GPUs": (("accept",), "JAX has no CUDA device"),
     "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
     "advise, none": (("advise", "7", "7", "7", "--devices", "4"), "no sharding over 4 devices divides m=7, k=7, n=7"),
     "advise, no product": (("advise", "{program}:alone"), "alone has no product with a predicted time"),

@@ -41,6 +41,23 @@ def test_each_device_takes_a_branch_by_a_number_of_its_own(name):
         np.testing.assert_array_equal(f(False, *given), -expected)
 
 
+def test_explain_names_a_collective_in_flight_across_a_call():
+    """XLA counts a call as computation, and starts it while a collective that does not depend on it is in flight."""
+    mesh = mesh_over((0, 1, 2, 3))
+    specs = ((1024, 512), P("y", None)), ((512, 2048), P(None, "y")), ((2048, 4096), P("y", None))
+    types = (cases.typed(mesh, shape, *spec) for shape, spec in specs)
+
+    def both(x, w, z):
+        d = jaxmp.matmul(x, w, out_sharding=P(None, "y"), implementation="cublasmp")
+        return d, -jax.sharding.reshard(z, P(None, None))
+
+    with jax.set_mesh(mesh):
+        explanation = jaxmp.explain(both, compiled=True, quiet=True)(*types)
+    ((line,),) = (row.across for row in explanation.rows if row.kind == "all-gather")
+    assert line.startswith("test_programs.py:")
+    assert f"in flight across jaxmp's call of {line}: both wait for other devices" in " ".join(str(explanation).split())
+
+
 def test_microbatches_are_exact_where_calls_overlap(monkeypatch):
     """Uses checkpoints; the fake library keeps only documented promises and is late at random."""
     monkeypatch.setenv("FAKE_CUBLASMP_SEED", "5")

@@ -17,19 +17,20 @@ def interleaved(
     rounds: tuple[int, int] = (7, 31),
     wait: Callable[[Any], Any] = jax.block_until_ready,
     clock: Callable[[], float] = time.perf_counter,
+    turn: float = 1e-3,
 ) -> dict[str, float]:
     """Returns seconds per call of each contender, the median of its rounds.
 
-    Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
-    `seconds` per contender; their number is limited by `rounds` (least, most). The order rotates, because a contender
-    that follows a large product has a cold cache. `clock`: may count the CPU time of the process in all its threads,
-    which other processes disturb less.
+    Every turn lasts at least `turn` seconds, so that the clock and the dispatch matter little; with 0 it is one call,
+    on every process. The rounds last about `seconds` per contender; their number is limited by `rounds` (least, most).
+    The order rotates, because a contender that follows a large product has a cold cache. `clock`: may count the CPU
+    time of the process in all its threads, which other processes disturb less.
     """
     names = list(contenders)
     for name in names:
         wait(contenders[name]())
     once = {name: _turn(contenders[name], 1, wait, clock) for name in names}
-    calls = {name: max(1, math.ceil(1e-3 / once[name])) for name in names}
+    calls = {name: max(1, math.ceil(turn / once[name])) for name in names}
     count = min(max(rounds[0], math.ceil(seconds / max(once[n] * calls[n] for n in names))), rounds[1])
     samples: dict[str, list[float]] = {name: [] for name in names}
     for i in range(count):

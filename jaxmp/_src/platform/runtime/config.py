@@ -135,6 +135,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"
 
 
+def of_child(**settings: str) -> dict[str, str]:
+    """Returns the environment of a process that this one starts, with these settings."""
+    return os.environ | settings
+
+
 def environment() -> dict[str, str]:
     """Returns the environment variables that concern jaxmp, JAX and XLA, for reports of problems."""
     prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")

@@ -21,7 +21,7 @@ from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, prin
 from jaxmp._src.tools.explain.explain import explain
 
 # Shardings of a (m, k), b (k, n) and d, on the axes x, or x and y of a grid.
-_PATTERNS = {
+PATTERNS = {
     "local": (P("x", None), P(None, None), P("x", None)),
     "all_gather": (P("x", None), P(None, "x"), P(None, "x")),
     "reduce_scatter": (P(None, "x"), P("x", None), P("x", None)),
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, help=text)
     parser.add_argument("--mesh", type=int, default=4, help="how many devices share the product (4)")
     parser.add_argument("--dtype", default="f32", help="type of the operands: f32, bf16, f64, ... (f32)")
-    parser.add_argument("--pattern", default="all", help=f"all, or one of {', '.join(_PATTERNS)} (all)")
+    parser.add_argument("--pattern", default="all", help=f"all, or one of {', '.join(PATTERNS)} (all)")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of each pattern (1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -52,9 +52,8 @@ def run(options: argparse.Namespace) -> int:
     results, wrong = [], []
     with progress("bench", len(names), is_quiet=options.json) as step:
         for name in names:
-            mesh = _mesh(name, devices)
-            calls, reason = _contenders(name, mesh, (options.m, options.k, options.n), dtype)
-            if error := _disagreement(calls, options.k, dtype):
+            calls, reason = contenders(name, devices, (options.m, options.k, options.n), dtype)
+            if error := disagreement(calls, options.k, dtype):
                 wrong.append(f"{name}: {error}")
             else:
                 times = interleaved(calls, options.seconds)
@@ -76,12 +75,12 @@ def _patterns(options: argparse.Namespace) -> list[str]:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":
         name = _SHORT.get(options.pattern, options.pattern)
-        if name not in _PATTERNS:
-            raise CommandError(f"there is no pattern {options.pattern!r}; pass all or one of {', '.join(_PATTERNS)}")
+        if name not in PATTERNS:
+            raise CommandError(f"there is no pattern {options.pattern!r}; pass all or one of {', '.join(PATTERNS)}")
         if why := _why_not(name, options):
             raise CommandError(f"{name}: {why}")
         return [name]
-    found = [name for name in _PATTERNS if not _why_not(name, options)]
+    found = [name for name in PATTERNS if not _why_not(name, options)]
     if not found:
         raise CommandError(f"no pattern takes {options.m}x{options.k}x{options.n} on {options.mesh} devices")
     return found
@@ -93,7 +92,7 @@ def _why_not(name: str, options: argparse.Namespace) -> str:
     if name == "grid" and sizes["y"] == 1:
         return f"{options.mesh} devices make no grid of two dimensions"
     extents = ((options.m, options.k), (options.k, options.n), (options.m, options.n))
-    for spec, shape in zip(_PATTERNS[name], extents, strict=True):
+    for spec, shape in zip(PATTERNS[name], extents, strict=True):
         for axis, extent in zip(spec, shape, strict=True):
             if axis and extent % sizes[axis]:
                 return f"{extent} is not a multiple of {sizes[axis]}, the devices along {axis}"
@@ -113,11 +112,11 @@ def _mesh(name: str, devices: list[jax.Device]) -> Mesh:
     return jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Explicit,) * len(shape), devices=devices)
 
 
-def _contenders(
-    name: str, mesh: Mesh, extents: tuple[int, int, int], dtype: str
+def contenders(
+    name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
-    """jaxmp's product and XLA's, without arguments; and who computes jaxmp's."""
-    (m, k, n), (of_a, of_b, of_d) = extents, _PATTERNS[name]
+    """Returns jaxmp's product and XLA's, without arguments, and what computes jaxmp's."""
+    (m, k, n), (of_a, of_b, of_d), mesh = extents, PATTERNS[name], _mesh(name, devices)
     operands = [
         _operand(shape, dtype, NamedSharding(mesh, spec), seed)
         for seed, (shape, spec) in enumerate((((m, k), of_a), ((k, n), of_b)))
@@ -145,12 +144,12 @@ def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: 
     return operand
 
 
-def _disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
-    """Explains a difference of the two results that is more than rounding; a fast wrong product is worth nothing.
+def disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
+    """Explains a difference of the two results, on this process's devices, that is more than rounding.
 
     Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|.
     """
-    results = [np.asarray(call()) for call in calls.values()]
+    results = [np.concatenate([np.ravel(x.data) for x in call().addressable_shards]) for call in calls.values()]
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), results[0].dtype))
     ours, theirs = (x.astype(np.complex128) for x in results)
     error = float(np.max(np.abs(ours - theirs), initial=0))

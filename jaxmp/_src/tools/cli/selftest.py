@@ -12,17 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp import testing
 from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.spec import epilogs
+from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.matmul_spec import accumulator
+from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.tools.cli import output
 from jaxmp.testing import Check, Layout
 
 # Roundings of a product, as multiples of u |A| |B|: tests/bounds.py says why.
 _ROUNDINGS = 4.0
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
+_SUMS = ("drelu_bgrad", "dgelu_bgrad")
 # How many devices share a product, unless the command line says it: as many of these as there are.
 _DEVICES = (1, 2, 4, 8)
 
@@ -73,14 +78,75 @@ def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterato
         yield from testing.checks(is_quick, (implementation,) if implementation else testing.IMPLEMENTATIONS)
 
 
-def check_placement(layout: Layout, dtype: str, implementation: str | None) -> int:
-    """Checks a product of small integers, which have exact sums: every element must be in its place."""
-    rng = np.random.default_rng(0)
-    a, b = (rng.integers(-2, 3, shape).astype(jnp.dtype(dtype)) for shape in ((16, 40), (40, 24)))
-    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
-    if got.shape != want.shape or not np.array_equal(got, want):  # a BLAS's sum of zeros may be -0, so no bits
-        raise AssertionError(f"{np.count_nonzero(got != want)} of {want.size} elements are wrong, or in a wrong place")
+def check_placement(
+    layout: Layout,
+    dtype: str,
+    implementation: str | None,
+    extents: tuple[int, int, int] = (16, 40, 24),
+    *,
+    epilog: Epilog = Epilog.NONE,
+    comm: CommOptions | None = None,
+    has_gradients: bool = False,
+) -> int:
+    """Checks all results of a product of small integers, which have exact sums: every element must be in its place.
+
+    Each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
+    """
+    m, k, n = extents
+    a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
+    row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1
+    a, bias = (a * 16, bias * 16) if epilog else (a, bias)
+    flags = {"transpose_a": epilog == Epilog.BGRADA, "transpose_b": is_narrow}
+    is_turned = [flag and layout.name != "grid" for flag in flags.values()]
+    specs = [P(*spec[::-1]) if t else spec for spec, t in zip((layout.a, layout.b), is_turned, strict=True)]
+    call = functools.partial(
+        matmul, implementation=implementation, comm=comm, in_shardings=tuple(specs), out_sharding=layout.d, mesh=mesh
+    )
+    call = functools.partial(call, preferred_element_type=jnp.bfloat16 if is_narrow else dtype, **flags)
+
+    def program(a: jax.Array, b: jax.Array, ct: jax.Array, bias: jax.Array) -> dict[str, jax.Array]:
+        if has_gradients and not is_narrow:
+            d, pullback = jax.vjp(call, a, b)
+            return {"d": d} | dict(zip(("gradient in a", "gradient in b"), pullback(ct), strict=True))
+        inputs = {"bias": bias} if row.has_bias else {}
+        if row.derivative:
+            _, inputs = call(a, b, epilog=Epilog[f"{row.derivative.upper()}_AUX"])
+        out = call(a, b, epilog=epilog, epilog_inputs=inputs)
+        return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
+
+    stored = [x.T if t else x for x, t in zip((a, b), flags.values(), strict=True)]
+    shardings = (*specs, layout.d, P(layout.d[1]))
+    got = jax.jit(program)(*(place(x, mesh, spec) for x, spec in zip((*stored, ct, bias), shardings, strict=True)))
+    a, b, ct, bias = map(_wide, (a, b, ct, bias))
+    z = a @ b + (bias if row.has_bias else 0)
+    d = np.maximum(z, 0) if row.activation or row.derivative else z
+    want = {"d": d, "gelu_aux": z, "bgrada": a.sum(1), "bgradb": b.sum(0)} | dict.fromkeys(_SUMS, d.sum(0))
+    want |= {"gradient in a": ct @ b.T, "gradient in b": a.T @ ct}
+    for name in got.keys() & want.keys():
+        require_equal(got[name], want[name], name)
     return 1
+
+
+def require_equal(got: jax.Array, want: np.ndarray, name: str) -> None:
+    """Raises AssertionError if a device of this process has another value, or a value in another place."""
+    if got.shape != want.shape:
+        raise AssertionError(f"{name} has the shape {got.shape}, not {want.shape}")
+    for shard in got.addressable_shards:  # a BLAS's sum of zeros may be -0, so no bits
+        if wrong := np.count_nonzero(_wide(shard.data) != want[shard.index]):
+            raise AssertionError(
+                f"{wrong} of {want[shard.index].size} elements of {name} are wrong, or in a wrong place"
+            )
+
+
+def place(x: np.ndarray, mesh: jax.sharding.Mesh, spec: P) -> jax.Array:
+    """Puts an array that every process has on the devices of a mesh, without communication."""
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+
+def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-1, 2, shape).astype(jnp.dtype(dtype))
+    return x + 1j * rng.integers(-1, 2, shape).astype(x.dtype) if np.iscomplexobj(x) else x
 
 
 def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
@@ -101,7 +167,7 @@ def _wide(x: ArrayLike) -> np.ndarray:
 
 def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str | None) -> jax.Array:
     mesh = layout.make_mesh()
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, layout.a), (b, layout.b))]
+    placed = [place(x, mesh, spec) for x, spec in ((a, layout.a), (b, layout.b))]
     options = {"in_shardings": (layout.a, layout.b), "out_sharding": layout.d, "mesh": mesh}
     product: jax.Array = jax.jit(functools.partial(matmul, implementation=implementation, **options))(*placed)
     return product

@@ -49,6 +49,7 @@ class Operation:
       round: a name shared by collectives that do not depend on each other, so that one collective could do all of them.
       independent: lines of products that could run at the same time, because neither depends on the other.
       is_hidden: XLA has put other work between its start and its end.
+      across: lines of jaxmp's calls between devices that XLA starts between its start and its end.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Operation:
     round: str = ""
     independent: tuple[str, ...] = ()
     is_hidden: bool = False
+    across: tuple[str, ...] = ()
 
     @property
     def is_needed(self) -> bool:
@@ -222,14 +224,14 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
         independent = _Independent(module, computation)
         for each in computation.instructions.values():
             if each.kind in COLLECTIVES:
-                products, is_hidden = independent.products(each), independent.is_hidden(each)
+                products, in_flight = independent.products(each), independent.in_flight(each)
                 axes = program.axes(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
                     why = cause(origins, computation, each, i)
                     why = cause_in_call(calls, origins, why, each.kind) if why.kind == "jaxmp" else why
                     what = (each.kind, why.line, axes, nbytes, count, shape)
                     words = (why.text, why.remedy, why.kind)
-                    yield Operation(*what, *words, 0, 0, independent.round(each), products, is_hidden)
+                    yield Operation(*what, *words, 0, 0, independent.round(each), products, *in_flight)
             elif each.is_product:
                 what = ("dot", module.line(each), (), 0, count, shape_of(each.results))
                 traffic = each.held + sum(operand.nbytes for operand in computation.operands(each))
@@ -268,7 +270,7 @@ class _Independent:
         self._place = {each.name: i for i, each in enumerate(self._order)}
         products = [i for i, each in enumerate(self._order) if _multiplies(module, each)]
         self._bits = {i: 1 << bit for bit, i in enumerate(products)}
-        self._lines = [module.line(self._order[i]) for i in products]
+        self._line, self._lines = module.line, [module.line(self._order[i]) for i in products]
 
     @functools.cached_property
     def _related(self) -> list[int]:
@@ -301,14 +303,16 @@ class _Independent:
         lines = [line for bit, line in enumerate(self._lines) if not related >> bit & 1]
         return tuple(dict.fromkeys(filter(None, lines)))
 
-    def is_hidden(self, collective: Instruction) -> bool:
-        """True if there is work between the start and the end of a collective."""
-        at = self._place[collective.name]
+    def in_flight(self, collective: Instruction) -> tuple[bool, tuple[str, ...]]:
+        """Returns if work is between a collective's start and end, and the lines of jaxmp's calls between devices."""
         if not collective.opcode.endswith("-start"):
-            return False
+            return False, ()
+        at = self._place[collective.name]
         end = next((self._place[u.name] for u in self._computation.users[collective.name] if "-done" in u.opcode), at)
-        work = ("fusion", "dot", "custom-call", "convolution", "while")
-        return any(each.opcode in work for each in self._order[at + 1 : end])
+        between, work = self._order[at + 1 : end], ("fusion", "dot", "custom-call", "convolution", "while")
+        calls = [x for x in between if x.attribute("custom_call_target") == '"jaxmp_matmul"']
+        lines = [self._line(x) or "?" for x in calls if 'pattern = "local"' not in x.attributes]
+        return any(each.opcode in work for each in between), tuple(dict.fromkeys(lines))
 
 
 def _multiplies(module: Module, each: Instruction) -> bool:
@@ -328,7 +332,7 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
     """
     groups: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
-        key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden)
+        key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden, row.across)
         groups.setdefault(key, []).append(row)
     merged = []
     for found in groups.values():
@@ -374,6 +378,8 @@ def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
         if text not in remedies:
             remedies.add(text)
             yield text if row.is_needed else f"remedy: {text}"
+    if row.across:
+        yield f"in flight across jaxmp's call of {', '.join(row.across)}: both wait for other devices"
     if row.independent and not row.is_hidden:
         lines = ", ".join(row.independent[:3]) + ", ..." * (len(row.independent) > 3)
         yield f"could run behind the product{'s' * (len(row.independent) > 1)} of {lines}"
