@@ -58,10 +58,11 @@ TENSOR = {"up": P(None, "x"), "down": P("x"), "q": P(None, "x"), "k": P(None, "x
 
 def trained(jitted, put):
     p, tokens = put
-    moment = jax.tree.map(jnp.zeros_like, p)
+    moment, losses = jax.tree.map(jnp.zeros_like, p), []
     for _ in range(2):
         p, moment, loss = jitted(p, moment, tokens)
-    return p, moment, loss
+        losses.append(loss)
+    return p, moment, losses
 
 
 def on_four(mesh_of, kind):
@@ -78,7 +79,9 @@ def test_a_training_step_does_not_know_the_mesh(mesh_of):
         got = trained(fused, on_four(mesh_of, kind))
         jax.tree.map(assert_bitwise_equal, got, want)
     plain = trained(jax.jit(step), (PARAMS, TOKENS))
-    np.testing.assert_allclose(want[2], plain[2], rtol=1e-3)
+    np.testing.assert_allclose(
+        want[2][0], plain[2][0], rtol=1e-4
+    )  # later losses depend on the signs of small gradients
 
 
 def test_a_training_step_of_plain_jax_knows_the_mesh(mesh_of):

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.sharding import meshes
 from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.platform.jax_internals import jax_tracing
@@ -91,7 +92,7 @@ def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
     kept = [each if i == first or i in free else () for i, each in enumerate(found)]
     entries = [each or None for each in kept]
     if kept != list(found):
-        x = jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+        x = _resharded(x, P(*entries))
     of_k, of_free = entries[first], [entries[i] for i in free]
     k, extents = math.prod(x.shape[i] for i in axes), [x.shape[i] for i in free]
 
@@ -130,13 +131,18 @@ def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
     """Returns the result of a scatter with whole operands on every device."""
     run = functools.partial(_plain, eqn)
     if any(is_explicit(jax.typeof(x)) for x in operands):
-        whole = [jax.sharding.reshard(x, P()) if is_explicit(jax.typeof(x)) else x for x in operands]
-        d = run(*whole)
-        aval = eqn.outvars[0].aval
-        return jax.sharding.reshard(d, aval.sharding.spec) if is_explicit(aval) else d
+        d = run(*(_resharded(x, P()) for x in operands))
+        return _resharded(d, eqn.outvars[0].aval.sharding.spec)
     if jax_tracing.manual_axes():
         return run(*operands)
     return _whole(run, operands)
+
+
+def _resharded(x: jax.Array, spec: P) -> jax.Array:
+    """Returns `x` with this sharding of its explicit axes, if it has any."""
+    if not is_explicit(kind := jax.typeof(x)):
+        return x
+    return meshes.reshard(x, kind.sharding.mesh, kind.sharding.spec, spec, is_explicit=True)
 
 
 def _plain(eqn: Any, *operands: Any) -> jax.Array:

@@ -349,7 +349,8 @@ def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
     if sharding is None:
         return P()
     if not isinstance(sharding, P):
-        raise InvalidType(f"{argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
+        hint = f"; write P{sharding}" if isinstance(sharding, tuple) else ""
+        raise InvalidType(f"{argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}{hint}")
     if rest := (sharding.unreduced | sharding.reduced).difference(tagged):
         raise NotAvailable(
             f"{argument} with unreduced or reduced axes {sorted(rest)} is not supported; on explicit axes, take the "

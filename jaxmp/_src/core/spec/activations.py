@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 from collections.abc import Callable
@@ -101,8 +102,10 @@ def parse(activation: Any) -> str | Function | None:
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
+        close = difflib.get_close_matches(str(activation), FUNCTIONS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InvalidValue(
-            f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
+            f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}{hint}"
         )
     return next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +18,7 @@ from jaxmp._src.core.spec.request import Request
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.jax_internals.jax_compat import ArrayImpl
 
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Keywords of other functions, and what to pass here instead, if this function has the keyword in the middle.
@@ -38,10 +40,14 @@ def public(fn: F) -> F:
     parameters = signature.parameters
     operands = dict(zip("ab", parameters, strict=False))
     keywords = frozenset(parameters)
+    kinds = [x.kind for x in parameters.values()]
+    most = math.inf if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds) - kinds.count(_KEYWORD_ONLY)
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         register_imported()
+        if len(args) > most:
+            raise TypeError(_too_many(fn.__name__, list(parameters), int(most)))
         args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
         if kwargs:
             kwargs = {name: as_array(x) for name, x in kwargs.items()}
@@ -128,6 +134,12 @@ def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[st
                 ids = ", ".join(str(i) for i in sorted(device.id for device in x.devices()))
                 places.setdefault(ids, f"{argument}{jax.tree_util.keystr(path)} on {ids}")
     return " and ".join(places.values())
+
+
+def _too_many(function: str, parameters: list[str], most: int) -> str:
+    if parameters[0] == "fn":
+        return f"{function}() takes a function alone; write {function}(fn)(x) instead of {function}(fn, x)"
+    return f"{function}() takes {most} positional arguments; pass others by name, such as {parameters[most]}="
 
 
 def _remedy(unknown: str, parameters: Collection[str]) -> str:

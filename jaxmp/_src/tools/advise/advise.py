@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -21,6 +22,7 @@ from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.hardware.call_time import CallTime, call_time, kind_of
 from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
+from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.advise.program import ProgramAdvice, Ranking, Table, advised
 from jaxmp._src.tools.advise.recipes import Mesh
 
@@ -88,7 +90,7 @@ def advise(
     m: int,
     k: int,
     n: int,
-    devices: int,
+    devices: int | None = ...,
     *,
     hardware: str | Hardware = ...,
     dtype: DTypeLike = ...,
@@ -99,7 +101,7 @@ def advise(
 
 @overload
 def advise(
-    fn: Callable[..., Any], /, *, devices: int, hardware: str | Hardware = ..., quiet: bool = ...
+    fn: Callable[..., Any], /, *, devices: int | None = ..., hardware: str | Hardware = ..., quiet: bool = ...
 ) -> Callable[..., ProgramAdvice]: ...
 
 
@@ -128,7 +130,7 @@ def advise(
 
     Args:
       m, k, n: extents of the whole product; or, in place of m alone, a function.
-      devices: how many devices share it.
+      devices: how many devices share it; by default the devices of the mesh that is set, or else all of JAX's.
       hardware: "h100-8", "h200-8", "gb200-nvl72", "this" after `jaxmp info --calibrate`, or a `jaxmp.Hardware`.
       dtype: of the operands of one product, by default bfloat16; out_dtype: of its result, by default the same.
       quiet: whether to return without printing.
@@ -153,6 +155,9 @@ def advise(
     >>> advice.best.name, advice.best.arguments, advice.best.bytes_moved
     ('data', (P('x', None), P()), 0)
     """
+    if devices is None:
+        mesh = jax_compat.ambient_mesh()
+        devices = mesh.size if mesh else jax.device_count()
     if callable(m):
         if not (k is n is dtype is out_dtype is None):
             raise TypeError("advise: k, n, dtype and out_dtype describe one product; leave them out for a function")
