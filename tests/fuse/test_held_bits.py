@@ -79,6 +79,7 @@ def test_a_training_step_does_not_know_the_mesh(mesh_of):
         got = trained(fused, on_four(mesh_of, kind))
         jax.tree.map(assert_bitwise_equal, got, want)
     plain = trained(jax.jit(step), (PARAMS, TOKENS))
+    # Later losses depend on the signs of small gradients.
     np.testing.assert_allclose(want[2][0], plain[2][0], rtol=1e-4)
 
 
