@@ -222,9 +222,9 @@ TEST(test_few_columns_of_bf16_have_the_bits_of_many) {
   }
 }
 
-const Extents kBf16Extents = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},   {17, 15, 31},   {32, 32, 64},
-                              {33, 31, 65}, {48, 8, 512},  {49, 9, 513},   {64, 96, 1024}, {31, 65, 1025},
-                              {5, 530, 40}, {70, 513, 33}, {96, 64, 2049}, {257, 33, 35},  {530, 3, 1030}};
+const Extents kBf16Extents = {{1, 1, 1},     {1, 33, 2},    {16, 16, 32},   {17, 15, 31},   {32, 32, 64},
+                              {33, 31, 65},  {48, 8, 512},  {49, 9, 513},   {31, 65, 1025}, {5, 530, 40},
+                              {70, 513, 33}, {257, 33, 35}, {530, 3, 1030}, {64, 96, 1024}, {96, 64, 2049}};
 
 hostmp::KernelChoice chosen(abi::cublasOperation_t trans_a, int64_t n, float alpha) {
   return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, trans_a, n, /*is_fixed_order=*/false, alpha == 1});
@@ -241,6 +241,7 @@ TEST(test_bf16_kernels) {
                              scales,
                              hostmp::kBf16Unit};
   kernel.scales.insert(kernel.scales.end(), {{-1, 0.5f}, {1, -2}});
+  if (check::kIsSlow) kernel.extents.resize(kernel.extents.size() - 2);  // less the largest
   check_kernel(kernel);
   kernel.name = "AMX", kernel.is_available = hostmp::cpu().amx, kernel.unit = hostmp::kAmxUnit;
   kernel.multiply = hostmp::AmxGemm, kernel.scratch = hostmp::AmxGemmScratch;
