@@ -62,7 +62,7 @@ def bits_are_kept(a, b):
 
     found = audit(jaxmp.fuse(program, determinism="topology"), a, b)
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ()), found
-    assert found.compared == 2
+    assert found.compared == 5  # the call, sin, and the three operations that keep XLA from merging sin
 
 
 def a_program_is_followed(mesh, a):
