@@ -192,7 +192,7 @@ def test_products_that_one_collective_sums_are_left_to_jax(check_vma, mesh_of):
     with jax.set_mesh(mesh_of({"x": 4})):
         x, w = jax.device_put(jnp.ones((8, 16)), P(None, "x")), jax.device_put(jnp.ones((16, 8)), P("x", None))
         rows = jaxmp.explain(jaxmp.fuse(jax.shard_map(summed, **specs)), quiet=True)(x, w).rows
-    assert {row.why.split(" ahead")[0] for row in rows} == {"not fused: it is added to other values"}
+    assert {row.why.split(" before")[0] for row in rows} == {"not fused: it is added to other values"}
 
 
 def test_options():
@@ -330,7 +330,7 @@ def test_an_eager_function_may_use_auto_axes(mesh_of):
 )
 def test_a_policy_around_fuse_keeps_its_products(policy, count):
     def loss(x, w):
-        return jnp.sum(jnp.sin(jnp.sin(x @ w) @ w))
+        return jnp.sin(jnp.sin(x @ w) @ w)[0, 0]
 
     kept = jax.checkpoint(jaxmp.fuse(loss, determinism="batch"), policy=getattr(jax.checkpoint_policies, policy))
     rows = jaxmp.explain(jax.value_and_grad(kept, (0, 1)), quiet=True)(X, W).rows
