@@ -120,8 +120,7 @@ _REWRITINGS = (
     ({"division", "sqrt"}, "XLA multiplies by a reciprocal root where it sees a division and its root together"),
     ({"division"}, "XLA multiplies by the reciprocal of a value that it broadcasts, in some of its divisions by it"),
     *(({"mul", name}, _FMA) for name in ("add", "add_any", "sub")),
-    ({"sum"}, "XLA reorders or splits a sum by what it computes in the same loop"),
-    ({"elementwise"}, "XLA vectorises a loop by all that it computes there, and its tail by other instructions"),
+    ({"sum"}, "XLA may reorder or split a sum that it computes in one loop with others"),
 )
 
 
