@@ -42,6 +42,11 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         assert "all_gather" in printed
 
 
+def test_code_fits_the_column_of_a_page():
+    lines = [line for page in DOCUMENTS for block in documents.blocks(page) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 PUBLIC = [jaxmp, *(importlib.import_module(f"jaxmp.{name}") for name in MODULES)]
 ALL_MODULES = sorted(
     module.name for module in pkgutil.walk_packages(jaxmp.__path__, "jaxmp.") if "._jaxmp" not in module.name
