@@ -123,7 +123,6 @@ def test_divisions_of_a_mesh_are_equal_or_have_a_remedy(mesh_of, rng):
     if found.outputs:
         (piece,) = found.together
         assert set(piece.operations) <= {("div", line_of(program, 2)), ("sqrt", line_of(program, 1))}
-        assert "reciprocal" in piece.rewriting
         assert found.trials[-1].differing == 0
         assert found.trials[-1].remedy == 'jaxmp.fuse(fn, determinism="topology")'
         found = audit(jaxmp.fuse(program, determinism="topology"), vary="mesh")(x, y)
@@ -132,16 +131,3 @@ def test_divisions_of_a_mesh_are_equal_or_have_a_remedy(mesh_of, rng):
 
 def line_of(program, offset):
     return f"test_audit_together.py:{program.__code__.co_firstlineno + offset}"
-
-
-def test_divisions_are_written_as_multiplications(rng):
-    def program(x, y):
-        return x / jnp.sqrt(y)[:, None] + x / y[:, None] + x / x, 1 / y
-
-    arrays = [jnp.asarray(rng.uniform(1, 2, shape), "float32") for shape in ((6, 4), (6,))]
-    text, rewritten = together._without_divisions(Side(lambda arrays: program(*arrays), arrays, None))
-    assert text.startswith("write x * jax.lax.rsqrt(y) for x / jnp.sqrt(y) and x * (1 / y) for x / y (")
-    for one, other in zip(rewritten(arrays), program(*arrays), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-    names = [eqn.primitive.name for eqn in jax.make_jaxpr(rewritten)(arrays).eqns]
-    assert (names.count("rsqrt"), names.count("div")) == (1, 3)  # 1 / y twice, and x / x

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,15 +25,12 @@ _MOST_PIECES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Operations that differ if they are compiled together: as few as the bisection finds.
+    """Operations that differ if they are compiled together, as few as the bisection finds.
 
-    Attributes:
-      operations: the primitive and the line of each, in the order of the program.
-      rewriting: what XLA does with such operations; empty if it is not known.
+    `operations`: the primitive and the line of each, in the order of the program.
     """
 
     operations: tuple[tuple[str, str], ...]
-    rewriting: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Togeth
     """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`."""
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
     found = pieces(walks[0], walks[0].bodies[program], line)
-    return tuple(found), tuple(_trials(walks, found, operations.LEVELS[vary]))
+    return tuple(found), tuple(_trials(walks, operations.LEVELS[vary]))
 
 
 # Pieces ------------------------------------------------------------------------------------------------------------
@@ -57,7 +54,7 @@ def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Togeth
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
     """Returns small pieces of a program, or of a loop's body, that differ."""
-    pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
+    pairs, found = body.pairs, list[Together]()
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
         lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
@@ -65,7 +62,7 @@ def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[
         bodies = [walk.bodies[jaxpr] for jaxpr in loops if jaxpr in walk.bodies]
         inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
         names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
-        found += inner or [Together(names, _rewriting(equations, makers))]
+        found += inner or [Together(names)]
         pairs = [pair for pair in pairs if pair is not piece[-1]]
     return list(dict.fromkeys(found))
 
@@ -110,72 +107,6 @@ def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
     return any(compared)  # all of them: the processes of a job compare together
 
 
-# Rewritings --------------------------------------------------------------------------------------------------------
-
-_BROADCASTS = ("broadcast_in_dim", "reshape")
-_BY_ROOT = "x * jax.lax.rsqrt(y) for x / jnp.sqrt(y)"
-_FMA = "XLA rounds a multiplication and an addition once where it computes them together (fused multiply-add)"
-# (what all takes part, what XLA does).
-_REWRITINGS = (
-    ({"division", "sqrt"}, "XLA multiplies by a reciprocal root where it sees a division and its root together"),
-    ({"division"}, "XLA multiplies by the reciprocal of a value that it broadcasts, in some of its divisions by it"),
-    *(({"mul", name}, _FMA) for name in ("add", "add_any", "sub")),
-    ({"sum"}, "XLA may reorder or split a sum that it computes in one loop with others"),
-)
-
-
-def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
-    found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
-    found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
-    return next((text for needed, text in _REWRITINGS if needed <= found), "")
-
-
-def _makers(equations: Iterable[Any]) -> dict[Any, Any]:
-    """Returns for each variable the equation that makes it."""
-    return {v: eqn for eqn in equations for v in eqn.outvars}
-
-
-def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable by which an equation divides, before it is broadcast; None for all other divisions."""
-    if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
-        return None
-    v = eqn.invars[1]
-    while v in makers and makers[v].primitive.name in _BROADCASTS and not jax_tracing.is_literal(makers[v].invars[0]):
-        v = makers[v].invars[0]
-    is_root = v in makers and makers[v].primitive.name == "sqrt"
-    return v if is_root or v.aval.size < eqn.outvars[0].aval.size else None
-
-
-def _without_divisions(side: Side) -> tuple[str, Callable[..., Any]] | None:
-    """Returns (what to write for divisions by roots and broadcast values, the program with that), or None."""
-    program, constants = side.inlined(side.jaxpr)
-    makers = _makers(program.eqns)
-    divisors = {id(eqn): v for eqn in program.eqns if (v := _divisor(eqn, makers)) is not None}
-    roots = {v: makers[v].invars[0] for v in divisors.values() if v in makers and makers[v].primitive.name == "sqrt"}
-
-    def inverse(v: Any, values: Mapping[Any, Any]) -> Any:
-        if v in roots:
-            return jax.lax.rsqrt(jax_tracing.array_of(roots[v], values))
-        if v in makers and makers[v].primitive.name in _BROADCASTS:
-            return jax_tracing.evaluate(makers[v], [inverse(makers[v].invars[0], values)])[0]
-        return 1 / values[v]
-
-    def rewritten(arrays: Sequence[Any]) -> list[Any]:
-        values = dict(zip(program.invars, arrays, strict=True)) | constants
-        for eqn in program.eqns:
-            if id(eqn) in divisors:
-                factor = inverse(eqn.invars[1], values)
-                values[eqn.outvars[0]] = jax_tracing.array_of(eqn.invars[0], values) * factor
-            else:
-                jax_tracing.evaluate_each([eqn], values)
-        return [jax_tracing.array_of(v, values) for v in program.outvars]
-
-    texts = {_BY_ROOT if v in roots else "x * (1 / y) for x / y": None for v in divisors.values()}
-    lines = {line: None for eqn in program.eqns if id(eqn) in divisors and (line := jax_compat.traced_line(eqn))}
-    places = f" ({', '.join(lines)})" if lines else ""
-    return (f"write {' and '.join(texts)}{places}", rewritten) if divisors else None
-
-
 # Remedies ----------------------------------------------------------------------------------------------------------
 
 _OPTIONS = (
@@ -186,9 +117,9 @@ _OPTIONS = (
 )
 
 
-def _trials(walks: Sequence[Walk], found: Sequence[Together], level: Any) -> Iterator[Trial]:
+def _trials(walks: Sequence[Walk], level: Any) -> Iterator[Trial]:
     """Tries remedies on the whole program until no output differs."""
-    for remedy, run in _remedies(walks[0], found, level):
+    for remedy, run in _remedies(walks[0], level):
         try:
             ones = run(walks[0].sides[0])
             compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
@@ -200,13 +131,11 @@ def _trials(walks: Sequence[Walk], found: Sequence[Together], level: Any) -> Ite
             return
 
 
-def _remedies(walk: Walk, found: Sequence[Together], level: Any) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
+def _remedies(walk: Walk, level: Any) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
     """Yields (a remedy, how a side runs the whole program with it), and nothing that the program has already."""
     equations = [eqn for body in walk.bodies.values() for eqn, _ in body.pairs]
     if not any(operations.is_kept(eqn, level) for eqn in equations):
         yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
-    if any("reciprocal" in one.rewriting for one in found) and (written := _without_divisions(walk.sides[0])):
-        yield written[0], lambda side: side.whole((_without_divisions(side) or written)[1])
     given = walk.sides[0].options
     for options in _OPTIONS:
         if any(given.get(name) != value for name, value in options.items()):
