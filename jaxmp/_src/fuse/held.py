@@ -11,20 +11,18 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.primitive.collectives import whole_p
 from jaxmp._src.core.sharding import meshes
 from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
@@ -129,13 +127,12 @@ def _may_collide(eqn: Any) -> bool:
 
 def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
     """Returns the result of a scatter with whole operands on every device."""
-    run = functools.partial(_plain, eqn)
     if any(is_explicit(jax.typeof(x)) for x in operands):
-        d = run(*(_resharded(x, P()) for x in operands))
+        d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)
-    if jax_tracing.manual_axes():
-        return run(*operands)
-    return _whole(run, operands)
+    d = _plain(eqn, *map(whole_p.bind, operands))
+    whole: jax.Array = whole_p.bind(d)
+    return whole
 
 
 def _resharded(x: jax.Array, spec: P) -> jax.Array:
@@ -148,39 +145,3 @@ def _resharded(x: jax.Array, spec: P) -> jax.Array:
 def _plain(eqn: Any, *operands: Any) -> jax.Array:
     result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
     return result
-
-
-def _whole(function: Callable[..., jax.Array], operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of a function with whole operands on every device, where XLA's partitioner chooses."""
-    names = (f"d{i}" for i in itertools.count())
-    *sides, result = (" ".join(itertools.islice(names, x.ndim)) for x in (*operands, operands[0]))
-    partitioned = custom_partitioning(function)
-    partitioned.def_partition(
-        partition=lambda mesh, args, _: (
-            mesh,
-            function,
-            NamedSharding(mesh, P()),
-            (NamedSharding(mesh, P()),) * len(args),
-        ),
-        infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, P()),
-        sharding_rule=f"{', '.join(sides)} -> {result}",
-    )
-
-    @jax.custom_batching.custom_vmap
-    def of_batch(*operands: Any) -> Any:
-        return partitioned(*operands)
-
-    @of_batch.def_vmap
-    def _(_: int, is_batched: Sequence[bool], *operands: Any) -> tuple[jax.Array, bool]:
-        return _whole(jax.vmap(function, [0 if each else None for each in is_batched]), operands), True
-
-    @jax.custom_jvp
-    def run(*operands: Any) -> Any:
-        return of_batch(*operands)
-
-    @run.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*primals), jax.jvp(function, primals, tangents)[1]
-
-    d: jax.Array = run(*operands)
-    return d

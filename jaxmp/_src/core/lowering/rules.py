@@ -178,3 +178,10 @@ def reshard_rule(
         return wire.moved(move, x, platform, mesh.size)
 
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
+
+
+def whole_rule(ctx: jax_lowering.LoweringContext, x: Any) -> Any:
+    if jax_lowering.is_on_shards(ctx):
+        return [x]
+    lower = functools.partial(place, mesh=jax_lowering.global_mesh(ctx), spec=P(), is_explicit=False)
+    return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
