@@ -175,6 +175,8 @@ class Rewriter:
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
+        if gathers.is_narrow(eqn):
+            return False
         return not (self.options.level.fixed_order and held.is_held(eqn))
 
     # ---- what is replaced
@@ -373,6 +375,8 @@ class Rewriter:
         if self.options.level.fixed_order and held.is_held(eqn):
             return self._held(eqn, operands)
         with jax_tracing.traced_as(eqn):
+            if gathers.is_narrow(eqn):
+                return [gathers.as_bytes(eqn, *operands)]
             more = held.HELD if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 return jax_tracing.evaluate(eqn, operands)

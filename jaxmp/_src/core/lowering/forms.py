@@ -142,6 +142,7 @@ class Gathered(ResolvedCall):
         spec, platform = self.spec, where["platform"]
         if spec.group.nranks > 1:
             operands = xla_matmul.gather_for_part(spec, operands, platform)
+        operands = operands | {x: operands[x].astype(like.dtype) for x, like in (("a", self.a), ("b", self.b))}
         outputs = self.inner.emit(operands)
         # Each rank over these axes has summed different rows of op(a).
         axes = spec.contraction.sharded("d", "m")
