@@ -5,6 +5,7 @@ process."""
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,37 @@ import pytest
 
 from jaxmp import testing
 from jaxmp._src.platform.hardware import processor
-from jaxmp._src.tools.cli import accept, bench, main, output, selftest
+from jaxmp._src.tools.cli import accept, bench, explain, main, output, selftest
+
+PROGRAM = """
+import jax, jaxmp
+from jax.sharding import PartitionSpec as P
+
+def layer(x, w):
+    return jaxmp.matmul(x, w, out_sharding=P(None, "x"))
+
+def mlp(x, w, v):
+    return jaxmp.linear(jaxmp.linear(x, w, out_sharding=P(None, "x")), v)
+
+def of_a_mesh(x, w, v):
+    return mlp(x, w, v) * jax.sharding.get_abstract_mesh().shape["y"]
+
+def plain(x, w, v):
+    return (x @ w) @ v
+
+def alone():
+    return 1
+
+def broken(x):
+    raise ArithmeticError("no product\\nof this")
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return str(file)
 
 
 def run(capsys, *arguments):
@@ -63,6 +94,12 @@ def test_the_script_is_the_same_command(capsys):
     assert "invalid choice: 'inform'" in capsys.readouterr().err
 
 
+def test_tables_without_rich_name_the_remedy(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    remedy = "tables need the package rich: pip install 'jaxmp[cli]', or pass --json"
+    assert run(capsys, "info") == (2, "", f"jaxmp info: {remedy}\n")
+
+
 TABLE = (
     ("sharding", "a", "bound by", ""),
     [("reduce-scatter of columns", "y, x", "overhead", "*"), ("all-gather", "-, yx", "link", "")],
@@ -76,10 +113,10 @@ WORDS |= {"-,", "yx", "link", "an", "advise"}
 def test_a_table_breaks_no_word_and_is_as_wide_as_the_terminal(width, capsys, monkeypatch):
     """In a file, the table is as wide as its texts."""
     monkeypatch.setenv("COLUMNS", str(width or 20))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(width))
+    monkeypatch.setenv("FORCE_COLOR" if width else "NO_COLOR", "1")  # rich takes this for a terminal
     output.print_table("an advise", *TABLE)
-    lines = capsys.readouterr().out.splitlines()
-    found = [word for line in lines for word in line.split() if set(line) != {"-"}]
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()]
+    found = [word for line in lines for word in line.replace("─", "").split()]
     assert set(found) <= WORDS
     for word in ("reduce-scatter", "all-gather", "overhead", "link", "columns", "*"):
         assert found.count(word) == 1
@@ -211,25 +248,64 @@ def test_acceptance_names_what_there_was_no_time_for(monkeypatch, tmp_path):
     assert accept._cell(job, "rates") == "not run"
 
 
-# ---- advise
+# ---- explain and advise
 
 
-def test_types_are_named_as_jax_prints_them():
+def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
+    arguments = ("explain", f"{program}:layer", "f32[8@x,16]", "float32[16, 4@x]", "--mesh", "x=4")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert "all_gather x" in out
+    _, out, _ = run(capsys, *arguments, "--json")
+    (row,) = json.loads(out)
+    assert (row["pattern"], row["local_extents"]) == ("all_gather", [2, 16, 1])
+    _, out, _ = run(capsys, *arguments, "--compiled", "--json")
+    found = json.loads(out)
+    assert found["calls"] == [row]
+    assert found["memory"]["peak"] > 0
+
+
+def test_types_are_read_as_jax_prints_them():
+    mesh = explain.mesh_of("x=2,y=2")
+    for text in ("float32[8@x,16]", "bfloat16[8@(x,y),4]", "float32[]", "int32[3]"):
+        found = explain.argument_of(text, mesh)
+        assert str(jax.typeof(jax.device_put(np.zeros(found.shape, found.dtype), found.sharding))) == text
     names = {"f32": "float32", "bf16": "bfloat16", "c64": "complex64", "fp8": "float8_e4m3fn", "int8": "int8"}
     assert {name: output.dtype_of(name) for name in names} == names
 
 
-def test_advise_ranks_the_shardings_of_a_product(capsys):
-    status, out, _ = run(capsys, "advise", "64", "32", "128", "--devices", "8", "--json")
-    found = json.loads(out)
-    assert (status, found[0]["seconds"]) == (0, min(choice["seconds"] for choice in found))
-    status, out, _ = run(capsys, "advise", "64", "32", "128", "--hardware", "h200-8")
+def test_advise_of_extents_and_of_functions(program, capsys):
+    types = ("bf16[64,256]", "bf16[256,512]", "bf16[512,256]")
+    found = []
+    for arguments in (
+        ("64", "32", "128", "--devices", "8"),
+        (f"{program}:plain", *types),
+        (f"{program}:mlp", *types, "--mesh", "x=8"),
+        (f"{program}:of_a_mesh", *types, "--mesh", "x=2,y=2"),
+    ):
+        status, out, _ = run(capsys, "advise", *arguments, "--json")
+        found.append(json.loads(out))
+        assert (status, found[-1][0]["seconds"]) == (0, min(choice["seconds"] for choice in found[-1]))
+    assert found[1][0]["steps"][0]["line"] == "program.py:15"
+    assert [plan["mesh"] for plans in found[2:] for plan in plans[:1]] == [[["x", 8]], [["x", 2], ["y", 2]]]
+    status, out, _ = run(capsys, "advise", f"{program}:plain", *types, "--devices", "8", "--hardware", "h200-8")
     assert status == 0
-    assert "64x32x128 bfloat16 on 8 devices of h200-8" in out
-    assert "at least" in out
+    assert "data x tensor" in out
+    assert "at least" in run(capsys, "advise", "64", "32", "128", "--hardware", "h200-8")[1]
 
 
+TYPES = ("f32[8,8]",) * 3
 ERRORS = {
+    "no file": (("explain", "none.py:f"), "there is no file none.py"),
+    "no name": (("explain", "none.py"), "takes FILE.py:FUNCTION, got 'none.py'"),
+    "no function": (("explain", "{program}:g"), "{program} has no function g"),
+    "no types": (("explain", "{program}:layer"), "missing a required argument: 'x'; pass one type for each"),
+    "no mesh": (("explain", "{program}:layer", "f32[8@x,4]"), "f32[8@x,4] names mesh axes; pass --mesh, as --mesh x=4"),
+    "no axis": (("explain", "{program}:layer", "f32[8@y]", "--mesh", "x=4"), "names the axis y, which --mesh does not"),
+    "no type": (("explain", "{program}:layer", "f32(8)"), "takes types such as f32[512@x,1024], got 'f32(8)'"),
+    "no extent": (("explain", "{program}:layer", "f32[8,]"), "takes types such as f32[512@x,1024], got 'f32[8,]'"),
+    "a mesh": (("explain", "{program}:layer", "--mesh", "4"), "--mesh takes axes as x=2,y=2, got '4'"),
+    "raises": (("explain", "{program}:broken", "f32[8]"), "ArithmeticError: no product (--traceback shows where)"),
     "a dtype": (("bench", "8", "8", "8", "--dtype", "f31"), "there is no type 'f31'; pass f32, f64, bf16"),
     "a pattern": (("bench", "8", "8", "8", "--pattern", "gr"), "there is no pattern 'gr'; pass all or one of local"),
     "no pattern": (("bench", "7", "7", "7"), "no pattern takes 7x7x7 on 4 devices"),
@@ -239,29 +315,30 @@ ERRORS = {
     "no GPUs": (("accept",), "JAX has no CUDA device"),
     "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
     "advise, none": (("advise", "7", "7", "7", "--devices", "4"), "no sharding over 4 devices divides m=7, k=7, n=7"),
-    "hardware": (("advise", "8", "8", "8", "--hardware", "abacus"), "abacus"),
+    "advise, no product": (("advise", "{program}:alone"), "alone has no product with a predicted time"),
+    "advise, dtype": (("advise", "{program}:plain", *TYPES, "--dtype", "f32"), "--dtype applies to one product"),
+    "advise, no mesh": (("advise", "{program}:mlp", *TYPES), "(for this command --mesh x=8 sets it)"),
+    "advise, a mesh": (("advise", "{program}:mlp", *TYPES, "--mesh", "8"), "--mesh takes axes as x=2,y=2, got '8'"),
+    "advise, mesh": (("advise", "64", "64", "64", "--mesh", "x=2"), "--mesh applies to a function"),
+    "advise, two": (("advise", "64", "64"), "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64"),
+    "advise, four": (("advise", "64", "64", "x"), "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64 x"),
     "below 1": (("bench", "0", "8", "8"), "M, K, N and --mesh must be at least 1"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_is_one_line_and_status_2(name, capsys):
+def test_an_error_is_one_line_and_status_2(name, program, capsys):
     arguments, message = ERRORS[name]
-    status, out, err = run(capsys, *arguments)
+    status, out, err = run(capsys, *(argument.replace("{program}", program) for argument in arguments))
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert err.startswith(f"jaxmp {arguments[0]}: ")
-    assert message in err
+    assert message.replace("{program}", program) in err
 
 
-def test_the_traceback_is_shown_where_it_is_asked_for(capsys, monkeypatch):
-    def broken(_):
-        raise ArithmeticError("no product\nof this")
-
-    monkeypatch.setattr(main.info, "run", broken)
-    assert run(capsys, "info") == (2, "", "jaxmp info: ArithmeticError: no product (--traceback shows where)\n")
+def test_the_traceback_is_shown_where_it_is_asked_for(program):
     with pytest.raises(ArithmeticError, match="no product"):
-        main.main(["info", "--traceback"])
+        main.main(["explain", f"{program}:broken", "f32[8]", "--traceback"])
 
 
 def test_an_interrupt_has_its_status(capsys, monkeypatch):

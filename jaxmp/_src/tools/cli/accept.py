@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
+    output.rich("table")  # raises before the work where rich is missing
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         jobs = [_job(1, Path(folder), options.quick, start + 30 * options.minutes)]

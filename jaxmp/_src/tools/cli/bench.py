@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.core.ops.matmul import matmul
 from jaxmp._src.core.spec.matmul_spec import accumulator
 from jaxmp._src.platform.hardware.clock import interleaved
-from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, print_table, progress, require_devices
+from jaxmp._src.tools.cli.output import CommandError, dtype_of, print_json, print_table, progress, require_devices, rich
 from jaxmp._src.tools.explain.explain import explain
 
 # Shardings of a (m, k), b (k, n) and d, on the axes x, or x and y of a grid.
@@ -45,18 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 1 if the two results do not agree."""
+    if not options.json:
+        rich("progress")  # raises before the work where rich is missing
     dtype, names = dtype_of(options.dtype), _patterns(options)
     devices = require_devices(options.mesh)
     results, wrong = [], []
-    step = progress("bench", len(names), is_quiet=options.json)
-    for name in names:
-        calls, reason = contenders(name, devices, (options.m, options.k, options.n), dtype)
-        if error := disagreement(calls, options.k, dtype):
-            wrong.append(f"{name}: {error}")
-        else:
-            times = interleaved(calls, options.seconds)
-            results.append({"pattern": name, "implementation": reason, "seconds": times})
-        step(name)
+    with progress("bench", len(names), is_quiet=options.json) as step:
+        for name in names:
+            calls, reason = contenders(name, devices, (options.m, options.k, options.n), dtype)
+            if error := disagreement(calls, options.k, dtype):
+                wrong.append(f"{name}: {error}")
+            else:
+                times = interleaved(calls, options.seconds)
+                results.append({"pattern": name, "implementation": reason, "seconds": times})
+            step(name)
     flops = 2 * options.m * options.k * options.n * (4 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
     if options.json:
         print_json({"flops": flops, "dtype": dtype, "devices": options.mesh, "rows": results, "wrong": wrong})

@@ -21,10 +21,10 @@ from jaxmp._src.platform.hardware.processor import processor
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import config, cuda_libraries, native
 from jaxmp._src.tools.cli import calibrate
-from jaxmp._src.tools.cli.output import make_cpu_devices, print_json, print_table, progress
+from jaxmp._src.tools.cli.output import make_cpu_devices, print_json, print_table, progress, rich
 
 _PACKAGES = (
-    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum"),
+    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum", "rich"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublasmp-cu12", "nvidia-cublasmp-cu13"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
@@ -47,13 +47,15 @@ def run(options: argparse.Namespace) -> int:
         else:
             make_cpu_devices(_CALIBRATED)
         is_first = jax.process_index() == 0
-        measured = calibrate.measure(progress("calibrate", 6, is_quiet=options.json or not is_first))
+        with progress("calibrate", 6, is_quiet=options.json or not is_first) as step:
+            measured = calibrate.measure(step)
         if not is_first:
             return 0
         calibration.save(measured)
     if options.json:
         print_json(facts())
         return 0
+    rich("table")  # raises before the work where rich is missing
     for title, section in facts().items():
         rows = [(name, _text(value)) for name, value in section.items()]
         print_table(title, ("", ""), rows)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from jaxmp._src.tools.cli import accept, advise, bench, info, selftest
+from jaxmp._src.tools.cli import accept, advise, bench, explain, info, selftest
 from jaxmp._src.tools.cli.output import CommandError
 
 # Exit statuses: what was checked holds, it does not, and it could not be checked.
@@ -22,6 +22,7 @@ _COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
     "accept": (accept, "prove cuBLASMp on a node with GPUs: one table, one JSON file"),
     "bench": (bench, "compare the time of a product with XLA's, here and now"),
     "advise": (advise, "rank the shardings of a product by predicted time"),
+    "explain": (explain, "print what the products of a function of a file do"),
 }
 
 

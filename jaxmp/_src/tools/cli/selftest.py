@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Returns 1 if a check fails."""
+    if not options.json:
+        output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
     if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
         platform = jax.default_backend()
@@ -55,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     with jax.enable_x64(True):
         found = list(checks(count, options.implementation, options.quick))
-        step = output.progress("selftest", len(found), is_quiet=options.json)
-        for check in found:
-            results.append(_result(check))
-            step(f"{check.promise} {check.subject}")
+        with output.progress("selftest", len(found), is_quiet=options.json) as step:
+            for check in found:
+                results.append(_result(check))
+                step(f"{check.promise} {check.subject}")
     seconds, has_failed = time.perf_counter() - started, any(result["error"] for result in results)
     if options.json:
         output.print_json({"passed": not has_failed, "seconds": seconds, "checks": results})

@@ -1,0 +1,130 @@
+"""Print what the products of a function of a Python file do: jaxmp explain model.py:forward 'f32[512@x,1024]'
+
+An argument is a type as JAX prints it: float32[512@x,1024] has rows that are sharded over the mesh axis x. A function
+without parameters needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.tools.cli.output import CommandError, dtype_of, named_hardware, print_json, require_devices
+from jaxmp._src.tools.explain import explain as explain_lib
+from jaxmp._src.tools.explain.compiled import CompiledExplanation
+from jaxmp._src.tools.explain.table import Explanation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="the function, by file and name")
+    parser.add_argument("arguments", metavar="TYPE", nargs="*", help="types of its arguments: f32[512@x,1024]")
+    parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
+    parser.add_argument("--hardware", help="predict times on this, h100-8, h200-8 or gb200-nvl72")
+    parser.add_argument("--compiled", action="store_true", help="compile it: every collective, its cause, and memory")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0; a mistake in the function or its types is an error of the command."""
+    hardware = named_hardware(options.hardware) if options.hardware else None
+    mesh = mesh_of(options.mesh)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        function, arguments = program(options.function, options.arguments, mesh)
+        compiled: bool = options.compiled
+        explanation = explain_lib.explain(function, quiet=True, hardware=hardware, compiled=compiled)(*arguments)
+    if options.json:
+        print_json(_json_of(explanation))
+    else:
+        print(explanation)
+    return 0
+
+
+def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
+    """The rows; of a compiled program also its memory, and the rows of its calls."""
+    rows = [dataclasses.asdict(row) for row in explanation.rows]
+    if isinstance(explanation, Explanation):
+        return rows
+    memory = dataclasses.asdict(explanation.memory) if explanation.memory is not None else None
+    return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
+
+
+def program(
+    place: str, types: Sequence[str], mesh: Mesh | None
+) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """The function at "FILE.py:NAME", and arguments of these types; an error if it takes another number of them."""
+    function, arguments = _load(place), [argument_of(text, mesh) for text in types]
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise CommandError(f"{place}: {error}; pass one type for each of its arguments, as f32[512,1024]") from None
+    except ValueError:  # a function without a signature
+        pass
+    return function, arguments
+
+
+def _load(place: str) -> Callable[..., Any]:
+    """Runs the file as a module, with its folder on the import path."""
+    path, _, name = place.rpartition(":")
+    file = Path(path)
+    if not path or not name:
+        raise CommandError(f"takes FILE.py:FUNCTION, got {place!r}")
+    if not file.is_file():
+        raise CommandError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CommandError(f"{path} has no function {name}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def mesh_of(text: str) -> Mesh | None:
+    """Returns a mesh of explicit axes from "x=2,y=2"; None from ""."""
+    if not text:
+        return None
+    if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):
+        raise CommandError(f"--mesh takes axes as x=2,y=2, got {text!r}")
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    devices = require_devices(math.prod(sizes.values()))
+    types = (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """A type from JAX's notation of it: f32[8@x,16], float32[8@(x,y),16], bfloat16[]."""
+    found = re.fullmatch(r"(\w+)\[([^\[\]]*)\]", text.replace(" ", ""))
+    dims = re.findall(r"(\d+)(?:@(\w+|\([\w,]+\)))?(?:,|$)", found[2]) if found else []
+    if not found or ",".join(f"{n}@{axes}" if axes else n for n, axes in dims) != found[2]:
+        raise CommandError(f"takes types such as f32[512@x,1024], got {text!r}")
+    axes = [tuple(names.strip("()").split(",")) if names else None for _, names in dims]
+    if any(axes) and mesh is None:
+        raise CommandError(f"{text} names mesh axes; pass --mesh, as --mesh {(axes[0] or axes[-1] or 'x')[0]}=4")
+    unknown = [name for names in axes for name in names or () if mesh is not None and name not in mesh.shape]
+    if unknown:
+        raise CommandError(f"{text} names the axis {unknown[0]}, which --mesh does not have")
+    sharding = None if mesh is None else NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(tuple(int(n) for n, _ in dims), jnp.dtype(dtype_of(found[1])), sharding=sharding)
