@@ -67,7 +67,7 @@ class Dimensions:
         return [first + i if dim is None else dim for i, dim in enumerate(found)]
 
     def _follow(self, jaxpr: Any, given: Sequence[Value]) -> list[Value]:
-        """Returns the values of a jaxpr's results."""
+        """Gives the dimensions of every value of a jaxpr their classes. Returns the values of its results."""
         known = dict(zip(jaxpr.invars, given, strict=True)) | {v: (self._new(v), 0) for v in jaxpr.constvars}
 
         def value(v: Any) -> Value:
