@@ -121,7 +121,7 @@ def main():
         found = jaxmp.audit(functools.partial(loss_of, Plain), vary="mesh")(*placed)
         assert {"product", "sum"} <= {row.kind for row in found.rows}
         assert "[1]" in {output.name for output in found.outputs}  # the logits
-        print("== what audit advises, forward and backward")
+        print("== sums as products with ones, forward and backward")
         audit = functools.partial(jaxmp.audit, vary="mesh", compiler_options=NO_YNNPACK)
         found = audit(functools.partial(step, Fixed))(*placed)
         assert not found.rows

@@ -45,7 +45,9 @@ def put(mesh, x, spec):
 def sums_are_named(a, b):
     """Sums over the mesh's axis: of 4 parts here and of fewer on one process."""
     found = audit(lambda a, b: (jnp.sum(a, axis=1), jaxmp.matmul(a, b, out_sharding=P(None, None))))(a, b)
-    assert {row.kind: row.settled_by for row in found.rows} == {"sum": "", "product": 'determinism="topology"'}, found
+    assert {row.kind for row in found.rows} == {"sum", "product"}, found
+    (trial,) = found.trials  # `fuse` holds the sum, and gives no level to a call of jaxmp
+    assert (trial.remedy, trial.differing, trial.outputs) == ('jaxmp.fuse(fn, determinism="topology")', 1, 2)
     ndevices, nlocal = jax.device_count(), jax.local_device_count()
     assert found.reference == f"x={nlocal} of one process"
     assert found.variants == (f"x={ndevices} of 2 processes",)
@@ -53,7 +55,6 @@ def sums_are_named(a, b):
     assert one.line.startswith("audited.py:")
     assert 0 < one.difference.differing <= one.difference.elements == 6
     assert 0 < one.difference.ulps < 1000
-    assert "reshard" in one.advice
 
 
 def bits_are_kept(a, b):

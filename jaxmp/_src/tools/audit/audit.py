@@ -130,7 +130,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the reference, which comes first, and each variant."""
-    report, outputs, differing = Report(vary), list[Output](), list[Walk]()
+    report, outputs, differing = Report(), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
     names = _output_names(fn, reference)
@@ -145,7 +145,8 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
             differing.append(walk)
         if walk not in differing[:1]:
             walk.bodies.clear()
-    explained = together.explained(differing, vary, line) if differing and not report.rows else ((), ())
+    has_rows = bool(report.rows)
+    explained = together.explained(differing, vary, line, has_rows=has_rows) if differing else ((), ())
     return Audit(
         vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared, *explained
     )

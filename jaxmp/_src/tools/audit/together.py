@@ -3,13 +3,14 @@
 Where no operation differs alone and the program does, audit compiles some of its operations as one piece, on both
 sides, with equal inputs. It bisects to a small piece that differs: for k of n operations it compiles at most
 2 (k + 1) (log2(n) + 1) times, and it looks for at most 3 pieces. Then it tries each remedy on the whole program.
+If operations differ alone, it tries `jaxmp.fuse`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,11 +43,17 @@ class Trial:
     outputs: int
 
 
-def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
-    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`."""
+def explained(
+    walks: Sequence[Walk], vary: str, line: str, *, has_rows: bool
+) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
+    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
+
+    `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only.
+    """
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
-    found = pieces(walks[0], walks[0].bodies[program], line)
-    return tuple(found), tuple(_trials(walks, operations.LEVELS[vary]))
+    found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
+    remedies = _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS)
+    return tuple(found), tuple(_trials(walks, remedies))
 
 
 # Pieces ------------------------------------------------------------------------------------------------------------
@@ -117,27 +124,29 @@ _OPTIONS = (
 )
 
 
-def _trials(walks: Sequence[Walk], level: Any) -> Iterator[Trial]:
+def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
     """Tries remedies on the whole program until no output differs."""
-    for remedy, run in _remedies(walks[0], level):
+    differing = count = len(walks[0].results)
+    for remedy, run in remedies:
         try:
             ones = run(walks[0].sides[0])
             compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
-        except (jax.errors.JaxRuntimeError, NotImplementedError):  # the compiler, or `fuse`, does not take it
-            continue
-        trial = Trial(remedy, sum(any(one) for one in zip(*compared, strict=True)), len(ones))
-        yield trial
-        if not trial.differing:
+            differing = sum(any(one) for one in zip(*compared, strict=True))
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:  # the compiler, or `fuse`, does not take it
+            remedy, differing = f"{remedy} ({str(error).splitlines()[0]})", count
+        yield Trial(remedy, differing, count)
+        if not differing:
             return
 
 
-def _remedies(walk: Walk, level: Any) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
+def _remedies(
+    walk: Walk, level: Any, options: Sequence[dict[str, str]]
+) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
     """Yields (a remedy, how a side runs the whole program with it), and nothing that the program has already."""
     equations = [eqn for body in walk.bodies.values() for eqn, _ in body.pairs]
     if not any(operations.is_kept(eqn, level) for eqn in equations):
         yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
     given = walk.sides[0].options
-    for options in _OPTIONS:
-        if any(given.get(name) != value for name, value in options.items()):
-            run = functools.partial(Side.whole, options=options)
-            yield f"jax.jit(fn, compiler_options={given | options})", run
+    for each in options:
+        if any(given.get(name) != value for name, value in each.items()):
+            yield f"jax.jit(fn, compiler_options={given | each})", functools.partial(Side.whole, options=each)
