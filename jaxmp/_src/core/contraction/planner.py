@@ -165,7 +165,9 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]
-    return [role for role in roles if _is_sharded_for(given, role, have) and (role.d == have.d or not terms.keeps_result)]
+    return [
+        role for role in roles if _is_sharded_for(given, role, have) and (role.d == have.d or not terms.keeps_result)
+    ]
 
 
 def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:

@@ -65,12 +65,6 @@ def kind_of(eqn: Any) -> str:
     return "whole" if any(True for _ in jax_compat.subjaxprs(eqn.params)) or name == "pallas_call" else "elementwise"
 
 
-def is_kept(eqn: Any, level: str) -> bool:
-    """True if an equation is a product of jaxmp that has this level."""
-    ours = our_equation(eqn)
-    return ours is not None and ours.params["spec"].determinism in (level, "topology")
-
-
 def our_equation(eqn: Any) -> Any:
     """The product of jaxmp that a call of one of its functions makes, or None; `shard_map` and `jit` are around it."""
     if eqn.primitive.name in _OURS:

@@ -87,7 +87,7 @@ class Audit:
         for one in self.together:
             times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
             operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
-            yield f"differ if compiled together: {operations}"
+            yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
         *_, last = (None, *self.trials)
         if last is not None and last.differing and not self.rows:
             yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +26,15 @@ _MOST_PIECES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Operations that differ if they are compiled together, as few as the bisection finds.
+    """Operations that differ if they are compiled together: as few as the bisection finds.
 
-    `operations`: the primitive and the line of each, in the order of the program.
+    Attributes:
+      operations: the primitive and the line of each, in the order of the program.
+      rewriting: what XLA does with such operations; empty if it is not known.
     """
 
     operations: tuple[tuple[str, str], ...]
+    rewriting: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ def explained(
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
     """Returns small pieces of a program, or of a loop's body, that differ."""
-    pairs, found = body.pairs, list[Together]()
+    pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
         lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
@@ -69,7 +72,7 @@ def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[
         bodies = [walk.bodies[jaxpr] for jaxpr in loops if jaxpr in walk.bodies]
         inner = [one for inside in bodies for one in pieces(walk, inside, lines[0], most - len(found))]
         names = tuple(zip(map(operations.name_of, equations), lines, strict=True))
-        found += inner or [Together(names)]
+        found += inner or [Together(names, _rewriting(equations, makers))]
         pairs = [pair for pair in pairs if pair is not piece[-1]]
     return list(dict.fromkeys(found))
 
@@ -114,6 +117,41 @@ def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
     return any(compared)  # all of them: the processes of a job compare together
 
 
+# Rewritings --------------------------------------------------------------------------------------------------------
+
+_BROADCASTS = ("broadcast_in_dim", "reshape")
+_FMA = "XLA rounds a multiplication and an addition once where it computes them together (fused multiply-add)"
+# (what all takes part, what XLA does).
+_REWRITINGS = (
+    ({"division", "sqrt"}, "XLA multiplies by a reciprocal root where it sees a division and its root together"),
+    ({"division"}, "XLA multiplies by the reciprocal of a value that it broadcasts, in some of its divisions by it"),
+    *(({"mul", name}, _FMA) for name in ("add", "add_any", "sub")),
+    ({"sum"}, "XLA may reorder or split a sum that it computes in one loop with others"),
+)
+
+
+def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
+    found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
+    found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
+    return next((text for needed, text in _REWRITINGS if needed <= found), "")
+
+
+def _makers(equations: Iterable[Any]) -> dict[Any, Any]:
+    """Returns for each variable the equation that makes it."""
+    return {v: eqn for eqn in equations for v in eqn.outvars}
+
+
+def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
+    """Returns the variable by which an equation divides, before it is broadcast; None for all other divisions."""
+    if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
+        return None
+    v = eqn.invars[1]
+    while v in makers and makers[v].primitive.name in _BROADCASTS and not jax_tracing.is_literal(makers[v].invars[0]):
+        v = makers[v].invars[0]
+    is_root = v in makers and makers[v].primitive.name == "sqrt"
+    return v if is_root or v.aval.size < eqn.outvars[0].aval.size else None
+
+
 # Remedies ----------------------------------------------------------------------------------------------------------
 
 _OPTIONS = (
@@ -142,10 +180,8 @@ def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side]
 def _remedies(
     walk: Walk, level: Any, options: Sequence[dict[str, str]]
 ) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
-    """Yields (a remedy, how a side runs the whole program with it), and nothing that the program has already."""
-    equations = [eqn for body in walk.bodies.values() for eqn, _ in body.pairs]
-    if not any(operations.is_kept(eqn, level) for eqn in equations):
-        yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
+    """Yields (a remedy, how a side runs the whole program with it), and no option that the program has already."""
+    yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
     given = walk.sides[0].options
     for each in options:
         if any(given.get(name) != value for name, value in each.items()):
