@@ -6,6 +6,7 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
+- an operation that XLA approximates is alone between barriers;
 - a scatter that adds gets whole updates on every device.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,6 +41,9 @@ FENCED = frozenset(
         *("reduce_max", "reduce_min"),  # exact, but YNNPACK takes exp after them, with other bits
     )
 )
+# XLA:CPU approximates these in one way in vector loops and in another in scalar loops. The extents of a fusion decide
+# which, but a kernel of one operation has vector loops.
+ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
 HELD = FENCED | {SUM, SCATTER}
 
 
@@ -62,6 +67,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name == SCATTER:
         d = _scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
         return [fence(d)]  # XLA would scatter into what is added to it
+    if name in ALONE:
+        return [fence(_alone(eqn, operands[0]))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
@@ -78,6 +85,15 @@ def fence(x: jax.Array) -> jax.Array:
         info = jnp.finfo(x.dtype)
         x = lax.reduce_precision(x, info.nexp, info.nmant)
     return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), x)
+
+
+def _alone(eqn: Any, x: jax.Array) -> jax.Array:
+    """Returns the result of an approximated operation, in a kernel of its own. XLA computes 16-bit types in float32."""
+    is_logistic = eqn.primitive.name == "logistic"
+    wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
+    d = lax.optimization_barrier(-wide if is_logistic else wide)
+    d = lax.optimization_barrier(lax.exp(d) if is_logistic else _plain(eqn, d)).astype(x.dtype)
+    return 1 / fence(1 + fence(d)) if is_logistic else d
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
