@@ -139,16 +139,15 @@ def small(x, w):
 
 
 W = {"kernel": weight(40, 16), "bias": np.ones(16, np.float32)}
-X = rng.normal(size=(8, 40)).astype(np.float32)
+X = rng.normal(size=(64, 40)).astype(np.float32)
 
 
-@pytest.mark.parametrize("is_split", [False, True], ids=["data", "tensor"])
-def test_a_gradient_of_a_fused_loss_does_not_know_the_mesh(mesh_of, is_split):
+def test_a_gradient_of_a_fused_loss_does_not_know_the_mesh(mesh_of):
     of_loss = jax.jit(jax.grad(jaxmp.fuse(small, determinism="topology"), (0, 1)))
-    mesh = mesh_of({"x": 4}, AxisType.Auto)
-    specs = {"kernel": P(None, "x"), "bias": P("x")} if is_split else {"kernel": P(), "bias": P()}
+    mesh = mesh_of({"x": 2, "y": 4}, AxisType.Auto)
+    specs = {"kernel": P(None, "y"), "bias": P("y")}
     put = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in W.items()}
-    got = of_loss(jax.device_put(X, NamedSharding(mesh, P() if is_split else P("x"))), put)
+    got = of_loss(jax.device_put(X, NamedSharding(mesh, P("x"))), put)
     jax.tree.map(assert_bitwise_equal, got, of_loss(X, W))
 
 
@@ -177,9 +176,9 @@ def test_functions_do_not_know_the_extent_of_a_row():
     """XLA has scalar loops for rows of 4, and vector loops for rows of 16."""
 
     def functions(x):
-        return [f(x * x) * x for f in (jnp.exp, jnp.log, jnp.log1p, jnp.tanh, jax.lax.rsqrt, jax.nn.sigmoid)]
+        return [f(x) for f in (jnp.exp, jnp.log, jnp.log1p, jnp.tanh, jax.lax.rsqrt, jax.nn.sigmoid)]
 
     fused = jax.jit(jaxmp.fuse(functions, determinism="topology"))
-    x = rng.normal(size=(256, 16)).astype(np.float32)
+    x = rng.uniform(0.1, 3, (256, 16)).astype(np.float32)
     for whole, part in zip(fused(x), fused(x[:, :4]), strict=True):
         assert_bitwise_equal(whole[:, :4], part)
