@@ -198,7 +198,7 @@ CALLS = {
     "mlp, second product": (lambda: jaxmp.mlp(A, B, None, B[:2], None, activation="relu"), ValueError, "mlp (hidden @ w_out): w_out has k=2 but hidden has k=8"),
     "mlp outside of shard_map": (lambda: jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y"), ValueError, "where an axis is named; outside, leave axis_name out, and pass out_sharding"),
     "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), NotImplementedError, "einsum: operands of dtype int16 (b int32, a int16) are not supported, because JAX has no product of integers that is narrower"),
-    "explain": (lambda: jaxmp.explain(C), TypeError, "explain: takes a function, got ndarray; write explain(fn)(*args) for the calls of fn(*args)"),
+    "explain": (lambda: jaxmp.explain(C), TypeError, "explain: takes a function, got ndarray; write explain(fn)(*args)"),
     "draw": (lambda: jaxmp.draw(3), TypeError, "draw: takes a function, got int; write draw(fn)(*args)"),
     "profile": (lambda: jaxmp.profile([]), TypeError, "profile: takes a function, got list; write profile(fn)(*args)"),
     "fuse": (lambda: jaxmp.fuse(jnp.ones(2)), TypeError, "fuse: takes a function, got ArrayImpl; write fuse(fn)(*args)"),

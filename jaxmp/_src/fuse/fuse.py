@@ -12,7 +12,7 @@ import jax
 from jaxmp._src.core.spec import levels
 from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.options import Implementation
-from jaxmp._src.core.validation.operand_checks import check_flag, check_implementation
+from jaxmp._src.core.validation.operand_checks import check_flag, check_function, check_implementation
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.fuse.derivatives import evaluated
 from jaxmp._src.fuse.emit import Options
@@ -66,8 +66,7 @@ def fuse(
     >>> jaxmp.explain(jaxmp.fuse(layer), quiet=True)(jnp.ones((2, 3)), jnp.ones((3, 4))).rows[0].epilog
     'GELU'
     """
-    if not callable(fn):
-        raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
+    check_function("fuse", fn)
     level = levels.parse(determinism)
     check_implementation(implementation)
     options = Options(level, implementation, check_flag("epilogs", epilogs), check_flag("strict", strict))

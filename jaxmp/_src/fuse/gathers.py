@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.spec.low_precision import NARROW
 from jaxmp._src.core.spec.options import Implementation
@@ -176,12 +177,12 @@ def as_bytes(eqn: Any, x: jax.Array) -> jax.Array:
 
 def reads_in_place(implementation: Implementation | None) -> bool:
     """True if calls read other ranks' shards in place: CPU devices of one process, without XLA's implementation."""
-    return jax_compat.default_platform() == "cpu" and jax.process_count() == 1 and implementation != "xla"
+    return decide.here().platform == "cpu" and jax.process_count() == 1 and implementation != "xla"
 
 
 def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
     """Returns the GPU's data sheet, the same in every process, if calls overlap their transfers there; else None."""
-    if jax_compat.default_platform() not in ("cuda", "gpu") or implementation == "xla":
+    if decide.here().platform not in ("cuda", "gpu") or implementation == "xla":
         return None
     kind = jax.devices()[0].device_kind.lower()
     return next((machine for name, machine in MACHINES.items() if name.split("-")[0] in kind), MACHINES["h100-8"])

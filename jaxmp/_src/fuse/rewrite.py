@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.core.spec import levels, low_precision
 from jaxmp._src.core.spec.refusal import NotAvailable, Refusal
@@ -424,7 +425,7 @@ def _gains_by_symmetry(product: Product) -> bool:
     shape = product.lhs.value.aval.shape
     work = 2 * math.prod(shape) * math.prod(shape[i] for i in product.lhs.free)
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
-    return product.is_symmetric and is_large and jax_compat.default_platform() == "cpu"
+    return product.is_symmetric and is_large and decide.here().platform == "cpu"
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.core.lowering import decide
 from jaxmp._src.core.ops.ragged_dot import ragged_dot
 from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.low_precision import Scaling
@@ -36,7 +37,7 @@ from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, Safely, read, spliced
 from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
-from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.platform.jax_internals import jax_tracing
 
 # Primitives that move numbers, narrow or wide.
 _MOVES = ("transpose", "reshape", "pvary")
@@ -236,7 +237,7 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
     # Up to this many rows the groups' results take no more bytes than the weights, and less time than decoding.
     is_worth = 4 * m * groups <= k and blocks == of_k[: len(blocks)] and tuple(contract[side]) == tuple(range(count))
     avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-    if not is_worth or jax_compat.default_platform() != "cpu" or any(map(is_explicit, avals)):
+    if not is_worth or decide.here().platform != "cpu" or any(map(is_explicit, avals)):
         return None
     if any(move.primitive.name == "transpose" for move in weights.moves):
         return None

@@ -24,7 +24,7 @@ from jax.interpreters import ad
 from jaxmp._src.core.primitive import collectives, row_order
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import activation_grad, bind, completes_sums, summed_over
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import epilogs, low_precision
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import axes_text
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator
@@ -259,17 +259,11 @@ def activated_matmul_transpose_rule(
     if spec.contraction.is_reduced:
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
-    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
+    outputs = bind(
+        call.replace(epilog=epilogs.for_derivative(activation, wants_sums)), ct, w, {f"{activation}_aux": aux}
+    )
     axes = jax_compat.varying_axes(aux)  # t varies over the same axes; for the bias see `activated_matmul`
     dt, *sums = outputs.values()
     sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
     of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
     return [cast_varying(dt, axes) if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
-
-
-_DERIVATIVES = {
-    ("relu", False): Epilog.DRELU,
-    ("relu", True): Epilog.DRELU_BGRAD,
-    ("gelu", False): Epilog.DGELU,
-    ("gelu", True): Epilog.DGELU_BGRAD,
-}

@@ -19,6 +19,12 @@ from jaxmp._src.platform.runtime.types import ArrayType
 _IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
+def check_function(name: str, fn: Any) -> None:
+    """Raises TypeError unless `fn` is a function. `name`: the transform of functions that got it."""
+    if not callable(fn):
+        raise TypeError(f"{name}: takes a function, got {type(fn).__name__}; write {name}(fn)(*args)")
+
+
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
     """Raises TypeError or ValueError unless `x` is an array of a supported type and rank."""
     if not is_array(x):

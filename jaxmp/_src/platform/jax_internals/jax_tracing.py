@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax._src import api_util as _api_util
 from jax._src import core as _core
-from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
@@ -211,36 +210,12 @@ def evaluate_each(
     equations: Sequence[_core.JaxprEqn],
     values: dict[Any, Any],
     value_of: Callable[[_core.Literal], Any] = operator.attrgetter("val"),
-    *,
-    are_plain: bool = False,
 ) -> None:
-    """Evaluates equations on `values`, and `value_of` for literals, and adds their results to `values`.
-
-    If the caller is being traced to a jaxpr and the equations `are_plain`, they are copied into it, because their types
-    are known.
-    """
-    trace, names = _core.trace_ctx.trace, _source_info_util.current_name_stack()
-    is_staging = are_plain and isinstance(trace, _pe.DynamicJaxprTrace)
+    """Evaluates equations on `values`, and `value_of` for literals, and adds their results to `values`."""
     for eqn in equations:
         operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
-        results = _staged(trace, names, eqn, operands) if is_staging else None
-        if results is None:
-            with traced_as(eqn):
-                results = evaluate(eqn, operands)
-        values |= zip(eqn.outvars, results, strict=True)
-
-
-def _staged(trace: Any, names: Any, eqn: _core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | None:
-    """Copies an equation into a jaxpr and returns its results; None if its operands have other types there."""
-    info = eqn.source_info.replace(name_stack=names + eqn.source_info.name_stack)
-    arrays = (x if isinstance(x, _core.Tracer) else _dtypes.canonicalize_value(x) for x in operands)
-    tracers = [trace.to_jaxpr_tracer(x, info) for x in arrays]
-    avals = [x.aval for x in tracers]
-    if avals != [v.aval for v in eqn.invars] or eqn.primitive.is_high(*avals, **eqn.params):
-        return None
-    types = [v.aval for v in eqn.outvars]
-    results: Sequence[Any] = trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
-    return results
+        with traced_as(eqn):
+            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
 
 
 def is_plain(eqn: _core.JaxprEqn) -> bool:
@@ -257,7 +232,7 @@ def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], 
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_not_transformed or not _is_hashable(segment):
-        evaluate_each(equations, values, are_plain=True)
+        evaluate_each(equations, values)
     else:
         values |= zip(outputs, _evaluate_segment(segment, *(values[v] for v in segment.inputs)), strict=True)
 
@@ -305,7 +280,7 @@ class _Segment:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _evaluate_segment(segment: _Segment, *operands: Any) -> list[Any]:
     values = dict(zip(segment.inputs, operands, strict=True))
-    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value, are_plain=True)
+    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value)
     return [values[v] for v in segment.outputs]
 
 

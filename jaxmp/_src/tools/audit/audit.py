@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.audit import bits, meshes, operations, together, variation
@@ -35,8 +36,9 @@ def audit(
 
     `audit(fn)(*args, **kwargs)` runs `fn` equation by equation, each compiled alone, on its arguments and in variants
     of them. It names each equation if its inputs have equal bits in both but its outputs do not, and continues from
-    equal bits, so that it finds all of them; then it compares the outputs of `fn` as a whole. If only these differ, it
-    names a few operations that differ when they are compiled together, and tries remedies. docs/audit.md says more.
+    equal bits, so that it finds all of them; then it compares the outputs of `fn` as a whole. If these differ, it
+    tries remedies; if only these differ, it names a few operations that differ when they are compiled together.
+    docs/audit.md says more.
 
     Args:
       fn: a function of arrays, jitted or not; a gradient function for the backward pass. Its arguments are pytrees of
@@ -67,8 +69,7 @@ def audit(
     >>> print(jaxmp.audit(lambda x: jnp.sin(x) + 1, quiet=True)(x).rows)
     ()
     """
-    if not callable(fn):
-        raise TypeError(f"audit: fn has to be a function, got {type(fn).__name__}; write audit(fn)(*args)")
+    check_function("audit", fn)
     if vary not in operations.LEVELS:
         raise ValueError(f'audit: vary has to be "batch", "mesh" or "processes", got {vary!r}')
     if batch_argnums is not None and vary != "batch":

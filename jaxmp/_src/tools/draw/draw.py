@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.tools.draw.svg import svg_of
@@ -70,8 +71,7 @@ def draw(fn: Callable[..., Any]) -> Callable[..., Drawing]:
       +---+
       while it multiplies, device 0 receives the blocks of A in brackets
     """
-    if not callable(fn):
-        raise TypeError(f"draw: takes a function, got {type(fn).__name__}; write draw(fn)(*args)")
+    check_function("draw", fn)
     explained = explain(fn, quiet=True)
 
     @jax_compat.hides_frames

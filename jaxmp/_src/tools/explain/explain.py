@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import jax
 
 from jaxmp._src.core.sharding import partitioner
-from jaxmp._src.core.validation.operand_checks import check_flag
+from jaxmp._src.core.validation.operand_checks import check_flag, check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.platform.jax_internals import jax_compat
@@ -75,7 +75,8 @@ def explain(
     ('local', 'float32')
     """
     machine = None if hardware is None else hardware_of("explain", hardware)
-    return _Explained(_function("explain", fn), quiet, machine, check_flag("compiled", compiled))
+    check_function("explain", fn)
+    return _Explained(fn, quiet, machine, check_flag("compiled", compiled))
 
 
 @public
@@ -109,7 +110,8 @@ def assert_no_collectives(
                 f"assert_no_collectives: allowed has {each!r}; it takes {', '.join(COLLECTIVES)}, or a pair of one of "
                 "them and a mesh axis"
             )
-    explained = _Explained(_function("assert_no_collectives", fn), True, None, True)
+    check_function("assert_no_collectives", fn)
+    explained = _Explained(fn, True, None, True)
 
     @functools.wraps(fn, updated=())
     def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
@@ -119,14 +121,6 @@ def assert_no_collectives(
         return explanation
 
     return checked
-
-
-def _function(name: str, fn: Any) -> Callable[..., Any]:
-    if not callable(fn):
-        raise TypeError(
-            f"{name}: takes a function, got {type(fn).__name__}; write {name}(fn)(*args) for the calls of fn(*args)"
-        )
-    return cast(Callable[..., Any], fn)
 
 
 class _Explained:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.core.validation.operand_checks import check_function
 from jaxmp._src.core.validation.public import public
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import native
@@ -111,8 +112,7 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
     >>> found.calls[0].name.split(" (")[0], found.calls[0].runs
     ('local 64x32x16 f32*f32->f32 run_to_run', 1)
     """
-    if not callable(fn):
-        raise TypeError(f"profile: takes a function, got {type(fn).__name__}; write profile(fn)(*args)")
+    check_function("profile", fn)
 
     @jax_compat.hides_frames
     def profiled(*args: Any, **kwargs: Any) -> Profile:
