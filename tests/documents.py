@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# Runs the file that it is given, whose parts are the head and the sections, with the lines of the file.
+# Runs a file that consists of a head and sections. Errors and tables have the line numbers of the file.
 PROGRAM = """
 import sys
 names, line = {"__name__": "__main__"}, 0

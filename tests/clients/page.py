@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import programs  # noqa: F401  adds its clients
 import trainers  # noqa: F401  adds its clients
 from models import CLIENTS
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import page
+import programs  # noqa: F401  adds its clients
 import pytest
 import trainers  # noqa: F401  adds its clients
 from models import CLIENTS

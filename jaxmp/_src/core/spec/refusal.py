@@ -53,7 +53,7 @@ class InvalidOperands(InvalidValue, TypeError):
 
 
 class InvalidSharding(InvalidValue, ShardingTypeError):
-    """Shardings that do not decide the result's sharding, for JAX either."""
+    """Shardings that leave the sharding of the result open, in JAX too."""
 
 
 class InvalidType(Refusal, TypeError):

@@ -185,7 +185,7 @@ def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
 
 
 def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
-    """Yields all checks, or a few of each kind; those of several devices only if there are several."""
+    """Yields all checks, or a few of each kind. With one device it leaves out checks of several."""
     layouts, extents = list(testing.layouts(ndevices)), (64, 64, 64) if is_quick else (512, 256, 768)
     exact = functools.partial(check_placement, implementation=ON_GPUS)
     if lines := [layout for layout in layouts if layout.name.startswith("data")]:

@@ -1,0 +1,38 @@
+"""Clients that accumulate gradients, serve, or solve equations."""
+
+from models import client
+from runs import randoms
+
+SCIENCE_PLACES = ("none", "automatic", "explicit")
+
+
+@client("optax", "step = jax.jit(jaxmp.fuse(train_step))", SCIENCE_PLACES, why_not="its loop is over one batch")
+def optax_microbatches(run):
+    """Trains a gated layer; a step adds the gradients of four microbatches in a scan."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(params, x, y):
+        hidden = jax.nn.silu(x @ params["gate"]) * (x @ params["up"])
+        return jnp.mean((hidden @ params["down"] - y) ** 2)
+
+    def accumulated(params, xs, ys):
+        def add(sums, batch):
+            value, gradients = jax.value_and_grad(loss)(params, *batch)
+            return jax.tree.map(jnp.add, sums, (value, gradients)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+        return jax.lax.scan(add, zeros, (xs, ys))[0]
+
+    def train_step(params, xs, ys):
+        value, gradients = accumulated(params, xs, ys)
+        return value / 4, jax.tree.map(lambda w, g: w - 0.02 * g, params, gradients)
+
+    params = run.params({"gate": randoms(16, 32) / 4, "up": randoms(16, 32, seed=1) / 4, "down": randoms(32, 16) / 6})
+    xs, ys = (
+        run.put(a, jax.sharding.PartitionSpec(None, "data")) for a in (randoms(4, 8, 16), randoms(4, 8, 16, seed=5))
+    )
+    step = jax.jit(run.fuse(train_step), donate_argnums=0)
+    while True:
+        value, params = step(params, xs, ys)
+        yield value, jax.tree.map(jax.numpy.copy, params)
