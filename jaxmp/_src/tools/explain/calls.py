@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
 
+from jaxmp._src.tools.explain.hlo import Computation, Instruction
+from jaxmp._src.tools.explain.loops import multiplies, summed_once
 from jaxmp._src.tools.explain.origins import Origins, is_call
-from jaxmp._src.tools.explain.partitioned import Place
 from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.search import Cause
 from jaxmp._src.tools.explain.values import Values
 
+# A call in its computation, and the numbers of its operands a and b.
+Site = tuple[Computation, Instruction, tuple[int, int]]
 _PATTERNS = "give operands and result shardings of one pattern (docs/matmul.md), so that the call moves data while "
 _PATTERNS += "it multiplies"
 
@@ -44,27 +48,29 @@ def axes_of(row: Row) -> tuple[str, ...]:
     return (*re.findall(r"'([^']+)'", row.groups),)
 
 
-def _sites(origins: Origins) -> Iterator[Place]:
-    """Yields the calls in the program before XLA's partitioner. Their first operands are a and b."""
+def _sites(origins: Origins) -> Iterator[Site]:
+    """Yields the calls in the program before XLA's partitioner. Their first operands are a and b, unless they have
+    several products."""
     for computation in origins.program.whole.computations.values() if origins.program.whole else ():
         for each in computation.instructions.values():
-            is_partitioned = "jaxmp_partitioned" in each.attribute("custom_call_target")
-            if is_call(each) and (is_partitioned or each.opcode == "call") and len(each.operands) > 1:
-                yield computation, each
+            if is_call(each) and multiplies(each):
+                numbers = range(len(each.operands) if len(each.shapes) > 1 else min(2, len(each.operands)))
+                yield from ((computation, each, pair) for pair in itertools.combinations(numbers, 2))
 
 
-def _is_of(origins: Origins, site: Place, row: Row) -> bool:
+def _is_of(origins: Origins, site: Site, row: Row) -> bool:
     assert origins.program.whole is not None
     m, k, n = row.extents
-    dims = (origins.whole_operand(*site, i) for i in (0, 1))
+    dims = (origins.whole_operand(*site[:2], i) for i in site[2])
     sizes = sorted(math.prod(each.extents) for each in dims)
     return origins.program.whole.innermost(site[1]) == row.line and sizes == sorted((m * k, k * n))
 
 
-def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
+def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
     values = Values(origins, axes_of(row))
     over = values.over
-    dims = [each for i in (0, 1) if site for each in values.all(origins.whole_operand(*site, i))]
+    pair = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []
+    dims = [each for operand in pair for each in values.all(operand)]
     is_gradient = site is not None and "transpose(" in site[1].op_name
     sums = f"{'the gradient of ' * is_gradient}this product sums {values.which(dims)}"
     have = f": {values.describe(dims)}" * bool(dims)
@@ -91,4 +97,5 @@ def _cause(row: Row, origins: Origins, site: Place | None) -> Cause:
             "shard what the product sums in both operands; needed for weights that are sharded to save memory (FSDP)",
         ),
     }.get(row.pattern, (row.why, ""))
-    return Cause("jaxmp", text, remedy, row.line)
+    why = Cause("jaxmp", text, remedy, row.line)
+    return summed_once(values, [site[:2]] if site and is_gradient and row.pattern == "all_reduce" else [], why)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from jaxmp._src.platform.jax_internals import jax_compat
-from jaxmp._src.tools.explain.hlo import Computation, Instruction
+from jaxmp._src.tools.explain.hlo import Computation, Instruction, Module
+from jaxmp._src.tools.explain.loops import summed_once
 from jaxmp._src.tools.explain.operations import ALONG, NAMED, OTHERWISE, UNSPLIT, cumulative, otherwise
 from jaxmp._src.tools.explain.origins import (
     ASKING,
@@ -44,18 +45,27 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
     program = origins.program
     module, axes = program.compiled, program.axes(collective)
     if collective.primitive in _WRITTEN:
-        return _written(collective, module.line(collective))
+        why = _written(collective, module.line(collective))
+        sites = _in_shard_map(program.whole, collective) if why.kind == "gradient" else ()
+        return summed_once(Values(origins, axes), sites, why)
     if (found := program.partitioned(computation, collective, operand)) is not None and program.parts is not None:
         module, (computation, collective), operand = program.parts, found, 0
     search = _Causes(origins, axes, module, computation, collective, operand)
     why = search.sum() if collective.kind in ("all-reduce", "reduce-scatter") else search.move()
-    if why.kind == "gradient" and search.accumulates():
-        text = f"{why.text}; the loop sums over devices in each iteration"
-        return why._replace(text=text, remedy="run the loop in shard_map, and sum (jax.lax.psum) once after it")
+    if why.kind == "gradient":
+        why = summed_once(search, program.wholes(search.source), why)
     if "rematted_computation" in collective.op_name + search.source.op_name:
         text = f"{why.text}; jax.checkpoint computes it again for the gradient"
         return Cause("recomputed", text, "let its policy save the result, as save_only_these_names does", why.line)
     return why
+
+
+def _in_shard_map(whole: Module | None, collective: Instruction) -> Iterator[Place]:
+    """Yields the operations that a collective may come from. In a shard_map their names lack the scopes around it."""
+    for place in whole.computations.values() if whole else ():
+        for each in place.instructions.values():
+            if each.kind == collective.kind and each.op_name and collective.op_name.endswith(each.op_name):
+                yield place, each
 
 
 def _written(collective: Instruction, line: str) -> Cause:
@@ -130,13 +140,6 @@ class _Causes(Search):
                     return True
                 reached += [user for user in users if math.prod(user.shapes[0][1]) == size]
         return False
-
-    def accumulates(self) -> bool:
-        """True if a loop adds the result of the collective to a value that it carries."""
-        readers = [reader for reader, _ in self.readers() if reader is not None and reader.opcode == "add"]
-        terms = (term for reader in readers for term in self.computation.operands(reader))
-        carries = (each for term in terms for each in chain(self.computation, term))
-        return not self.is_entry and any(each.opcode == "parameter" for each in carries)
 
     def move(self) -> Cause:
         """Returns the cause of a collective that moves data: the operation that reads the data first."""

@@ -17,6 +17,7 @@ import jax
 from jaxmp._src.core.sharding import partitioner
 from jaxmp._src.platform.hardware.hardware import Hardware
 from jaxmp._src.platform.jax_internals import jax_compiled
+from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.text import aligned, as_html
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.calls import axes_of, cause_in_call, moving_calls
@@ -189,8 +190,7 @@ def compiled_explanation(compiled: Any, program: Program, calls: Explanation) ->
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))
-    # If no collective of XLA belongs to jaxmp, "host+xla" calls move their data through shared memory.
-    shared = () if any(row.cause_kind == "jaxmp" for row in rows) else ("host+xla",)
+    shared = ("host+xla",) if len(native.shared_processes) == jax.process_count() else ()  # XLA has no collective then
     for row, why in moving_calls(calls.rows, origins, "host", "cublasmp", *shared):
         extents = ",".join(map(str, row.local_shapes[2]))
         shape = f"{short_type(row.dtypes.rpartition(' -> ')[2].partition(',')[0])}[{extents}]"
@@ -389,13 +389,22 @@ def _total(row: Operation) -> int:
     return row.nbytes * (1 if row.count is None else row.count)
 
 
-def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
+def check_allowed(
+    explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]], inside: str | None
+) -> None:
     """Raises AssertionError with the table of the collectives that are not allowed, if there are any."""
-    rows = tuple(row for row in explanation.rows if row.kind in COLLECTIVES and not _is_allowed(row, allowed))
-    if rows:
+    every = (row for row in explanation.collectives if (_is_repeated(row) if inside else row.kind in COLLECTIVES))
+    if rows := tuple(row for row in every if not _is_allowed(row, allowed)):
         found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
-        raise AssertionError(f"assert_no_collectives: the compiled program has collectives\n{found}")
+        what = f"the compiled program has collectives{' in a loop' * bool(inside)}"
+        raise AssertionError(f"assert_no_collectives: {what}\n{found}")
+
+
+def _is_repeated(row: Operation) -> bool:
+    """True if a loop runs it, for more than one value."""
+    return row.count != 1 and not row.shape.endswith("[]")
 
 
 def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
-    return row.kind in allowed or any(set(row.axes) == {axis} and (row.kind, axis) in allowed for axis in row.axes)
+    kind = row.kind.removeprefix("jaxmp ")
+    return kind in allowed or any(set(row.axes) == {axis} and (kind, axis) in allowed for axis in row.axes)

@@ -81,19 +81,23 @@ def explain(
 
 @public
 def assert_no_collectives(
-    fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = ()
+    fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = (), inside: str | None = None
 ) -> Callable[..., CompiledExplanation]:
     """Compiles `fn` and fails if the program has a collective that is not allowed.
+
+    With `inside="loop"` a step of microbatches can be tested for the sums that should wait until after its loop.
 
     Args:
       fn: a function of arrays, jitted or not.
       allowed: kinds of collectives, "all-reduce", or kinds with the only mesh axis that they may use,
         ("all-reduce", "data").
+      inside: "loop" checks only what a loop repeats, jaxmp's calls between devices included. One value, such as a
+        loss, may be summed there.
 
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.
     Raises: AssertionError with the table of the other collectives; TypeError if `fn` is no function or `allowed` is no
-      list; ValueError if `allowed` has an unknown kind of collective.
+      list; ValueError if `allowed` has an unknown kind of collective, or for another `inside`.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -110,6 +114,8 @@ def assert_no_collectives(
                 f"assert_no_collectives: allowed has {each!r}; it takes {', '.join(COLLECTIVES)}, or a pair of one of "
                 "them and a mesh axis"
             )
+    if inside not in (None, "loop"):
+        raise ValueError(f'assert_no_collectives: inside must be "loop" or None, got {inside!r}')
     check_function("assert_no_collectives", fn)
     explained = _Explained(fn, True, None, True)
 
@@ -117,7 +123,7 @@ def assert_no_collectives(
     def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
         explanation = explained(*args, **kwargs)
         assert isinstance(explanation, CompiledExplanation)
-        check_allowed(explanation, allowed)
+        check_allowed(explanation, allowed, inside)
         return explanation
 
     return checked

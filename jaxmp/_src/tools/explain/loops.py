@@ -1,0 +1,97 @@
+"""Finds gradients that a loop sums over devices in each iteration, although one sum after the loop would do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from jaxmp._src.tools.explain.hlo import MOVES, Instruction
+from jaxmp._src.tools.explain.origins import SLICE_OF_SCAN, Dim, is_backward, is_call, value
+from jaxmp._src.tools.explain.partitioned import Place
+from jaxmp._src.tools.explain.search import Cause, chain
+from jaxmp._src.tools.explain.values import Values
+
+# Linear operations that pass a gradient on. `Origins.users` follows it into and out of loops.
+_LINEAR = MOVES | {"add", "while", "dynamic-update-slice", "custom-call", "call"}
+_HOW = "jax.sharding.reshard, or jax.lax.pcast in shard_map; on automatic axes in jax.sharding.explicit_axes"
+
+
+def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
+    """Returns the cause of a gradient's sum over `values.axes`, with a remedy if a loop adds the gradients up.
+
+    `sites`: what may compute the gradient, in the program before XLA's partitioner.
+    """
+    whole = values.program.whole
+    for site in sites if whole else ():
+        loop, passed = _accumulates(values, site)
+        if whole and loop:
+            at, name = whole.line(loop), _weight(values, whole.innermost(site[1]), passed)
+            after = "after the loop" + f" in {at}" * bool(at)
+            return why._replace(
+                text=f"{why.text}; the loop sums over devices in each iteration",
+                remedy=f"tag {name} reduced over {values.over} ({_HOW}), and sum once {after}",
+            )
+    return why
+
+
+def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Collection[Dim]]:
+    """Returns the outermost loop that adds the site's result to a value that it carries and uses nowhere else, and the
+    dimensions that the result passes."""
+    found, (place, each) = None, site
+    waiting = [Dim(place, each, str(i) * (len(each.shapes) > 1), 0) for i in range(len(each.shapes))]
+    seen = dict.fromkeys(waiting)
+    while waiting and len(seen) < 500:
+        place, each, *_ = at = waiting.pop(0)
+        loop = values.program.callers[place.name][1] if place.name in values.program.callers else None
+        if each.opcode == "add" and loop and any(_is_carry(value(place, each, i)) for i in (0, 1)):
+            found = loop
+        users = [user for user in values.origins.users(at) if _is_linear(user) and user not in seen]
+        seen |= dict.fromkeys(users)
+        waiting += users
+    return found, seen
+
+
+def _is_linear(at: Dim) -> bool:
+    """True if an operation is linear in the one operand that is no constant."""
+    place, each, *_ = at
+    if each.opcode in ("multiply", "divide"):
+        return any(below.opcode == "constant" for term in place.operands(each) for below in chain(place, term))
+    return each.opcode in _LINEAR
+
+
+def _is_carry(at: Dim) -> bool:
+    """True if a value is an argument of its computation, with one user."""
+    place, each, part, _ = at
+    if each.opcode in ("convert", "copy", "get-tuple-element") and len(place.users[each.name]) == 1:
+        return _is_carry(value(place, each, 0))
+    uses = [of for user in place.users[each.name] for of in zip(user.operands, user.parts, strict=True)]
+    return each.opcode == "parameter" and (not part or uses.count((each.name, part)) == 1)
+
+
+def _weight(values: Values, line: str, gradient: Iterable[Dim]) -> str:
+    """Names the operand that a gradient belongs to: of a product of this line, and not sharded over the axes."""
+    whole, extents = values.program.whole, {tuple(sorted(at.extents)) for at in gradient}
+    assert whole is not None
+    for place in whole.computations.values():
+        for each in place.instructions.values():
+            if multiplies(each) and not is_backward(each) and whole.innermost(each) == line:
+                operands = (values.origins.whole_operand(place, each, i) for i in range(len(each.operands)))
+                of_weight = (at for at in operands if tuple(sorted(at.extents)) in extents and not values.all(at))
+                if found := next(of_weight, None):
+                    return _name(values, found)
+    return "the weight"
+
+
+def _name(values: Values, at: Dim) -> str:
+    """Names a value, or the array of which a scan takes it as a slice."""
+    at = at._replace(dim=len(at.extents) - 1)
+    while at.instruction.opcode in MOVES or SLICE_OF_SCAN.search(at.instruction.op_name):
+        if (below := next(values.origins.operands(at), None)) is None:
+            break
+        at = below
+    return values.origins.name(at)[0]
+
+
+def multiplies(each: Instruction) -> bool:
+    """True for a product, and for a call of jaxmp before XLA's partitioner."""
+    is_partitioned = "jaxmp_partitioned" in each.attribute("custom_call_target")
+    return each.is_product or (is_call(each) and (is_partitioned or each.opcode == "call"))
