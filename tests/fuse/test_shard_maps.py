@@ -275,3 +275,51 @@ def test_a_shared_gather_stays_if_calls_hide_nothing(mesh):
     found = jaxmp.explain(jaxmp.fuse(mapped(case, mesh), implementation="xla"), quiet=True)(*operands(case))
     assert {row.operation for row in found.rows} == {"dot_general"}
     assert all("one gather for all, with local products, takes less time" in row.why for row in found.rows)
+
+
+PAIRS = {
+    "all_gather": (lambda p, x, w: x @ p.all_gather_start(w, "data", tiled=True).done(), (DATA, DATA), DATA, "grid"),
+    "rows": (
+        lambda p, x, w: p.all_gather_start(x, "data", tiled=True).done() @ w,
+        (DATA, ACROSS),
+        ACROSS,
+        "all_gather",
+    ),
+    "psum": (lambda p, x, w: p.psum_start(x @ w, "data").done(), (ACROSS, DATA), P(), "all_reduce"),
+    "psum_scatter": (
+        lambda p, x, w: p.psum_scatter_start(x @ w / 4, "data", tiled=True).done(),
+        (ACROSS, DATA),
+        DATA,
+        "reduce_scatter",
+    ),
+    "used by others": (
+        lambda p, x, w: (lambda g: x @ g + g.sum())(p.all_gather_start(w, "data", tiled=True).done()),
+        (DATA, DATA),
+        DATA,
+        "-",
+    ),
+    "in a loop": (
+        lambda p, x, w: lax.scan(
+            lambda x, _: (x @ p.all_gather_start(w, "data", tiled=True).done() / 4, None), x, None, 2
+        )[0],
+        (DATA, DATA),
+        DATA,
+        "grid",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_collectives_of_two_operations_become_calls(name, mesh):
+    """A start and a done. A pair that no call takes in stays a pair."""
+    body, specs, out, pattern = PAIRS[name]
+    parallel = pytest.importorskip("jax._src.lax.parallel")
+    if not hasattr(parallel, "all_gather_start"):
+        pytest.skip("this JAX has no asynchronous collectives")
+    args = operands(Case("", body, ((16, 16), (16, 16)), specs))
+    plain = jax.shard_map(functools.partial(body, parallel), mesh=mesh, in_specs=specs, out_specs=out)
+    explanation = jaxmp.explain(jaxmp.fuse(plain), quiet=True)(*args)
+    assert patterns(explanation) == pattern
+    np.testing.assert_array_equal(jax.jit(jaxmp.fuse(plain))(*args), jax.jit(plain)(*args))
+    is_left = "all_gather_start" in str(jax.make_jaxpr(jaxmp.fuse(plain))(*args))
+    assert is_left == (pattern == "-")

@@ -62,6 +62,7 @@ def everything():
             has_the_bits_of_one_device(case.replace(dtype=dtype))
     operands_that_move()
     narrow_batches()
+    narrow_weights()
     block_cyclic()
     gradients_of_a_layer()
     every_collective_is_behind_a_barrier()
@@ -146,6 +147,30 @@ def narrow_batches():
             for each in (product, jax.shard_map(product, in_specs=spec, out_specs=spec)):
                 compare(jax.jit(each)(*operands), (a @ b).astype(jnp.dtype(dtype)))
                 RAN["narrow batches"] += 1
+
+
+def narrow_weights():
+    """Weights that are gathered in 8 bits: narrow ones as they are stored, at a level too, and wide ones rounded."""
+    rng, mesh = np.random.default_rng(9), jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    x, q = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 24), (24, 20)))
+    q[:, ::5] = q[::6] = 127  # so that no number is rounded
+    options = {"comm": jaxmp.CommOptions(weights="int8", gradients="bfloat16"), "out_sharding": P("x")}
+
+    def gathered(x, q):
+        return x @ jax.sharding.reshard(q.astype(jnp.float32), P())
+
+    def both(x, w):
+        d, pull = jax.vjp(functools.partial(jaxmp.matmul, **options), x, w)
+        return d, pull(x[:, :20])
+
+    with jax.set_mesh(mesh):
+        x_placed, w, narrow = (cases.put(each, mesh, P("x")) for each in (x, q, q.astype(np.int8)))
+        for given in ({}, {"determinism": "topology"}):
+            compare(jax.jit(jaxmp.fuse(gathered, **given))(x_placed, narrow), x @ q)
+        d, gradients = jax.jit(both)(x_placed, w)
+    for got, want in zip((d, *gradients), (x @ q, x[:, :20] @ q.T, x.T @ x[:, :20]), strict=True):
+        compare(got, want)
+    RAN["narrow weights"] += 1
 
 
 def block_cyclic():

@@ -142,6 +142,18 @@ class Graph:
         )
 
 
+def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
+    """Returns the graph with each collective's start and done as one equation, except for results that are `left`."""
+    equations, joined = list[Any](), set[int]()
+    for eqn in graph.equations:
+        start: Any = graph.made_by(eqn.invars[0]) if eqn.primitive.name.endswith("_done") else None
+        is_read_once = start is not None and graph.only_reader(start.outvars[0]) is not None
+        whole = jax_tracing.without_start(start) if is_read_once and eqn.outvars[0] not in left else None
+        equations.append(eqn if whole is None else whole.replace(outvars=eqn.outvars))
+        joined |= {id(start)} if whole else set()
+    return Graph([eqn for eqn in equations if id(eqn) not in joined], graph.results) if joined else graph
+
+
 def without_batches_of_one(graph: Graph, safely: Safely) -> Graph:
     """Returns the graph with each batch of one product replaced by the product itself."""
     parts = [safely([eqn], functools.partial(_of_one, graph, eqn)) or [eqn] for eqn in graph.equations]

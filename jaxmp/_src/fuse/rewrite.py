@@ -33,6 +33,7 @@ from jaxmp._src.fuse.graph import (
     UnknownError,
     read,
     schedule,
+    with_whole_collectives,
     without_batches_of_one,
 )
 from jaxmp._src.fuse.operands import is_auto
@@ -127,8 +128,7 @@ class Rewriter:
         graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
         try:
-            graph = with_narrow_weights(without_batches_of_one(graph, self._safely), self.options, self._safely)
-            groups, left = self._groups(graph, graph)
+            graph, groups, left = self._found(graph)
             steps = schedule(graph, groups, graph.results)
             pairs = self._safely(graph.equations, lambda: loops.find_pairs(graph, self._groups)) or {}
             self._run(graph, steps, left, values, pairs=pairs)
@@ -181,6 +181,25 @@ class Rewriter:
         return not (self.options.level.fixed_order and held.is_held(eqn))
 
     # ---- what is replaced
+
+    def _found(self, graph: Graph) -> tuple[Graph, list[Group], dict[int, str]]:
+        """Returns (the graph in the form in which products are found, its groups, why other products have none).
+
+        A collective that is two operations, start and done, is one in this form if a group takes it in.
+        """
+
+        def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
+            whole = without_batches_of_one(with_whole_collectives(graph, left), self._safely)
+            whole = with_narrow_weights(whole, self.options, self._safely)
+            return whole, *self._groups(whole, whole)
+
+        whole, groups, why = found(())
+        if not any(map(jax_tracing.without_start, graph.equations)):
+            return whole, groups, why
+        inside = {i for group in groups for i in group.equations}
+        reasons = {whole.equations[i].outvars[0]: reason for i, reason in why.items()}
+        graph, groups, why = found({v for i, eqn in enumerate(whole.equations) if i not in inside for v in eqn.outvars})
+        return graph, groups, {i: reasons.get(graph.equations[i].outvars[0], reason) for i, reason in why.items()}
 
     def _groups(self, graph: Graph, whole: Graph) -> tuple[list[Group], dict[int, str]]:
         """Returns (what is replaced, why other products are not, by index). `whole`: the graph without barriers."""

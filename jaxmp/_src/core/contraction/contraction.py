@@ -112,6 +112,12 @@ class Contraction:
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
 
+    def with_whole_b(self) -> Contraction:
+        """Returns the contraction of a b that has been gathered over the axes that split another index."""
+        kept = {axis for axis, role in self.roles.items() if not role.communicates or role.b == role.split}
+        b = tuple(tuple(axis for axis in dim if axis in kept) for dim in self.layout.b)
+        return self.replace(self.layout._replace(b=b))
+
     def cotangent(self, which: str) -> Contraction:
         """Returns the product that is the cotangent of a (from d and b) or of b (from a and d), by permuting names."""
         names = {"a": "dba", "b": "adb"}[which]

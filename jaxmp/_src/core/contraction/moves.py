@@ -7,8 +7,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from jax.typing import DTypeLike
+
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims
 from jaxmp._src.platform.hardware.call_time import Transfer
+
+# The types in which an operand and its gradient cross between ranks, or None for their own.
+Narrow = tuple[DTypeLike | None, DTypeLike | None]
 
 
 def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
@@ -66,6 +71,7 @@ class Gather(NamedTuple):
     dimension: int
     axes: Dim
     varies: bool
+    narrow: Narrow = (None, None)
 
 
 def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:

@@ -25,7 +25,7 @@ from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.primitive.primitives import bind
 from jaxmp._src.core.sharding import meshes
 from jaxmp._src.core.sharding.meshes import manual_mesh
-from jaxmp._src.core.spec import precisions, process_grid
+from jaxmp._src.core.spec import levels, precisions, process_grid
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.core.spec.options import Array, AxisName, Mesh
 from jaxmp._src.core.spec.process_grid import BlockCyclic, Distributed
@@ -284,7 +284,7 @@ def matmul(request: Request) -> BlockCyclicArray:
         precision=precisions.resolve(request.precision, operand, out),
         has_c=c is not None,
         distributions=distributions,
-        comm=comm_options.resolve_comm_options(out, operand, request.comm),
+        comm=comm_options.resolve_comm_options(out, operand, request.comm, levels.ANY_ORDER),
     )
     comm_options.check_comm_options(spec, d.shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]

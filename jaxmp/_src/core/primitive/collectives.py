@@ -33,6 +33,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.core.contraction.moves import Narrow
 from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals import jax_compat
@@ -192,6 +193,35 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
     stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
     shape = (*x.shape[:axis], stacked.shape[0] * x.shape[axis], *x.shape[axis + 1 :])
     return jnp.moveaxis(stacked, 0, axis).reshape(shape)
+
+
+@jax.named_scope("jaxmp_narrow_gather")
+def narrow_gather(
+    axes: tuple[str, ...], x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow
+) -> jax.Array:
+    """Tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`, with a derivative in the type `narrow[1]`."""
+    (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
+    gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line)
+
+    def joined(parts: jax.Array) -> jax.Array:
+        whole = jnp.moveaxis(parts, 0, axis)
+        return whole.reshape(*x.shape[:axis], nranks * x.shape[axis], *x.shape[axis + 1 :]).astype(x.dtype)
+
+    def linear(t: jax.Array) -> jax.Array:
+        if of_gradient is None or to != "varying":
+            return gathered(t, axis=axis)
+        copies = jnp.broadcast_to(t.astype(jnp.float32), (nranks, *t.shape)).astype(of_gradient)
+        return joined(all_to_all(copies, axes, 0, 0, source_line=source_line))  # its transpose sums the copies
+
+    @jax.custom_jvp
+    def gather(x: jax.Array) -> jax.Array:
+        if dtype is None or nranks == 1 or x.size == 0:
+            return gathered(x, axis=axis)
+        parts = wire.unpacked(gathered(wire.packed(x, dtype), axis=0), dtype).reshape(nranks, -1)
+        return joined(parts[:, : x.size].reshape(nranks, *x.shape))
+
+    gather.defjvp(lambda primals, tangents: (gather(*primals), linear(*tangents)))
+    return gather(x)
 
 
 @unless_empty

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import moves
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims, Layout
-from jaxmp._src.core.contraction.moves import Gather
+from jaxmp._src.core.contraction.moves import Gather, Narrow
+from jaxmp._src.core.primitive.collectives import narrow_gather
 from jaxmp._src.core.primitive.primitives import dots_saveable
 from jaxmp._src.core.sharding import meshes, shardings
 from jaxmp._src.core.sharding.shard_local import gathered
@@ -52,6 +53,12 @@ class Frame:
     def out_spec(self) -> P:
         """The sharding of d when it leaves `shard_map`."""
         return dict(self.outs)["d"]
+
+    def with_narrow_b(self, types: Narrow) -> Frame:
+        """Returns the frame of a call that gathers b in these types."""
+        b = dict(self.entries)["b"]
+        b = b._replace(gathers=tuple(gather._replace(narrow=types) for gather in b.gathers))
+        return dataclasses.replace(self, entries=tuple((dict(self.entries) | {"b": b}).items()))
 
     def deferred(self, axes: Dim) -> Frame:
         """Returns the frame of a call with a d that stays unreduced over `axes`."""
@@ -187,7 +194,8 @@ def on_gathered(
         for name, each in gathers.items():
             for gather in each:
                 to = "varying" if gather.varies else "invarying"
-                whole[name] = gathered(gather.axes, whole[name], gather.dimension, source_line, to)
+                take = functools.partial(narrow_gather, narrow=gather.narrow) if any(gather.narrow) else gathered
+                whole[name] = take(gather.axes, whole[name], gather.dimension, source_line, to)
         return body(whole)
 
     # There is no barrier, so XLA may still keep a gathered operand if the program has no loop over layers.

@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction import contraction, planner
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims
+from jaxmp._src.core.contraction.moves import Gather
 from jaxmp._src.core.lowering import xla_matmul
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.primitives import global_amax
 from jaxmp._src.core.sharding import eager_calls, meshes, shardings
-from jaxmp._src.core.sharding.on_shards import Frame, frame_of, on_shards
+from jaxmp._src.core.sharding.on_shards import Frame, frame_of, on_gathered, on_shards
 from jaxmp._src.core.sharding.shard_local import bind_folded, bind_plan, bind_shards
 from jaxmp._src.core.spec import low_precision, matmul_spec
 from jaxmp._src.core.spec.extents import SPANS, axes_text, spans
@@ -29,7 +30,7 @@ from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.core.spec.request import Request
 from jaxmp._src.core.validation.arguments import converted, validated
-from jaxmp._src.core.validation.comm_options import check_comm_options, fit_comm_options
+from jaxmp._src.core.validation.comm_options import check_comm_options, comm_options_text, fit_comm_options
 from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce, check_relu_aux
 from jaxmp._src.core.validation.result_types import NOTHING, Conversion
@@ -140,10 +141,14 @@ def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
             f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, because its columns "
             "are rows of the result: use jax.vmap for the others"
         )
-    spec = check_all_reduce(spec)
+    spec, gathers = check_all_reduce(spec), list[Gather]()
+    if _takes_narrow(spec, operands) and spec.contraction.is_grid and not (group.col_axes or spec.transpose_a):
+        gathers.append(Gather(0, group.row_axes, varies=True, narrow=spec.comm.narrow))
+        spec = _without_narrow(spec).ungrouped()
     check_comm_options(spec, shape[-1])
     check_relu_aux(operands, shape[-1], shape[-1])
-    outputs = bind_shards(spec, request.a.ndim - 2, operands)
+    multiply = functools.partial(bind_shards, spec, request.a.ndim - 2)
+    outputs = on_gathered(multiply, {"b": tuple(gathers)}, spec.source_line)(operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
 
@@ -212,6 +217,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
         spec.asked_of_library,
+        comm_options_text(spec) if any(spec.comm.narrow) else "",
         f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
         f"{blocks[0]}" if blocks else "",
     )
@@ -244,6 +250,7 @@ def planned_call(
     if given.unreduced:
         check_deferred(spec, given.unreduced)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
+    plan = plan.with_whole_b() if any(spec.comm.narrow) else plan
     spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
     spec = check_all_reduce(spec) if spec.asks_all_reduce else spec
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
@@ -255,11 +262,25 @@ def planned_call(
     # Under a level gradients have their own order of sums, so they cannot be a gather's transpose.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of((mesh, placement.is_explicit), given.layout, plan, beside, results, gathers_inside=gathers_inside)
+    entry = dict(frame.entries)["b"]
+    if _takes_narrow(spec, operands) and entry.gathers and entry.spec == meshes.partition_spec(given.layout.b):
+        spec, frame = _without_narrow(spec), frame.with_narrow_b(spec.comm.narrow)
     if _has_columns(spec):
         columns = shape[-1] // spec.group.size(plan.layout.d[-1])
         check_relu_aux(operands, shape[-1], columns)
         check_comm_options(spec, columns)
     return ShardedCall(spec, numbers, plan, frame, 0 in shape)
+
+
+def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
+    """True if b may be rounded before it is gathered, and is asked to be."""
+    extents = (*operands["a"].shape, *operands["b"].shape)
+    is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
+    return any(spec.comm.narrow) and is_wide
+
+
+def _without_narrow(spec: MatmulSpec) -> MatmulSpec:
+    return spec.replace(comm=dataclasses.replace(spec.comm, weights=None, gradients=None))
 
 
 def planned(
@@ -277,7 +298,7 @@ def planned(
 
     def terms() -> planner.Terms:
         of_sums = matmul_spec.accumulator(operand).itemsize
-        itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
+        itemsizes = a.dtype.itemsize, 0 if any(spec.comm.narrow) else b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
         keeps_result = any(SPANS.get(each) for each in beside if each not in ("c", "bias"))
         return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 

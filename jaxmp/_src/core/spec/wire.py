@@ -11,8 +11,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.low_precision import BLK128, FLOAT4, HALVES, VEC16, VEC32, VEC128, blocks, is_narrow_float
 from jaxmp._src.core.spec.process_grid import round_up
+
+# The number of weights that share a scale when they are gathered in 8 bits.
+BLOCK = 128
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
@@ -63,6 +67,21 @@ def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
     """Returns `collective(x)`, which only moves data; it may cut the last dimension into so many `parts`."""
     return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
+
+
+def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns `x` rounded to 8 bits, as bytes (blocks, BLOCK + 4): the numbers of a block, and its float32 scale."""
+    blocks = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / low_precision.largest(dtype)
+    scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))  # XLA treats smaller numbers as 0 on CPUs
+    q = as_bytes(low_precision.encode(blocks / scale, dtype))
+    return jnp.concatenate([q, lax.bitcast_convert_type(scale, jnp.uint8).reshape(-1, 4)], axis=1)
+
+
+def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `packed`: returns float32 (blocks, BLOCK)."""
+    scale = lax.bitcast_convert_type(packed[:, BLOCK:], jnp.float32)
+    return from_bytes(packed[:, :BLOCK], dtype).astype(jnp.float32) * scale[:, None]
 
 
 def swizzle(scales: jax.Array) -> jax.Array:

@@ -83,7 +83,7 @@ def validated(
     if operand.name in INTEGERS:  # integer sums are exact in any order
         flags |= levels.ANY_ORDER.option
     if request.comm is not None:
-        flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm)
+        flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm, request.level)
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
         operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}

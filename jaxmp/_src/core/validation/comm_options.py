@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._src.core.spec.levels import Level
+from jaxmp._src.core.spec.low_precision import WIDE
 from jaxmp._src.core.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.core.spec.refusal import InvalidType, InvalidValue
@@ -17,6 +19,8 @@ from jaxmp._src.platform.runtime import native
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
 # cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp takes the same
 # ones; on GPUs the library itself is asked.
+# The types in which b and its gradient may cross.
+_NARROW = {"weights": ("int8", "float8_e4m3fn"), "gradients": ("bfloat16",)}
 ALGORITHMS = {
     "default": tuple(Pattern),
     "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
@@ -28,7 +32,9 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None) -> CommOptions:
+def resolve_comm_options(
+    out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level
+) -> CommOptions:
     """Returns the options of a spec; `check_comm_options` checks them once the pattern is known."""
     if comm is None:
         return CommOptions()
@@ -48,6 +54,13 @@ def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOpt
                 f"{scale.name}, the type of the sums, got {dtype.name}"
             )
     algorithm, sm_count = comm.algorithm, comm.sm_count
+    narrow = {name: getattr(comm, name) for name in _NARROW if getattr(comm, name) is not None}
+    for name, given in narrow.items():
+        narrow[name] = check_dtype(f"comm.{name}", given).name
+        if narrow[name] not in _NARROW[name]:
+            raise InvalidValue(f"comm.{name} must be None or {' or '.join(_NARROW[name])}, got {narrow[name]}")
+        if level.fixed_order:
+            raise level.refusal(f"has no comm.{name}, which rounds what crosses between ranks", "drop it")
     if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
         raise InvalidValue(f"comm.algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if sm_count is not None:
@@ -63,6 +76,7 @@ def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOpt
         dtype=None if dtype is None else dtype.name,
         algorithm=None if is_default else algorithm,
         sm_count=None if sm_count is None else int(sm_count),
+        **narrow,
     )
 
 
@@ -81,6 +95,11 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
     if not has_mesh:
         this = "no mesh is known to this call, so it is local"
         remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
+    if any(comm.narrow):  # a call that gathers such a b has taken these options
+        raise InvalidValue(
+            f"comm.{'weights' if comm.weights else 'gradients'} needs a {{b}} of {', '.join(WIDE)} that the ranks "
+            f"gather as it is sharded, but {this}; {remedy}"
+        )
     if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
         raise InvalidValue(
             f"comm.dtype={comm.dtype} applies to partial sums, so the pattern must be "

@@ -18,6 +18,7 @@ from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
+from jax._src.lax import parallel as _parallel
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 
@@ -56,6 +57,13 @@ def has_state(jaxpr: Jaxpr) -> bool:
     known = manual_axes()
     has_refs = any(is_mutable(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return has_refs or any(getattr(effect, "name", None) not in known for effect in jaxpr.effects)
+
+
+def without_start(eqn: _core.JaxprEqn) -> _core.JaxprEqn | None:
+    """Returns the collective of an equation that starts one (`lax.psum_scatter_start`); None for any other equation."""
+    name = eqn.primitive.name.removesuffix("_start")
+    primitive = None if name == eqn.primitive.name else getattr(_parallel, f"{name}_p", None)
+    return primitive and eqn.replace(primitive=primitive)
 
 
 def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:

@@ -51,6 +51,8 @@ _COMMUNICATES = {
 }
 # The same by scope, which is more precise.
 _SCOPES = {
+    "jaxmp_narrow_gather": "gathers b in the type of comm.weights, or exchanges its gradient in the type of "
+    "comm.gradients",
     bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
     ragged.SCOPE: "completes sums of products of groups, over k or over ranks that have other groups, or gathers their "
     "cotangents",
@@ -152,7 +154,7 @@ def _collective_name(eqn: Any) -> str:
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
     """Records by `id` the axes along which an equation's results were gathered. The results are equal along them, even
     if their types vary."""
-    if _collective_name(eqn).startswith("all_gather"):
+    if _collective_name(eqn).startswith("all_gather") and "axis_name" in eqn.params:  # not for its end, all_gather_done
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
     elif len(eqn.invars) == 1 and not any(jax_compat.subjaxprs(eqn.params)):
