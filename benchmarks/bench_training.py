@@ -5,6 +5,7 @@ devices of two processes. Parameters, the state of model and optimizer, and loss
 on the same meshes is the control. Then both run further steps in turns.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,6 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import PROGRAMS
 from tables import geometric_mean
 from tqdm import tqdm
 
@@ -45,13 +46,51 @@ TYPES = {"float32": "f32", "bfloat16": "bf16"}
 CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A row of the table; `micro` microbatches make one step."""
+
+    name: str
+    model: Callable
+    dtype: str
+    optimizer: str
+    micro: int = 1
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "muon": optax.contrib.muon(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "momentum": optax.sgd(1e-1, momentum=0.9, nesterov=True),
+}
+PROGRAMS = (
+    Program("NNX transformer", programs.nnx_gpt, "float32", "adamw"),
+    Program("NNX transformer, 2 microbatches", programs.nnx_gpt, "float32", "adamw, clipped", 2),
+    Program("NNX transformer, 4 microbatches", programs.nnx_gpt, "bfloat16", "adamw, clipped", 4),
+    Program("Linen transformer, tied", programs.linen_gpt, "float32", "adamw, clipped"),
+    Program("Linen transformer, tied, dropout", functools.partial(programs.linen_gpt, dropout=0.1), "bfloat16", "muon"),
+    Program("Linen batch statistics", programs.linen_batch_norm, "float32", "momentum"),
+    Program("Equinox MLP", programs.eqx_mlp, "float32", "adafactor"),
+    Program("Equinox transformer", programs.eqx_transformer, "float32", "adamw"),
+    Program("ViT", programs.vit, "float32", "adamw, clipped"),
+    Program("DiT", programs.dit, "bfloat16", "adamw"),
+    Program("T5", programs.t5, "float32", "adafactor"),
+    Program("MoE", programs.moe, "float32", "adamw, clipped"),
+    Program("Mamba", programs.mamba, "float32", "muon"),
+    Program("S5", programs.s5, "float32", "adamw"),
+    Program("scanned transformer", programs.llama, "bfloat16", "adamw, clipped"),
+    Program("two towers", programs.clip, "float32", "adamw"),
+)
+
+
 def meshes_of(program):
     return [name for name, sizes in MESHES.items() if "expert" not in sizes or program.name == "MoE"]
 
 
 def step_of(program, loss):
     """Returns a training step: (parameters, state, state of the optimizer, key), batch to the same and the loss."""
-    optimizer = programs.OPTIMIZERS[program.optimizer]
+    optimizer = OPTIMIZERS[program.optimizer]
     gradients = jax.value_and_grad(loss, has_aux=True)
 
     def accumulated(params, state, batches, key):
@@ -141,11 +180,11 @@ def compared(found, want):
     return f"{count} of {len(want)} differ" if count else "equal"
 
 
-def on_meshes(program, timing):
+def on_meshes(program, meshes, timing):
     """Returns a row for each mesh of devices of this process, and what one device has."""
     want = {kind: trained(step, *rest) for steps, *rest in [placed(program, {})] for kind, step in steps.items()}
     rows = []
-    for name in meshes_of(program):
+    for name in meshes:
         steps, *rest = placed(program, MESHES[name])
         row = {"program": program.name, "mesh": name}
         row |= {kind: compared(trained(step, *rest), want[kind]) for kind, step in steps.items()}
@@ -182,9 +221,9 @@ def in_processes(names):
     return dict(json.loads(line) for line in printed[0].splitlines() if line.startswith(b'["'))
 
 
-def rows_of(program, timing, elsewhere):
+def rows_of(program, meshes, timing, elsewhere):
     """Returns the rows of a program; `elsewhere`: what the job of two processes has."""
-    rows, want = on_meshes(program, timing)
+    rows, want = on_meshes(program, meshes, timing)
     if elsewhere:
         kinds = {kind: compared(elsewhere[kind], want[kind]) for kind in want}
         rows.append(dict.fromkeys(rows[0], "") | {"program": program.name, "mesh": "2 processes"} | kinds)
@@ -225,7 +264,7 @@ def measure(quick):
     rows = [
         row
         for program in tqdm(chosen, "training", disable=None)
-        for row in rows_of(program, timing, elsewhere.get(program.name))
+        for row in rows_of(program, meshes_of(program)[: 2 if quick else None], timing, elsewhere.get(program.name))
     ]
     return {"training": {"means": summary(rows), "rows": rows}}
 

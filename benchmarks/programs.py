@@ -1,12 +1,8 @@
-"""Sixteen training programs of Flax, Equinox and plain JAX in small sizes, for `bench_training`.
+"""Models of Flax, Equinox and plain JAX in small sizes, for `bench_training`.
 
 A model is a function of a type that returns its parameters, its other state, its loss and its batch. The loss maps
 (parameters, state, batch, key) to the value and the next state. Nothing here knows of jaxmp or of a mesh.
 """
-
-import dataclasses
-import functools
-from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -47,8 +43,7 @@ def rms_norm(x, gain):
 
 
 def layer_norm(x):
-    mean = jnp.mean(x, -1, keepdims=True)
-    return (x - mean) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-6)
+    return (x - jnp.mean(x, -1, keepdims=True)) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-6)
 
 
 def attention(q, k, v, bias=0.0):
@@ -60,7 +55,7 @@ def attention(q, k, v, bias=0.0):
 
 
 def joined(one, two):
-    """Joins two steps h -> a h + b of a scan."""
+    """Joins two steps h -> a h + b."""
     return two[0] * one[0], two[0] * one[1] + two[1]
 
 
@@ -215,8 +210,8 @@ def dit(dtype):
         noise, time = jax.random.normal(keys[0], patches.shape), jax.random.uniform(keys[1], (len(images), 1))
         noisy = jnp.cos(time * np.pi / 2)[..., None] * patches + jnp.sin(time * np.pi / 2)[..., None] * noise
         angles = 1000 * time * jnp.exp(-np.log(10000) * jnp.arange(WIDTH // 2) / (WIDTH // 2))
-        of_time = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1).astype(dtype)
-        given = jax.nn.silu(jax.nn.silu(of_time @ p["time"]) + p["label"][labels])
+        of_time = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1).astype(dtype) @ p["time"]
+        given = jax.nn.silu(jax.nn.silu(of_time) + p["label"][labels])
         shifts = jnp.split((given @ p["modulate"])[:, None], 6, -1)
         x = noisy.astype(dtype) @ p["patch"]
         q, k, v = jnp.split((layer_norm(x) * (1 + shifts[0]) + shifts[1]) @ p["qkv"], 3, -1)
@@ -246,9 +241,8 @@ def t5(dtype):
 
     def value(p, tokens, key):
         bias = p["bias"][distances].transpose(2, 0, 1)
-        x = p["embed"][tokens[:, ::-1]]
-        memory = feed(p, "encoder", attend(p, "encoder", x, x, bias))
-        x = p["embed"][tokens]
+        x, y = p["embed"][tokens], p["embed"][tokens[:, ::-1]]
+        memory = feed(p, "encoder", attend(p, "encoder", y, y, bias))
         x = attend(p, "decoder", x, x, bias + causal(dtype))
         x = feed(p, "cross", attend(p, "cross", x, memory, jnp.zeros((), dtype)))
         return next_token(x @ p["embed"].T / np.sqrt(WIDTH).astype(dtype), tokens)
@@ -270,8 +264,7 @@ def moe(dtype):
         flat = masks.reshape(len(tokens), -1, EXPERTS)
         places = (jnp.cumsum(flat, 1) * flat - 1).reshape(masks.shape)
         slots = jax.nn.one_hot(places, 6) * masks[..., None]
-        dispatch = slots.sum(2).astype(dtype)
-        combine = (slots * chosen[..., None, None]).sum(2).astype(dtype)
+        dispatch, combine = (x.sum(2).astype(dtype) for x in (slots, slots * chosen[..., None, None]))
         y = jnp.einsum("bsec,bsd->ebcd", dispatch, x)
         y = jnp.einsum("ebcf,efd->ebcd", jax.nn.relu(jnp.einsum("ebcd,edf->ebcf", y, p["up"])), p["down"])
         x = x + jnp.einsum("bsec,ebcd->bsd", combine, y)
@@ -283,9 +276,8 @@ def moe(dtype):
 
 def mamba(dtype):
     """A selective state space model: a causal convolution of each channel and an associative scan."""
-    n = 4
     shapes = {"embed": (VOCABULARY, WIDTH), "in": (WIDTH, 2 * HIDDEN), "kernel": (4, HIDDEN), "step": (HIDDEN, HIDDEN)}
-    params = weights(**shapes, b=(HIDDEN, n), c=(HIDDEN, n), a=(HIDDEN, n), out=(HIDDEN, WIDTH), gain=(WIDTH,))
+    params = weights(**shapes, b=(HIDDEN, 4), c=(HIDDEN, 4), a=(HIDDEN, 4), out=(HIDDEN, WIDTH), gain=(WIDTH,))
 
     def value(p, tokens, key):
         x = p["embed"][tokens]
@@ -310,8 +302,7 @@ def s5(dtype):
         images, labels = batch
         x = images.reshape(len(images), 16, 12) @ p["inputs"]
         poles = -jnp.exp(p["real"]) + 1j * p["imaginary"]
-        decay = jnp.exp(poles * jnp.exp(p["step"]))
-        b, c = (lax.complex(*p[name]) for name in "bc")
+        decay, b, c = jnp.exp(poles * jnp.exp(p["step"])), lax.complex(*p["b"]), lax.complex(*p["c"])
         inputs = (x.astype(jnp.complex64) @ b) * ((decay - 1) / poles)
         _, h = lax.associative_scan(joined, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1)
         y = layer_norm(x + jax.nn.gelu((h @ c).real + x * p["d"]))
@@ -321,7 +312,7 @@ def s5(dtype):
 
 
 def llama(dtype):
-    """Two layers by `lax.scan` and `jax.checkpoint`, in `dtype` throughout: rotary positions, RMSNorm, a gated layer."""
+    """Two layers by `lax.scan` and `jax.checkpoint`, all of it in `dtype`: rotary positions, a gated layer."""
     layer = dict.fromkeys("qkvo", (2, WIDTH, WIDTH)) | {"gate": (2, WIDTH, HIDDEN), "up": (2, WIDTH, HIDDEN)}
     layers = weights(**layer, down=(2, HIDDEN, WIDTH)) | {"gains": np.ones((2, 2, WIDTH), np.float32)}
     params = of_type({"layers": layers} | weights(embed=(VOCABULARY, WIDTH), head=(WIDTH, VOCABULARY)), dtype)
@@ -362,41 +353,3 @@ def clip(dtype):
         return sum(losses).mean() / 2
 
     return stateless(params, value, (IMAGES, TOKENS), dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A row of the table; `micro` microbatches make one step."""
-
-    name: str
-    model: Callable
-    dtype: str
-    optimizer: str
-    micro: int = 1
-
-
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
-    "adamw, clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
-    "muon": optax.contrib.muon(1e-2),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
-    "momentum": optax.sgd(1e-1, momentum=0.9, nesterov=True),
-}
-PROGRAMS = (
-    Program("NNX transformer", nnx_gpt, "float32", "adamw"),
-    Program("NNX transformer, 2 microbatches", nnx_gpt, "float32", "adamw, clipped", 2),
-    Program("NNX transformer, 4 microbatches", nnx_gpt, "bfloat16", "adamw, clipped", 4),
-    Program("Linen transformer, tied", linen_gpt, "float32", "adamw, clipped"),
-    Program("Linen transformer, tied, dropout", functools.partial(linen_gpt, dropout=0.1), "bfloat16", "muon"),
-    Program("Linen batch statistics", linen_batch_norm, "float32", "momentum"),
-    Program("Equinox MLP", eqx_mlp, "float32", "adafactor"),
-    Program("Equinox transformer", eqx_transformer, "float32", "adamw"),
-    Program("ViT", vit, "float32", "adamw, clipped"),
-    Program("DiT", dit, "bfloat16", "adamw"),
-    Program("T5", t5, "float32", "adafactor"),
-    Program("MoE", moe, "float32", "adamw, clipped"),
-    Program("Mamba", mamba, "float32", "muon"),
-    Program("S5", s5, "float32", "adamw"),
-    Program("scanned transformer", llama, "bfloat16", "adamw, clipped"),
-    Program("two towers", clip, "float32", "adamw"),
-)
