@@ -176,12 +176,13 @@ ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(CTE
 endef
 
 .PHONY: lint
-lint: $(LINT)/.ready ## Check style, formatting, types and layers; ARGS=--fix rewrites the sources in the project's style
+lint: $(LINT)/.ready ## Check style, formatting, types, layers and phrases; ARGS=--fix rewrites the sources in the project's style
 	$(LINT)/bin/ruff check $(ARGS) .
 	$(LINT)/bin/ruff format $(if $(ARGS),,--check) .
 	$(LINT)/bin/mypy
 	$(LINT)/bin/mypy --strict --follow-imports=silent --cache-dir=.mypy_cache/strict tests/typing
 	$(LINT)/bin/lint-imports --no-cache
+	$(LINT)/bin/python .ci/words.py
 	@echo "clang-format, $(words $(CXX_STYLED)) files"
 	@$(LINT)/bin/clang-format $(if $(ARGS),-i,--dry-run -Werror) $(CXX_STYLED)
 

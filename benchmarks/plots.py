@@ -25,6 +25,7 @@ import jaxmp
 RESULTS = tables.load()
 AMX = RESULTS["amx"]
 OURS, THEIRS, THIRD = "#4878d0", "#d65f5f", "#6acc64"  # told apart by most colour-blind readers, on white and on black
+LAYOUT = {"sharex": True, "sharey": True, "layout": "constrained"}  # of panels that share their axes
 INKS = {"light": "#202020", "dark": "#d0d0d0"}
 
 
@@ -62,8 +63,12 @@ def name_rows(axis, names):
 
 def against_xla():
     """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows, on each machine."""
-    machines = {name: sections["matmul"]["means"] for name, sections in RESULTS.items() if "matmul" in sections}
-    figure, axes = plt.subplots(1, len(machines), figsize=(10, 4), sharex=True, sharey=True)
+    machines = {
+        f"{name}, JAX {sections['matmul']['machine']['versions']['jax']}": sections["matmul"]["means"]
+        for name, sections in RESULTS.items()
+        if "matmul" in sections
+    }
+    figure, axes = plt.subplots(1, len(machines), figsize=(10, 4), **LAYOUT)
     for axis, (machine, means) in zip(axes, machines.items(), strict=True):
         rows = means[::-1]
         for i, row in enumerate(rows):
@@ -76,6 +81,61 @@ def against_xla():
         axis.set_title(machine, fontsize=9)
     figure.supxlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)", fontsize=9)
     return figure
+
+
+def models():
+    """Plots the time of plain JAX over jaxmp's for layers, a training step and fused models, on each machine."""
+    kinds = {
+        "layers": ("layer", "gradient"),
+        "step": ("step in shard_map", "lax / jaxmp"),
+        "fuse": ("model through fuse", "plain / fuse"),
+    }
+    rows = {
+        (machine, row.get(name, name), row.get("type", row.get("types"))): row[ratio]
+        for machine, sections in RESULTS.items()
+        for section, (name, ratio) in kinds.items()
+        for row in sections.get(section, {}).get("means", ())
+    }
+    return ratios(rows, "time of plain JAX / jaxmp's (point: geometric mean; mark: worst row)")
+
+
+def jobs():
+    """Plots the time of plain JAX over jaxmp's for many devices, processes and two machines."""
+    rows = {}
+    for machine, sections in RESULTS.items():
+        for row in sections.get("devices", {}).get("means", ()):
+            mean, worst = row["jaxmp / jnp"]
+            rows[machine, "16 to 256 devices", row["types"]] = 1 / mean, 1 / worst
+        for row in sections.get("processes", {}).get("means", ()):
+            rows[machine, "2 to 8 processes", row["types"]] = row["jnp / jaxmp"]
+        for row in sections.get("hosts", {}).get("means", ()):
+            rows[machine, f"two machines, {row['link']}", row["types"]] = row["jnp / jaxmp"]
+    return ratios(rows, "time of plain JAX / jaxmp's (point: geometric mean; mark: worst row)")
+
+
+def ratios(rows, label):
+    """Plots a pair of mean and worst for each (machine, name, type), with a panel for each machine."""
+    machines = list(dict.fromkeys(machine for machine, _, _ in rows))
+    names = list(dict.fromkeys((name, narrow_name(kind)) for _, name, kind in rows))[::-1]
+    figure, axes = plt.subplots(1, len(machines), figsize=(10, 0.9 + 0.24 * len(names)), **LAYOUT)
+    for axis, machine in zip(axes, machines, strict=True):
+        for (of, name, kind), (mean, worst) in rows.items():
+            if of == machine:
+                i = names.index((name, narrow_name(kind)))
+                axis.plot([mean, worst], [i, i], color="gray", linewidth=1)
+                axis.plot(mean, i, "o", color=OURS)
+                axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
+        name_rows(axis, [", ".join(name) for name in names])
+        axis.set_xscale("log")
+        axis.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+        axis.set_title(machine, fontsize=9)
+    figure.supxlabel(label, fontsize=9)
+    return figure
+
+
+def narrow_name(kind):
+    """Returns the short name of a type: the tables of some benchmarks write it out."""
+    return {"float32": "f32", "bfloat16": "bf16", "bf16 -> bf16": "bf16"}.get(kind, kind)
 
 
 def determinism():
@@ -120,7 +180,15 @@ def eager():
     return figure
 
 
-PLOTS = {"rates": rates, "against-xla": against_xla, "determinism": determinism, "memory": memory, "eager": eager}
+PLOTS = {
+    "against-xla": against_xla,
+    "rates": rates,
+    "models": models,
+    "jobs": jobs,
+    "determinism": determinism,
+    "memory": memory,
+    "eager": eager,
+}
 
 # For each pattern its name in `explain`, and the shardings of a, b and d on a mesh of 4 or of 2 x 2 devices.
 PATTERNS = {

@@ -118,12 +118,12 @@ def main():
     mesh, placed = place(params, x, labels)
     with jax.set_mesh(mesh):
         print("== plain JAX, forward")
-        found = jaxmp.audit(functools.partial(loss_of, Plain), *placed, vary="mesh")
+        found = jaxmp.audit(functools.partial(loss_of, Plain), vary="mesh")(*placed)
         assert {"product", "sum"} <= {row.kind for row in found.rows}
         assert "[1]" in {output.name for output in found.outputs}  # the logits
-        print("== what audit advises, forward and backward")
+        print("== sums as products with ones, forward and backward")
         audit = functools.partial(jaxmp.audit, vary="mesh", compiler_options=NO_YNNPACK)
-        found = audit(functools.partial(step, Fixed), *placed)
+        found = audit(functools.partial(step, Fixed))(*placed)
         assert not found.rows
         assert not found.uncompared
         assert not found.outputs  # of the whole program, compiled in one piece for each mesh

@@ -105,7 +105,7 @@ WRONG = [
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"determinism": "batch"}, NotImplementedError, 'takes activation=None or "relu"'),
     ("moe_mlp", (TOKENS, *EXPERTS, SIZES), {"in_shardings": (P(), P())}, ValueError, "must be a triple"),
     ("moe_mlp", (TOKENS.astype(int), *(w.astype(int) for w in EXPERTS), SIZES), {}, NotImplementedError, "with a result of int32 activation is None"),
-    ("audit", (ROWS,), {}, TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
+    ("audit", (ROWS,), {}, TypeError, "fn has to be a function, got ndarray; write audit(fn)(*args)"),
     ("audit", (jnp.sin, ROWS), {"vary": "rows"}, ValueError, '"batch", "mesh" or "processes", got \'rows\''),
     ("audit", (jnp.sin, ROWS), {"vary": "mesh", "batch_argnums": 0}, ValueError, 'batch_argnums is for vary="batch"'),
     ("audit", (jnp.sin, ROWS), {"vary": "processes"}, ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
@@ -132,7 +132,14 @@ def check_refused(call, function, exception, message):
     ("function", "arguments", "options", "exception", "message"), WRONG, ids=[f"{row[0]}: {row[-1]}" for row in WRONG]
 )
 def test_wrong_arguments(function, arguments, options, exception, message, standard_promotion):
-    check_refused(lambda: getattr(jaxmp, function)(*arguments, **options), function, exception, message)
+    call = functools.partial(getattr(jaxmp, function), *arguments, **options)
+    if function == "audit":
+        fn, *arguments = arguments
+
+        def call():
+            jaxmp.audit(fn, **options)(*arguments)
+
+    check_refused(call, function, exception, message)
 
 
 class Nothing:

@@ -89,7 +89,8 @@ def test_products_in_rules_of_differentiation_are_counted(name):
     for level in ("run_to_run", *(("batch",) if name != "jnp.linalg" else ())):
         fused = jax.grad(jaxmp.fuse(RULES[name], determinism=level))
         found = explained(fused, X, W)
-        assert found.calls + found.left == count > 0, str(found)
+        sums = sum(row.count for row in found.rows if row.extents[::2] == (1, 1))  # a level makes calls of them
+        assert found.calls - sums + found.left == count > 0, str(found)
         assert level == "run_to_run" or found.left == 0, str(found)
     np.testing.assert_allclose(jax.jit(plain)(X, W), jax.jit(fused)(X, W), rtol=1e-5)
 

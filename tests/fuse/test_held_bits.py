@@ -123,3 +123,62 @@ def test_a_scatter_at_a_level_can_be_mapped_and_differentiated():
     x = jnp.asarray(rng.integers(-3, 4, (2, 8, 5)), jnp.float32)
     fused = jaxmp.fuse(total, determinism="topology")
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(fused)))(x), jax.vmap(jax.grad(total))(x))
+
+
+def test_a_scatter_at_a_level_can_be_exported(mesh_of):
+    x = rng.uniform(size=(8, 5)).astype(np.float32)
+    fused = jax.jit(jaxmp.fuse(lambda x: jax.ops.segment_sum(x, np.arange(8) % 3, 4), determinism="topology"))
+    put = jax.device_put(x, NamedSharding(mesh_of({"x": 4}, AxisType.Auto), P("x")))
+    exported = jax.export.deserialize(jax.export.export(fused)(put).serialize())
+    assert_bitwise_equal(jax.jit(exported.call)(put), fused(x))
+
+
+def small(x, w):
+    y = x @ w["kernel"] + w["bias"]
+    return jnp.mean((y / jnp.linalg.norm(y, axis=-1, keepdims=True) * jnp.exp(y)) ** 2)
+
+
+W = {"kernel": weight(40, 16), "bias": np.ones(16, np.float32)}
+X = rng.normal(size=(64, 40)).astype(np.float32)
+
+
+def test_a_gradient_of_a_fused_loss_does_not_know_the_mesh(mesh_of):
+    of_loss = jax.jit(jax.grad(jaxmp.fuse(small, determinism="topology"), (0, 1)))
+    mesh = mesh_of({"x": 2, "y": 4}, AxisType.Auto)
+    specs = {"kernel": P(None, "y"), "bias": P("y")}
+    put = {name: jax.device_put(w, NamedSharding(mesh, specs[name])) for name, w in W.items()}
+    got = of_loss(jax.device_put(X, NamedSharding(mesh, P("x"))), put)
+    jax.tree.map(assert_bitwise_equal, got, of_loss(X, W))
+
+
+DERIVATIVES = {
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w,)),
+    "hessian": jax.hessian,
+    "remat": lambda f: jax.grad(jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)),
+    "scan": lambda f: jax.grad(lambda w: jax.lax.scan(lambda c, _: (c + f(c), None), w, length=2)[0].sum()),
+    "vmap": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w])),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_at_a_level_are_those_of_jax(name):
+    def f(w):
+        return jnp.sum(jnp.tanh(X[:, :3] @ w) / jnp.sqrt(jnp.mean(w * w)))
+
+    w = jnp.arange(1.0, 4.0)
+    want = DERIVATIVES[name](f)(w)
+    got = jax.jit(DERIVATIVES[name](jaxmp.fuse(f, determinism="topology")))(w)
+    for g, p in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, p, rtol=1e-4, atol=1e-4)
+
+
+def test_functions_do_not_know_the_extent_of_a_row():
+    """XLA has scalar loops for rows of 4, and vector loops for rows of 16."""
+
+    def functions(x):
+        return [f(x) for f in (jnp.exp, jnp.log, jnp.log1p, jnp.tanh, jax.lax.rsqrt, jax.nn.sigmoid)]
+
+    fused = jax.jit(jaxmp.fuse(functions, determinism="topology"))
+    x = rng.uniform(0.1, 3, (256, 16)).astype(np.float32)
+    for whole, part in zip(fused(x), fused(x[:, :4]), strict=True):
+        assert_bitwise_equal(whole[:, :4], part)

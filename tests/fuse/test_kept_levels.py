@@ -174,10 +174,10 @@ def two(x, w):
 
 
 FAULTS = {
-    "find": ("products.find", 2),
-    "layers": ("layers.find", 2),
+    "product": ("products.product_at", 2),
+    "layers": ("layers.find_layers", 2),
     "gathers": ("gathers.choose", 2),
-    "pairs": ("loops.find", 2),
+    "pairs": ("loops.find_pairs", 2),
     "call": ("emit.call", 1),
     "decoder": ("weights._of_narrow", 2),
 }

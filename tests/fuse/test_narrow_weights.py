@@ -268,3 +268,48 @@ def test_meshes(kind):
     assert text.count('custom_call_target="jaxmp_matmul') == len(runs)
     for name in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
         assert f" {name}(" not in text
+
+
+def gradient(form):
+    return jax.grad(lambda x, q, gather: form(x, q, gather).astype(jnp.float32).sum())
+
+
+FIRST, LATER = lambda x, q, gather: x @ gather(q.astype(x.dtype)), lambda x, q, gather: x @ gather(q).astype(x.dtype)
+# Programs that gather the weights q along k.
+GATHERED = {
+    "first a cast": FIRST,
+    "later a cast": LATER,
+    "a transpose": lambda x, q, gather: (gather(q.astype(x.dtype)).T @ x.T).T,
+    "a batch": lambda x, q, gather: jax.vmap(lambda q: FIRST(x, q, gather))(jnp.stack([q, -q]))[0],
+    "two products": lambda x, q, gather: (lambda w: x @ w + -x @ w)(gather(q.astype(x.dtype))),
+    "a gradient": gradient(FIRST),
+    "a gradient, gathered again": gradient(
+        lambda *given: jax.checkpoint(lambda x, q: FIRST(x, q, given[2]))(*given[:2])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "shard_map"])
+@pytest.mark.parametrize("narrow", ["int8", "float8_e4m3fn"])
+def test_gathered_weights_cross_in_8_bits(kind, narrow):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,))
+    x, q, _ = operands(narrow)
+    if kind == "explicit":
+        gather = functools.partial(jax.sharding.reshard, out_shardings=P())
+    else:
+        gather = functools.partial(lax.all_gather, axis_name="x", tiled=True)
+
+    def program(x, q):
+        return [form(x, q, gather) for form in GATHERED.values()]
+
+    wanted = [form(x, q, lambda w: w) for form in GATHERED.values()]
+    if kind != "explicit":
+        program = jax.shard_map(program, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(v, NamedSharding(mesh, P("x"))) for v in (x, q)]
+        compiled = jax.jit(jaxmp.fuse(program, implementation="xla")).lower(*placed).compile()
+        for d, exact in zip(compiled(*placed), wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(d, np.float32), np.asarray(exact, np.float32))
+    types = re.findall(r" = (\w+)\[\S* all-gather\(", compiled.as_text())
+    assert types
+    assert set(types) <= {"u8", "s8"}

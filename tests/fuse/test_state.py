@@ -168,7 +168,7 @@ def test_reports_take_any_argument():
     for f in (same, jaxmp.fuse):
         rows = jaxmp.explain(f(program), quiet=True)({"kept": X}, X, np.float32).rows
         assert len(rows) == (2 if f is jaxmp.fuse else 0)
-    assert not jaxmp.audit(program, {"kept": X}, X, np.float32, batch_argnums=1, quiet=True).outputs
+    assert not jaxmp.audit(program, batch_argnums=1, quiet=True)({"kept": X}, X, np.float32).outputs
 
 
 class Model(nnx.Module):

@@ -44,8 +44,10 @@ def put(mesh, x, spec):
 
 def sums_are_named(a, b):
     """Sums over the mesh's axis: of 4 parts here and of fewer on one process."""
-    found = audit(lambda a, b: (jnp.sum(a, axis=1), jaxmp.matmul(a, b, out_sharding=P(None, None))), a, b)
-    assert {row.kind: row.settled_by for row in found.rows} == {"sum": "", "product": 'determinism="topology"'}, found
+    found = audit(lambda a, b: (jnp.sum(a, axis=1), jaxmp.matmul(a, b, out_sharding=P(None, None))))(a, b)
+    assert {row.kind for row in found.rows} == {"sum", "product"}, found
+    (trial,) = found.trials  # `fuse` holds the sum, and gives no level to a call of jaxmp
+    assert (trial.remedy, trial.differing, trial.outputs) == ('jaxmp.fuse(fn, determinism="topology")', 1, 2)
     ndevices, nlocal = jax.device_count(), jax.local_device_count()
     assert found.reference == f"x={nlocal} of one process"
     assert found.variants == (f"x={ndevices} of 2 processes",)
@@ -53,14 +55,13 @@ def sums_are_named(a, b):
     assert one.line.startswith("audited.py:")
     assert 0 < one.difference.differing <= one.difference.elements == 6
     assert 0 < one.difference.ulps < 1000
-    assert "reshard" in one.advice
 
 
 def bits_are_kept(a, b):
     def program(a, b):
         return jnp.sin(jnp.matmul(a, b, out_sharding=P(None, None)))
 
-    found = audit(jaxmp.fuse(program, determinism="topology"), a, b)
+    found = audit(jaxmp.fuse(program, determinism="topology"))(a, b)
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ()), found
     assert found.compared == 5  # the call, sin, and the three operations that keep XLA from merging sin
 
@@ -78,7 +79,7 @@ def a_program_is_followed(mesh, a):
         carry = jax.lax.fori_loop(0, 3, lambda _, c: c * jnp.float32(0.5), carry)
         return jax.lax.cond(bias[1] > 0, jnp.sin, jnp.cos, carry), rows
 
-    found = audit(program, a, jax.random.key(3), np.array([1, -1], np.float32))
+    found = audit(program)(a, jax.random.key(3), np.array([1, -1], np.float32))
     assert [(row.operation, row.count, row.runs) for row in found.rows] == [("shard_map", 6, 6)], found
     assert not found.uncompared
     assert {output.name for output in found.outputs} == {"[0]"}
@@ -99,14 +100,14 @@ def planted(x):
 def the_first_process_prints(a):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        jaxmp.audit(jnp.sin, a, vary="processes")
+        jaxmp.audit(jnp.sin, vary="processes")(a)
     assert bool(printed.getvalue()) == (jax.process_index() == 0)
 
 
 def arrays_of_several_processes_need_processes(a):
     for vary in ("batch", "mesh"):
         with pytest.raises(ValueError, match=re.escape('a part of; pass vary="processes", or arrays of this process')):
-            audit(jnp.sin, a, vary=vary)
+            audit(jnp.sin, vary=vary)(a)
     alone = jax.make_mesh((1,), ("x",), devices=jax.local_devices()[:1])
     with pytest.raises(ValueError, match=re.escape("devices of every process of a job of several, got {'x': 1} of 1")):
-        audit(jnp.sin, jax.device_put(np.ones(4), NamedSharding(alone, P())))
+        audit(jnp.sin)(jax.device_put(np.ones(4), NamedSharding(alone, P())))

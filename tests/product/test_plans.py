@@ -160,7 +160,7 @@ def spec_of(case, **changes):
 
 def find_form(spec, a_shape, b_shape, itemsize, capabilities):
     a, b = (jax.ShapeDtypeStruct(shape, {4: jnp.float32, 8: jnp.complex64}[itemsize]) for shape in (a_shape, b_shape))
-    form, why = forms.choose(forms.Product(spec, a, b), capabilities)
+    form, why = forms.choose(forms.RequestedCall(spec, a, b), capabilities)
     return form.name, why
 
 
@@ -196,7 +196,7 @@ def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch)
     monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
     a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
-    call = forms.in_library(forms.Product(spec, a, b), backend.Choice("cublasmp", ""), "cublasmp")
+    call = forms.in_library(forms.RequestedCall(spec, a, b), backend.Choice("cublasmp", ""), "cublasmp")
     assert isinstance(call, forms.Direct)
     assert not call.spec.contraction.communicates
 
@@ -226,7 +226,7 @@ F64, BF16 = {"out_dtype": np.dtype("float64")}, {"out_dtype": np.dtype(jnp.bfloa
 def test_what_cublasmp_gets_wrong_is_computed_otherwise(name, changes, form, monkeypatch):
     """The faults of tests/conformance/cases.cc and similar calls that are right; hostmp has none of the faults."""
     spec = spec_of(cases.BY_NAME[name]).replace(**changes)
-    product = forms.Product(spec, *(jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2)
+    product = forms.RequestedCall(spec, *(jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2)
     for library, capabilities, want in (("cublasmp", CUBLASMP, form), ("host", HOSTMP, "direct")):
         monkeypatch.setattr(backend, "capabilities_of", lambda library, found=capabilities: found)
         assert forms.in_library(product, backend.Choice(library, ""), library).name == want

@@ -76,6 +76,29 @@ def test_every_sharding_of_a_square(of_x, of_w, of_d, kind):
     check_on_mesh(SQUARE, kind, of_x, of_w, of_d)
 
 
+CUBE = [
+    (P(None, ("p", "q", "r")), P("q", ("r", "p"), None), P("p")),
+    (P(("q", "p"), "r"), P("r", None, ("p", "q")), P("q", ("r", "p"))),
+    (P("r"), P(("p", "q"), "r"), P(("r", "q", "p"))),
+]
+
+
+@pytest.mark.parametrize("specs", CUBE, ids=str)
+def test_explain_names_the_axes_of_a_cube(specs):
+    """A permutation moves shards along the axes that change places, not along an axis that keeps its place."""
+    mesh = jax.make_mesh((2, 2, 2), ("p", "q", "r"), axis_types=(AxisType.Explicit,) * 3)
+    shapes = ((16, 8), (8, 8, 16), (16, 16))
+    with jax.set_mesh(mesh):
+        x, w, ct = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for shape, spec in zip(shapes, specs, strict=True)
+        )
+        ours = functools.partial(jaxmp.ragged_dot, group_sizes=jnp.full(8, 2), out_sharding=specs[2])
+        for implementation in (None, "xla"):
+            f = functools.partial(ours, implementation=implementation)
+            transfers.check(lambda x, w, ct, f=f: (f(x, w), *jax.vjp(f, x, w)[1](ct)), x, w, ct)
+
+
 @pytest.mark.parametrize(
     "specs", [(P(None, "p"), P(None, "p"), P("p")), (P("p"), P("p"), P("p")), (P(), P(None, "p"), P())]
 )

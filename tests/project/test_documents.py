@@ -40,6 +40,15 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     printed = documents.run(page, tmp_path, BEFORE.get(page.stem, ""))
     if page.name == "README.md":
         assert "all_gather" in printed
+    if page.name == "quickstart.md":
+        (shown,) = documents.blocks(page, "text")
+        of_processor = r"\(.*\); workspace of .* MB"  # the kernel
+        assert re.sub(of_processor, "", shown) in re.sub(of_processor, "", printed)
+
+
+def test_code_fits_the_column_of_a_page():
+    lines = [line for page in DOCUMENTS for block in documents.blocks(page) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
 
 
 PUBLIC = [jaxmp, *(importlib.import_module(f"jaxmp.{name}") for name in MODULES)]

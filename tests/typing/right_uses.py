@@ -84,6 +84,7 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     assert_type(jaxmp.advise(8, 8, 8, 2, hardware="h100-8", dtype=jnp.float32).best.a, P)
     assert_type(jaxmp.advise(jaxmp.matmul, devices=2, quiet=True)(x, y).best.products[0].seconds, float)
     assert_type(jaxmp.draw(jaxmp.matmul)(x, y).svg, str)
+    assert_type(jaxmp.audit(jaxmp.matmul, vary="mesh")(x, y).compared, int)
     assert_type(jaxmp.profile(jaxmp.matmul, quiet=True)(x, y).calls[0].seconds, float)
     assert_type(jaxmp.plan_cache_info(), dict[str, int])
     assert_bitwise_equal(x, y)

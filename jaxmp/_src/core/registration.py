@@ -13,7 +13,7 @@ from jaxmp._src.core.lowering import other_rules, rules
 from jaxmp._src.core.lowering.ffi_call import mesh_position_p, mesh_position_rule
 from jaxmp._src.core.primitive import batching as batch_rules
 from jaxmp._src.core.primitive import grouped, jvp, primitives, transpose
-from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
+from jaxmp._src.core.primitive.collectives import collective_p, reshard_p, whole_p
 from jaxmp._src.core.primitive.primitives import (
     MATMULS,
     PRODUCTS,
@@ -101,3 +101,4 @@ mlir.register_lowering(mesh_position_p, mesh_position_rule)
 for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):
     mlir.register_lowering(_primitive, as_traced(functools.partial(_rule, platform="other")))
     mlir.register_lowering(_primitive, as_traced(functools.partial(_rule, platform="cpu")), platform="cpu")
+mlir.register_lowering(whole_p, as_traced(rules.whole_rule))

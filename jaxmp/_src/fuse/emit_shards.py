@@ -32,8 +32,6 @@ from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.fuse.operands import Operand
 from jaxmp._src.fuse.products import Product
 
-Dims = tuple[int, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
@@ -94,7 +92,7 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
     if product.activation and product.activation not in ("relu", "gelu"):
         raise NotAvailable("no epilog applies this activation")
     first, second = _Matrix.of(product.x, x), _Matrix.of(product.w, w)
-    shape: Dims = product.result.aval.shape
+    shape: tuple[int, ...] = product.result.aval.shape
     if product.collective is not None:
         ways = [_reducing(product.collective, first, second)]
     elif product.x.gather is not None:

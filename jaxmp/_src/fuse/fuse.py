@@ -14,8 +14,8 @@ from jaxmp._src.core.spec.levels import Determinism
 from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.core.validation.operand_checks import check_flag, check_implementation
 from jaxmp._src.core.validation.public import public
+from jaxmp._src.fuse.derivatives import evaluated
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.platform.jax_internals import jax_tracing
 
 Args = ParamSpec("Args")
@@ -78,23 +78,17 @@ def fuse(
             return fn(*args, **kwargs)
         nnx = sys.modules.get("flax.nnx")  # only a program that has imported Flax holds its state
         result: Result = (
-            _evaluated(fn, args, kwargs, options) if nnx is None else _with_state(nnx, fn, args, kwargs, options)
+            evaluated(fn, args, kwargs, options) if nnx is None else _with_state(nnx, fn, args, kwargs, options)
         )
         return result
 
     return fused
 
 
-def _evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
-    """Traces a function of pytrees and returns its result, computed with the trace's products as calls."""
-    traced = jax_tracing.Traced(fn, args, kwargs)
-    return traced.result(Rewriter(options).evaluate(traced.jaxpr, traced.consts, *traced.arrays))
-
-
 def _with_state(
     nnx: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Any:
-    """Extends `_evaluated` to arguments and results with objects of Flax NNX, which change in place.
+    """Extends `evaluated` to arguments and results with objects of Flax NNX, which change in place.
 
     Flax splits them into pytrees before the trace, merges new objects inside it, and updates the caller's after it. An
     argument that `fn` does not change is not updated: its objects may belong to another trace, as static arguments do.
@@ -123,11 +117,11 @@ def _with_state(
         return nnx.to_tree((changed, None if aside else result), ctxtag=_TAG), aside
 
     if is_split((args, kwargs)):
-        return _evaluated(fn, args, kwargs, options)
+        return evaluated(fn, args, kwargs, options)
     try:
         with nnx.update_context(_TAG):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
-            results, aside = _evaluated(pure, pure_args, pure_kwargs, options)
+            results, aside = evaluated(pure, pure_args, pure_kwargs, options)
             _, result = nnx.from_tree(results, is_inner=False, ctxtag=_TAG)
             return aside[0] if aside else result
     except (errors.TraceContextError, errors.JaxTransformError) as error:

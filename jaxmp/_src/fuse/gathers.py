@@ -17,6 +17,8 @@ from typing import Any
 import jax
 
 from jaxmp._src.core.contraction import moves
+from jaxmp._src.core.primitive import collectives
+from jaxmp._src.core.spec.low_precision import NARROW
 from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
@@ -152,6 +154,21 @@ def _summed(graph: Graph, dot: int) -> int:
     p = math.prod(size for axis, size in jax_compat.mesh_axes() if axis in axes)
     whole: int = math.prod(x.shape) * x.dtype.itemsize * (p - 1) // p
     return whole if eqn.primitive.name == "reduce_scatter" else 2 * whole
+
+
+def is_narrow(eqn: Any) -> bool:
+    """True for a gather of numbers of 8 bits or fewer, which XLA might widen first."""
+    return _is_gather(eqn) and eqn.invars[0].aval.dtype.name in NARROW
+
+
+def as_bytes(eqn: Any, x: jax.Array) -> jax.Array:
+    """Evaluates such a gather."""
+    if eqn.primitive.name == "reshard":
+        want = eqn.outvars[0].aval.sharding
+        return collectives.reshard(x, want.mesh, jax.typeof(x).sharding.spec, want.spec, is_explicit=True)
+    axes = eqn.params["axis_name"]
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    return collectives.all_gather(x, axes, axis=eqn.params["all_gather_dimension"])
 
 
 # Once or in each call --------------------------------------------------------------------------------------------

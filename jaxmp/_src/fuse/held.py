@@ -6,25 +6,25 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
+- an operation that XLA approximates is alone between barriers;
 - a scatter that adds gets whole updates on every device.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.ops.matmul import matmul
+from jaxmp._src.core.primitive.collectives import whole_p
 from jaxmp._src.core.sharding import meshes
 from jaxmp._src.fuse import emit
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
@@ -41,6 +41,9 @@ FENCED = frozenset(
         *("reduce_max", "reduce_min"),  # exact, but YNNPACK takes exp after them, with other bits
     )
 )
+# XLA:CPU approximates these in one way in vector loops and in another in scalar loops. The extents of a fusion decide
+# which, but a kernel of one operation has vector loops.
+ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
 HELD = FENCED | {SUM, SCATTER}
 
 
@@ -64,6 +67,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     if name == SCATTER:
         d = _scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
         return [fence(d)]  # XLA would scatter into what is added to it
+    if name in ALONE:
+        return [fence(_alone(eqn, operands[0]))]
     if name == "div" and not jax_tracing.is_literal(eqn.invars[1]):
         x, y = operands
         if jnp.size(y) < jnp.size(x):  # XLA may divide once for each element of y, and multiply
@@ -80,6 +85,15 @@ def fence(x: jax.Array) -> jax.Array:
         info = jnp.finfo(x.dtype)
         x = lax.reduce_precision(x, info.nexp, info.nmant)
     return lax.select(lax.ne(x, x), lax.full_like(x, jnp.nan), x)
+
+
+def _alone(eqn: Any, x: jax.Array) -> jax.Array:
+    """Returns the result of an approximated operation, in a kernel of its own. XLA computes 16-bit types in float32."""
+    is_logistic = eqn.primitive.name == "logistic"
+    wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
+    d = lax.optimization_barrier(-wide if is_logistic else wide)
+    d = lax.optimization_barrier(lax.exp(d) if is_logistic else _plain(eqn, d)).astype(x.dtype)
+    return 1 / fence(1 + fence(d)) if is_logistic else d
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
@@ -129,13 +143,12 @@ def _may_collide(eqn: Any) -> bool:
 
 def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
     """Returns the result of a scatter with whole operands on every device."""
-    run = functools.partial(_plain, eqn)
     if any(is_explicit(jax.typeof(x)) for x in operands):
-        d = run(*(_resharded(x, P()) for x in operands))
+        d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)
-    if jax_tracing.manual_axes():
-        return run(*operands)
-    return _whole(run, operands)
+    d = _plain(eqn, *map(whole_p.bind, operands))
+    whole: jax.Array = whole_p.bind(d)
+    return whole
 
 
 def _resharded(x: jax.Array, spec: P) -> jax.Array:
@@ -148,39 +161,3 @@ def _resharded(x: jax.Array, spec: P) -> jax.Array:
 def _plain(eqn: Any, *operands: Any) -> jax.Array:
     result: jax.Array = jax_tracing.evaluate(eqn, operands)[0]
     return result
-
-
-def _whole(function: Callable[..., jax.Array], operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of a function with whole operands on every device, where XLA's partitioner chooses."""
-    names = (f"d{i}" for i in itertools.count())
-    *sides, result = (" ".join(itertools.islice(names, x.ndim)) for x in (*operands, operands[0]))
-    partitioned = custom_partitioning(function)
-    partitioned.def_partition(
-        partition=lambda mesh, args, _: (
-            mesh,
-            function,
-            NamedSharding(mesh, P()),
-            (NamedSharding(mesh, P()),) * len(args),
-        ),
-        infer_sharding_from_operands=lambda mesh, *_: NamedSharding(mesh, P()),
-        sharding_rule=f"{', '.join(sides)} -> {result}",
-    )
-
-    @jax.custom_batching.custom_vmap
-    def of_batch(*operands: Any) -> Any:
-        return partitioned(*operands)
-
-    @of_batch.def_vmap
-    def _(_: int, is_batched: Sequence[bool], *operands: Any) -> tuple[jax.Array, bool]:
-        return _whole(jax.vmap(function, [0 if each else None for each in is_batched]), operands), True
-
-    @jax.custom_jvp
-    def run(*operands: Any) -> Any:
-        return of_batch(*operands)
-
-    @run.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        return run(*primals), jax.jvp(function, primals, tangents)[1]
-
-    d: jax.Array = run(*operands)
-    return d

@@ -17,7 +17,7 @@ from jaxmp._src.fuse.products import Product
 from jaxmp._src.platform.jax_internals import jax_tracing
 
 
-def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
+def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
     """Returns the groups of the layers among these products."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []

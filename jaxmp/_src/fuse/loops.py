@@ -204,7 +204,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
     return found
 
 
-def find(graph: Graph, plan: Plan) -> dict[int, Pair]:
+def find_pairs(graph: Graph, plan: Plan) -> dict[int, Pair]:
     """Returns the pairs of scans, by the index of each scan. The second scan reads an aux of the first."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:

@@ -14,8 +14,6 @@ from jax.sharding import AxisType
 from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.platform.jax_internals import jax_tracing
 
-Dims = tuple[int, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
@@ -31,8 +29,8 @@ class Operand:
 
     value: Any
     dtype: np.dtype
-    contract: Dims
-    batch: Dims
+    contract: tuple[int, ...]
+    batch: tuple[int, ...]
     equations: frozenset[int] = frozenset()
     gather: Gather | None = None
     is_resharded: bool = False
@@ -43,7 +41,7 @@ class Operand:
         return len(self.value.aval.shape)
 
     @property
-    def free(self) -> Dims:
+    def free(self) -> tuple[int, ...]:
         return tuple(i for i in range(self.ndim) if i not in self.contract + self.batch)
 
     @property
@@ -86,7 +84,13 @@ def is_explicit(aval: Any) -> bool:
 
 
 def operand_of(
-    graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozenset[int], *, over_pvary: bool = True
+    graph: Graph,
+    v: Any,
+    contract: tuple[int, ...],
+    batch: tuple[int, ...],
+    gathers: frozenset[int],
+    *,
+    over_pvary: bool = True,
 ) -> Operand:
     """Returns the operand of a product that reads `v`. The search goes back to the start of a gather of `gathers`, or
     over transposes, conjugations and (`over_pvary`) pvary: the call's gradient does pvary's transpose, a sum.

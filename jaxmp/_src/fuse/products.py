@@ -100,7 +100,7 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
     return any(any(axes_of_type(x.value.aval)[i] for i in x.contract + x.free) for x in explicit)
 
 
-def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
+def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
     """Returns the product of a `dot_general`, with the operations that its call can do."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)

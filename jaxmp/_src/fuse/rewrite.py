@@ -129,7 +129,7 @@ class Rewriter:
             graph = with_narrow_weights(without_batches_of_one(graph, self._safely), self.options, self._safely)
             groups, left = self._groups(graph, graph)
             steps = schedule(graph, groups, graph.results)
-            pairs = self._safely(graph.equations, lambda: loops.find(graph, self._groups)) or {}
+            pairs = self._safely(graph.equations, lambda: loops.find_pairs(graph, self._groups)) or {}
             self._run(graph, steps, left, values, pairs=pairs)
         finally:
             self._depth -= 1
@@ -175,6 +175,8 @@ class Rewriter:
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
+        if gathers.is_narrow(eqn):
+            return False
         return not (self.options.level.fixed_order and held.is_held(eqn))
 
     # ---- what is replaced
@@ -187,14 +189,14 @@ class Rewriter:
         manual, of_dots = bool(jax_tracing.manual_axes()), [graph.equations[i] for i in dots]
         choice = self._safely(of_dots, lambda: gathers.choose(graph, dots, self.options.implementation))
         choice = choice or gathers.Choice()
-        find = functools.partial(products.find, graph, epilogs=self.options.epilogs, manual=manual)
+        find = functools.partial(products.product_at, graph, epilogs=self.options.epilogs, manual=manual)
         found = [
             self._safely([eqn], functools.partial(find, i, choice.taken)) or products.bare(graph, i)
             for i, eqn in zip(dots, of_dots, strict=True)
         ]
         groups, between = list[Group](), Between(graph)
         if self.options.epilogs and not manual:
-            groups += self._safely(of_dots, lambda: layers.find(graph, found, self.options)) or []
+            groups += self._safely(of_dots, lambda: layers.find_layers(graph, found, self.options)) or []
             groups += self._safely(of_dots, lambda: self._pairs(whole, found)) or []
         taken = {i for group in groups for i in group.equations}
         made = {v for group in groups for v in group.outputs}
@@ -373,6 +375,8 @@ class Rewriter:
         if self.options.level.fixed_order and held.is_held(eqn):
             return self._held(eqn, operands)
         with jax_tracing.traced_as(eqn):
+            if gathers.is_narrow(eqn):
+                return [gathers.as_bytes(eqn, *operands)]
             more = held.HELD if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 return jax_tracing.evaluate(eqn, operands)

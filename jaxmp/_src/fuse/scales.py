@@ -16,7 +16,6 @@ from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.platform.jax_internals import jax_tracing
 
-Dims = tuple[int, ...]
 # A part of an operand's dimension: the dimension, then for each cut 0 (the slower part) or 1 (the faster part).
 Part = tuple[int, ...]
 
@@ -29,7 +28,7 @@ class Scale:
     dims: tuple[int | None, ...] = ()
 
     @property
-    def varying(self) -> Dims:
+    def varying(self) -> tuple[int, ...]:
         return tuple(d for d in self.dims if d is not None)
 
     def along(self, order: Mapping[int, int] | Sequence[int]) -> Scale:

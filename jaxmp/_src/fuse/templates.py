@@ -63,12 +63,12 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
-        graph.matches[activation, v] = find(graph, activation.function, (v,))
+        graph.matches[activation, v] = find_function(graph, activation.function, (v,))
     match: Match | None = graph.matches[activation, v]
     return match
 
 
-def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
+def find_function(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
     """Finds the equations that compute `function` of these values."""
     template = flat(function, tuple(v.aval for v in arguments))
     return None if template is None else unify(graph, template, arguments)

@@ -80,13 +80,14 @@ class Weights:
 def with_narrow_weights(graph: Graph, options: Options, safely: Safely) -> Graph:
     """Returns the graph with products that read narrow weights as they are stored."""
     opened = _each_in_place(graph, _of_decoder, safely)
+    moved = _each_in_place(opened, functools.partial(_of_gather, opened), safely)
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
 
     def rule(eqn: Any) -> Sequence[Any] | None:
         name = eqn.primitive.name
-        return rules[name](opened, options, eqn) if name in rules else None
+        return rules[name](moved, options, eqn) if name in rules else None
 
-    narrow = _each_in_place(opened, rule, safely)
+    narrow = _each_in_place(moved, rule, safely)
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
 
 
@@ -124,6 +125,19 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
         return [read(values, v) for v in jaxpr.outvars]
 
     return spliced(eqn, program, eqn.invars)
+
+
+def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
+    """Returns the equations of a gather of decoded numbers that moves them narrow; None for any other equation."""
+    weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
+    if weights is None or weights.scales:
+        return None
+
+    def gather(q: Any) -> list[Any]:
+        (whole,) = jax_tracing.evaluate(eqn, [_moved(weights, q)])
+        return [whole.astype(eqn.outvars[0].aval.dtype)]
+
+    return spliced(eqn, gather, [weights.value])
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:

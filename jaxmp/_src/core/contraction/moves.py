@@ -89,6 +89,18 @@ def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
     return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
 
 
+def permuted(have: Dims, want: Dims, mesh: Mapping[str, int]) -> Dim:
+    """Returns the axes along which devices exchange shards in a permutation: all that shard another part of an array
+    afterwards."""
+
+    def parts(dims: Dims) -> set[tuple[int, str, int]]:
+        """Returns (dimension, axis, stride of the axis in the dimension) for each axis."""
+        return {(i, axis, size_of(mesh, dim[j + 1 :])) for i, dim in enumerate(dims) for j, axis in enumerate(dim)}
+
+    moved = {axis for _, axis, _ in parts(have) ^ parts(want)}
+    return tuple(axis for axis in mesh if axis in moved)
+
+
 def _slice(now: Dims, want: Dims) -> Dims | None:
     used = set(sum(now, ()))
     for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):

@@ -165,11 +165,14 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]
-    return [role for role in roles if _lies(given, role, have) and (role.d == have.d or not terms.keeps_result)]
+    return [
+        role for role in roles if _is_sharded_for(given, role, have) and (role.d == have.d or not terms.keeps_result)
+    ]
 
 
-def _lies(given: Contraction, role: Role, have: Role) -> bool:
-    """True if the operand that the call gathers is already sharded for it; in an all-gather, both operands."""
+def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
+    """True if the operands that the call gathers are sharded as `role` says, so that nothing moves before the call. A
+    grid gathers one operand; an all-gather needs both. Other roles gather nothing."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):

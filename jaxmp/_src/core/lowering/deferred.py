@@ -101,7 +101,7 @@ class Chunks:
         for i in range(self.count):
             chunk = lax.dynamic_slice_in_dim(x, first, rows, dimension)
             chunk = gather(chunk, self.spec.group.axes, dimension)
-            pair = (chunk, other) if which == "a" else (other, chunk)
+            pair = low_precision.widened(*((chunk, other) if which == "a" else (other, chunk)))
             ticket, first = self._start(*pair, ticket, (i + 1) * rows)
             started.append((*pair, ticket))
         parts = [self._collect(*each, ticket) for each in started]

@@ -31,7 +31,7 @@ from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import ArrayType, Operands
 
 
-class Product(NamedTuple):
+class RequestedCall(NamedTuple):
     """The requested product: its spec, and the types of the shards."""
 
     spec: MatmulSpec
@@ -62,12 +62,12 @@ class ResolvedCall:
     name: ClassVar[str]
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         """Returns why a call takes this form, or None if it does not."""
         raise NotImplementedError
 
     @staticmethod
-    def asked(product: Product) -> Product | None:
+    def asked(product: RequestedCall) -> RequestedCall | None:
         """Returns the product of the `inner` call, or None if the form contains no call."""
         return None
 
@@ -95,7 +95,7 @@ class Tiles(ResolvedCall):
     name = "fixed_shape_tiles"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         return None if product.spec.contraction.communicates else Gathered.why_taken(product, capabilities)
 
     def results(self, operands: Operands, **where: Any) -> Operands:
@@ -115,12 +115,12 @@ class Gathered(ResolvedCall):
     name = "gathered"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         has_no_order = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
         return "the library promises no order of sums" if has_no_order else None
 
     @staticmethod
-    def asked(product: Product) -> Product:
+    def asked(product: RequestedCall) -> RequestedCall:
         spec, a, b = product
         # The rows of D are sharded over these axes.
         axes = spec.contraction.sharded("d", "m")
@@ -136,12 +136,13 @@ class Gathered(ResolvedCall):
             (rows, cols), k = found.d, found.k
             a = a.update(shape=(k, rows) if spec.transpose_a else (rows, k))
             b = b.update(shape=(cols, k) if spec.transpose_b else (k, cols))
-        return Product(fit_comm_options(spec.local()), a, b)
+        return RequestedCall(fit_comm_options(spec.local()), a, b)
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         spec, platform = self.spec, where["platform"]
         if spec.group.nranks > 1:
             operands = xla_matmul.gather_for_part(spec, operands, platform)
+        operands = operands | {x: operands[x].astype(like.dtype) for x, like in (("a", self.a), ("b", self.b))}
         outputs = self.inner.emit(operands)
         # Each rank over these axes has summed different rows of op(a).
         axes = spec.contraction.sharded("d", "m")
@@ -162,7 +163,7 @@ class PaddedK(ResolvedCall):
     name = "padded_k"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         spec, a, b = product
         is_thin = spec.rule.derivative and extents(spec, a.shape, b.shape).k == 1
         if not is_thin or why_no_epilog(spec, capabilities):
@@ -170,10 +171,10 @@ class PaddedK(ResolvedCall):
         return "cuBLASMp multiplies by an activation's derivative only where k is not 1"
 
     @staticmethod
-    def asked(product: Product) -> Product:
+    def asked(product: RequestedCall) -> RequestedCall:
         spec, a, b = product
         shape_a, shape_b = fixed_shape.with_k(spec, a.shape, b.shape, fixed_shape.PADDED_K)
-        return Product(spec, a.update(shape=shape_a), b.update(shape=shape_b))
+        return RequestedCall(spec, a.update(shape=shape_a), b.update(shape=shape_b))
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         return self.inner.emit(fixed_shape.padded_along_k(operands, self.spec), **where)
@@ -189,14 +190,14 @@ class SeparateEpilog(ResolvedCall):
     name = "separate_epilog"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         return (product.spec.epilog and why_no_epilog(product.spec, capabilities)) or None
 
     @staticmethod
-    def asked(product: Product) -> Product:
+    def asked(product: RequestedCall) -> RequestedCall:
         spec, a, b = product
         out = accumulator(low_precision.operand_type(a.dtype, b.dtype), spec.out_dtype)
-        return Product(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
+        return RequestedCall(spec.bilinear(out_dtype=out, scales=ScaleModes(a=spec.scales.a, b=spec.scales.b)), a, b)
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         plain = self.inner.emit({name: operands[name] for name in self.inner.spec.names}, **where)
@@ -209,11 +210,11 @@ class MaskOfResult(ResolvedCall):
     name = "mask_of_result"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         return None if capabilities.as_documented else faults.of_mask(product.spec) or None
 
     @staticmethod
-    def asked(product: Product) -> Product:
+    def asked(product: RequestedCall) -> RequestedCall:
         spec = product.spec
         return product._replace(spec=spec.replace(epilog=for_activation("relu", spec.rule.has_bias)))
 
@@ -228,17 +229,17 @@ class TransposedCopy(ResolvedCall):
     name = "transposed_copy"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         copied = _copied(product, capabilities)
         why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
         return f"{why}; copying {2 * sum(x.size * x.dtype.itemsize for x in copied)} bytes" if copied else None
 
     @staticmethod
-    def asked(product: Product) -> Product:
+    def asked(product: RequestedCall) -> RequestedCall:
         spec, a, b = product
         copied = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
         a = a.update(shape=a.shape[::-1]) if spec.transpose_a else a
-        return Product(copied, a, b if spec.transpose_b else b.update(shape=b.shape[::-1]))
+        return RequestedCall(copied, a, b if spec.transpose_b else b.update(shape=b.shape[::-1]))
 
     def results(self, operands: Operands, **where: Any) -> Operands:
         a = operands["a"].T if self.spec.transpose_a else operands["a"]
@@ -254,7 +255,7 @@ class Direct(ResolvedCall):
     name = "direct"
 
     @staticmethod
-    def why_taken(product: Product, capabilities: Capabilities) -> str | None:
+    def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
         return ""
 
     def results(self, operands: Operands, **where: Any) -> Operands:
@@ -286,7 +287,7 @@ class Xla(ResolvedCall):
         if count == 1:
             return None
         # Placeholder extents: the extents of a chunk do not affect its form.
-        product = Product(_local(self.spec, self.a.dtype), self.a, self.b)
+        product = RequestedCall(_local(self.spec, self.a.dtype), self.a, self.b)
         local = in_library(product, Choice("host", "a chunk"), "host")
         assert isinstance(local, Direct), local
         return deferred.Chunks(count, self.spec, local.spec, local.is_conjugated)
@@ -316,7 +317,7 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> Res
         compute = precisions.compute_type(spec.precision, wide)
         is_decoded = implementation == "host" and compute in ("32F", "32F_PEDANTIC")
         types = types if is_decoded else (wide, wide)
-    product = Product(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
+    product = RequestedCall(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
     extents = *a.shape, *b.shape
     if not all(isinstance(extent, int) for extent in extents):
         if spec.asked_of_library:
@@ -348,16 +349,16 @@ def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> Re
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
     a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
-    return in_library(Product(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
+    return in_library(RequestedCall(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
 
 
-def choose(product: Product, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
+def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
     """Returns (the first form that a library takes for the call, why)."""
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
 
 def in_library(
-    product: Product, choice: Choice, library: str, capabilities: Capabilities | None = None
+    product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
     """Resolves the call in the form that the library takes. `capabilities`: by default the library's."""
     asked = product.spec
@@ -396,7 +397,7 @@ def in_library(
 def in_form(
     form: type[ResolvedCall],
     why: str,
-    product: Product,
+    product: RequestedCall,
     choice: Choice,
     library: str = "",
     *,
@@ -413,7 +414,7 @@ def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCa
     """Resolves one call of a local product that is computed as calls of one shape."""
     shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
     capabilities = backend.capabilities_of(library).of_tiles()
-    return in_library(Product(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
+    return in_library(RequestedCall(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
@@ -431,7 +432,7 @@ def chunks_of(call: ResolvedCall) -> int:
     return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
 
 
-def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
+def _copied(product: RequestedCall, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
     """Returns the operands that are not stored (m, k), (n, k) in JAX's order, as cuBLASMp's all-reduce needs them."""
     spec, a, b = product
     if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.decide import Decision
-from jaxmp._src.core.lowering.forms import Xla, resolve_activation_grad
+from jaxmp._src.core.lowering.forms import Gathered, Xla, resolve_activation_grad
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
@@ -58,7 +58,7 @@ def _product(
     def lower(*operands: jax.Array) -> list[jax.Array]:
         named, processes = dict(zip(spec.names, operands, strict=True)), None
         for name, like in (("a", call.a), ("b", call.b)):
-            if named[name].dtype != like.dtype:
+            if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
                 named[name] = jax_compat.convert(named[name], like.dtype)
         if site:
             fields = process_barrier.fields(spec, named["a"], named["b"])
@@ -93,7 +93,7 @@ def _batch(
     def of_batch(*operands: jax.Array) -> Any:
         if decision.form == "each":
             return lax.map(lambda each: bind_operands(spec, *each), operands)
-        a, b, *rest = *low_precision.widened(*operands[:2]), *operands[2:]
+        a, b, *rest = operands
         if site:
             fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
             a, b = site.barrier(spec.source_line, fields, [a, b])
@@ -177,4 +177,11 @@ def reshard_rule(
 
         return wire.moved(move, x, platform, mesh.size)
 
+    return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
+
+
+def whole_rule(ctx: jax_lowering.LoweringContext, x: Any) -> Any:
+    if jax_lowering.is_on_shards(ctx):
+        return [x]
+    lower = functools.partial(place, mesh=jax_lowering.global_mesh(ctx), spec=P(), is_explicit=False)
     return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

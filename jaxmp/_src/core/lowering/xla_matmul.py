@@ -59,14 +59,15 @@ def matmul(
     `local_product(a, b, spec)` returns op(a) @ op(b), without alpha, of the operands that one device has gathered, in
     the accumulator's type.
     """
-    a, b = low_precision.widened(operands["a"], operands["b"])
-    compute = precisions.compute_type(spec.precision, a.dtype, platform)
-    acc = precisions.summed_in(compute, a.dtype)
-    is_scaled = low_precision.is_scaled(a.dtype)
+    a, b = operands["a"], operands["b"]
+    wide, is_mixed = low_precision.operand_type(a.dtype, b.dtype), low_precision.is_mixed(a.dtype, b.dtype)
+    compute = precisions.compute_type(spec.precision, wide, platform)
+    acc = precisions.summed_in(compute, wide)
+    is_scaled = low_precision.is_scaled(wide)
     if spec.distributions or (is_scaled and (spec.scales.are_of_factors or processes)):
         local_product = None
     if 0 in (*a.shape, *b.shape):
-        a, b = numerics.decoded(a, b, operands, spec, acc)
+        a, b = numerics.decoded(*low_precision.widened(a, b), operands, spec, acc)
         z = jnp.zeros(extents(spec, a.shape, b.shape).d, np.float32 if numerics.scales_sums(acc, spec) else acc)
         return numerics.apply_epilog(z, operands | {"a": a, "b": b}, spec)
     memory = processes.memory if processes else None
@@ -84,6 +85,7 @@ def matmul(
         a, b = operands["a"], operands["b"]
 
     def computed(a: jax.Array, b: jax.Array, scales: Operands) -> tuple[jax.Array, jax.Array]:
+        a, b = low_precision.widened(a, b)
         if local_product and a.dtype != np.bool_:
             return a, b
         return numerics.widened(*numerics.decoded(a, b, scales, spec, acc), platform, acc)
@@ -98,9 +100,9 @@ def matmul(
     of_sums = _scales_of_part(spec, operands, all_gather) if numerics.scales_sums(acc, spec) else operands
     own = of_sums | {"a": shards[0].astype(acc), "b": shards[1].astype(acc)}
     if chunks:
-        z = chunks.gathered(*shards, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
+        z = chunks.gathered(a, b, barrier, all_gather) if gathers else chunks.summed(*shards, barrier, add)
         return numerics.apply_epilog(z, own, spec)
-    if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
+    if not is_mixed and (memory or platform != "cpu" or not _gathers_scales(spec, a, b)):
         a, b = _gather_operands(spec, *shards, all_gather)
     else:  # gather in the stored types, which have fewer bytes
         a, b = computed(*_gather_operands(spec, a, b, all_gather), _gather_scales(spec, operands, all_gather))

@@ -136,6 +136,12 @@ reshard_p.def_abstract_eval(_reshard_abstract_eval)
 ad.deflinear2(reshard_p, _reshard_transpose)
 batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
+# (x) -> x: whole on every device where XLA's partitioner would choose the sharding.
+whole_p = jax_compat.make_primitive("jaxmp_whole", multiple_results=False)
+whole_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(whole_p, lambda ct, x: [ct])
+batching.primitive_batchers[whole_p] = lambda operands, dims: (whole_p.bind(*operands), dims[0])
+
 
 def _is_ours(x: jax.Array) -> bool:
     """True if a collective of `x` has to be `collective_p`."""

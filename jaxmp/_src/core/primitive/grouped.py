@@ -98,7 +98,8 @@ class GroupedSpec(Parts):
 
 
 def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-    """Multiplies operands with a batch in front, in their common type. A product of rows keeps a narrow w as it is."""
+    """Binds the primitive: multiplies groups of rows of `x` by the matrices of `w`. Both have a batch dimension first,
+    and are converted to their common type first; a product of rows takes a narrow w as it is."""
     dtype, is_decoded = type_of(x, w), not spec.is_contraction and low_precision.is_mixed(x.dtype, w.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)
     w = w if w.dtype == dtype or is_decoded else w.astype(dtype)

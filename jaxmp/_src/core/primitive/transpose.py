@@ -55,7 +55,7 @@ def matmul_transpose_rule(
 
 
 def _value(x: Operand) -> jax.Array:
-    """Returns the value of an operand that is not transposed."""
+    """Returns `x`, which has a value, because the transposition is with respect to the other operand."""
     assert not isinstance(x, ad.UndefinedPrimal), x
     return x
 

@@ -260,7 +260,8 @@ _FLOAT8 = {f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "
 
 
 def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmPreset | None) -> tuple[np.dtype, ...]:
-    """Returns the types to which JAX converts operands in turn: the result's if two types differ, then the precision's.
+    """Returns (type to which JAX converts both operands,), or () if they keep their types. It is the type that
+    `precision` asks for, or else the result's type if the operands' types differ.
 
     If the result is wide, a narrower type with a kernel may also hold all numbers of the operands. Kernels decode the
     narrow operand of a mixed pair.
@@ -329,7 +330,8 @@ def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _Ke
 
 
 def _of_integers(out: np.dtype) -> _KernelTypes:
-    """Returns the types for integers with a result of a type that XLA does not give directly."""
+    """Returns the types in which XLA multiplies integers: float32 for results of 16-bit floating point, int32 for
+    results of 8 bits and fewer, otherwise the type of the result."""
     is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
     has_less = out == _INT8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)
     computed = _FLOAT32 if is_narrow else _INT32 if has_less else out

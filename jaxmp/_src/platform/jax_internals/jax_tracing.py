@@ -52,6 +52,13 @@ def has_effects(eqn: _core.JaxprEqn) -> bool:
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
 
+def has_state(jaxpr: Jaxpr) -> bool:
+    """True if a jaxpr has side effects, changes a mutable array, or uses an axis that no shard_map has."""
+    known = manual_axes()
+    has_refs = any(is_mutable(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
+    return has_refs or any(getattr(effect, "name", None) not in known for effect in jaxpr.effects)
+
+
 def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
     """Returns the equations that the results need, or that have effects."""
     read_later = {v for v in results if not is_literal(v)}

@@ -24,7 +24,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.tools.audit.operations import INLINED
 
 # The classes of a value's dimensions; None for one that is new.
-Dims = Sequence[int | None]
+Classes = Sequence[int | None]
 # Classes of a traced value's dimensions, and a bit for each argument of the program that it depends on.
 Value = tuple[list[int], int]
 
@@ -59,7 +59,7 @@ class Dimensions:
             self._parents[self._find(dim)] = self._find(dims[0])
         return dims[0]
 
-    def _new(self, v: Any, dims: Dims | None = None) -> list[int]:
+    def _new(self, v: Any, dims: Classes | None = None) -> list[int]:
         """Returns new classes for a variable's dimensions."""
         found = [None] * len(_shape(v)) if dims is None else dims
         first = len(self._parents)
@@ -67,7 +67,7 @@ class Dimensions:
         return [first + i if dim is None else dim for i, dim in enumerate(found)]
 
     def _follow(self, jaxpr: Any, given: Sequence[Value]) -> list[Value]:
-        """Returns the values of a jaxpr's results."""
+        """Gives the dimensions of every value of a jaxpr their classes. Returns the values of its results."""
         known = dict(zip(jaxpr.invars, given, strict=True)) | {v: (self._new(v), 0) for v in jaxpr.constvars}
 
         def value(v: Any) -> Value:
@@ -80,7 +80,7 @@ class Dimensions:
                 known[v] = self._new(v, dims), every
         return [value(v) for v in jaxpr.outvars]
 
-    def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Dims | None]:
+    def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes | None]:
         """Returns the classes of dimensions for each result of an equation, None if they are not known."""
         name, params, shapes = eqn.primitive.name, eqn.params, [_shape(v) for v in eqn.outvars]
         if name == "scan":
@@ -110,12 +110,12 @@ class Dimensions:
         taken = [(_shape(v), dims) for v, (dims, _) in zip(eqn.invars[:count], values, strict=False)]
         return [self._elementwise(taken, out) for out in shapes]
 
-    def _elementwise(self, taken: Sequence[tuple[Any, list[int]]], out: Sequence[int]) -> Dims:
+    def _elementwise(self, taken: Sequence[tuple[Any, list[int]]], out: Sequence[int]) -> Classes:
         taken = [(shape, dims) for shape, dims in taken if len(shape) == len(out)]
         candidates = [[dims[i] for shape, dims in taken if shape[i] == n] for i, n in enumerate(out)]
         return [self._merge(dims) if dims else None for dims in candidates]
 
-    def _scan(self, eqn: Any, values: list[Value], every: int) -> Sequence[Dims]:
+    def _scan(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes]:
         (body,) = jax_compat.subjaxprs(eqn.params)
         nconsts, ncarry = jax_compat.scan_counts(eqn)
         carry, rows = [dims for dims, _ in values[nconsts : nconsts + ncarry]], values[nconsts + ncarry :]
@@ -125,7 +125,7 @@ class Dimensions:
         self._equate(carry, [dims for dims, _ in results[:ncarry]])
         return [*carry, *([None, *dims] for dims, _ in results[ncarry:])]
 
-    def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Dims | None]:
+    def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Classes | None]:
         """The results of what an equation calls with its last operands; a loop's are what it carries."""
         found = [[dims for dims, _ in values[-len(shapes) :]]] if eqn.primitive.name == "while" else []
         for body in jax_compat.subjaxprs(eqn.params):
@@ -137,7 +137,7 @@ class Dimensions:
             self._equate(found[0], others)
         return found[0] if found else [None] * len(shapes)
 
-    def _of_product(self, indices: Sequence[str], eqn: Any, values: list[Value]) -> Sequence[Dims | None]:
+    def _of_product(self, indices: Sequence[str], eqn: Any, values: list[Value]) -> Sequence[Classes | None]:
         (a, bits_a), (b, bits_b) = values[0], values[-1 if eqn.primitive is activated_matmul_p else 1]
         of: dict[str, int] = {}
         for index, dim in zip(indices[0] + indices[1], a + b, strict=True):
@@ -171,7 +171,7 @@ def _product(eqn: Any) -> Sequence[str] | None:
     return ("mk", "gkn", "mn") if is_grouped else None
 
 
-def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Dims:
+def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
     """Dimensions that begin at one element are the same, if their extents have a common factor.
 
     Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,29 +30,31 @@ def audit(
     batch_argnums: int | Sequence[int] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     quiet: bool = False,
-) -> Audit:
-    """Print which operations of `fn(*args)` give other bits in another batch or on another mesh, and return them.
+) -> Callable[..., Audit]:
+    """Print which operations of `fn` give other bits in another batch or on another mesh, and return them.
 
-    It runs `fn` equation by equation, each compiled alone, on `args` and in variants of them. It names each equation
-    if its inputs have equal bits in both but its outputs do not, and continues from equal bits, so that it finds all of
-    them; then it compares the outputs of `fn` as a whole. If only these differ, it names a few operations that differ
-    when they are compiled together, and tries remedies. docs/audit.md says more.
+    `audit(fn)(*args, **kwargs)` runs `fn` equation by equation, each compiled alone, on its arguments and in variants
+    of them. It names each equation if its inputs have equal bits in both but its outputs do not, and continues from
+    equal bits, so that it finds all of them; then it compares the outputs of `fn` as a whole. If only these differ, it
+    names a few operations that differ when they are compiled together, and tries remedies. docs/audit.md says more.
 
     Args:
-      fn: a function of arrays, jitted or not; a gradient function for the backward pass. Keyword arguments:
-        `functools.partial(fn, key=value)`.
-      args: its arguments: pytrees of arrays, and other values, which stay as they are.
+      fn: a function of arrays, jitted or not; a gradient function for the backward pass. Its arguments are pytrees of
+        arrays, and other values, which stay as they are.
+      args: deprecated: `audit(fn, *args)` is the old form of `audit(fn)(*args)`.
       vary: "batch": each row has to have the same bits in batches of other sizes, at other places. "mesh": the arrays
         that a mesh holds have to give the same bits on smaller meshes, down to one device; `fn` finds its mesh in its
         operands or in `jax.sharding.get_mesh()`. "processes": the arrays of a mesh over several processes have to give
-        the same bits on devices of one process; every process calls `audit` with equal arguments and gets one result.
+        the same bits on devices of one process; every process calls it with equal arguments and gets one result.
       batch_argnums: for "batch", the numbers of the arguments with arrays that have the batch as first dimension. By
-        default all arguments with arrays that begin with the extent of the last argument's arrays.
+        default all arguments with arrays that begin with the extent of the last argument's arrays. The keyword
+        arguments together count as one last argument.
       compiler_options: as of `jax.jit`.
       quiet: whether to return without printing. Of several processes the first prints.
 
     Returns:
-      An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`, `.together`, `.trials`; `str` gives the table.
+      A function of the same arguments that prints the table and returns an `Audit`: `.rows`, one per culprit,
+      `.uncompared`, `.outputs`, `.together`, `.trials`; `str` gives the table.
 
     Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
     what `fn` raises.
@@ -59,35 +62,45 @@ def audit(
     >>> import functools, jax.numpy as jnp, numpy as np, jaxmp
     >>> x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
     >>> invariant = functools.partial(jaxmp.matmul, determinism="batch")
-    >>> jaxmp.audit(invariant, x, x.T @ x, vary="batch", batch_argnums=0, quiet=True)
+    >>> jaxmp.audit(invariant, vary="batch", batch_argnums=0, quiet=True)(x, x.T @ x)
     Audit(0 of 1 operations differ, vary='batch')
-    >>> print(jaxmp.audit(lambda x: jnp.sin(x) + 1, x, quiet=True).rows)
+    >>> print(jaxmp.audit(lambda x: jnp.sin(x) + 1, quiet=True)(x).rows)
     ()
     """
     if not callable(fn):
-        raise TypeError(f"audit: fn has to be a function, got {type(fn).__name__}; write audit(fn, *args)")
+        raise TypeError(f"audit: fn has to be a function, got {type(fn).__name__}; write audit(fn)(*args)")
     if vary not in operations.LEVELS:
         raise ValueError(f'audit: vary has to be "batch", "mesh" or "processes", got {vary!r}')
     if batch_argnums is not None and vary != "batch":
         raise ValueError(f'audit: batch_argnums is for vary="batch", got vary={vary!r}; leave it out')
-    line = jax_compat.user_line()
-    fn_of_arrays, arrays = _of_arrays(fn, args, is_of_processes=vary == "processes")
-    trace = functools.partial(Side, fn_of_arrays, compiler_options=compiler_options)
-    if vary == "batch":
-        sides = _batches(trace, args, arrays, batch_argnums)
-    else:
-        sides = (meshes.of_process if vary == "mesh" else meshes.across_processes)(trace, arrays)
-    found = _audit(vary, fn_of_arrays, sides, line)
-    if not quiet and (vary != "processes" or jax.process_index() == 0):
-        print(found)
-    return found
+
+    @jax_compat.hides_frames
+    @jax_compat.under_known_flags
+    def audited(*args: Any, **kwargs: Any) -> Audit:
+        line = jax_compat.user_line()
+        fn_of_arrays, arrays = _of_arrays(fn, args, kwargs, is_of_processes=vary == "processes")
+        trace = functools.partial(Side, fn_of_arrays, compiler_options=compiler_options)
+        if vary == "batch":
+            sides = _batches(trace, (*args, kwargs) if kwargs else args, arrays, batch_argnums)
+        else:
+            sides = (meshes.of_process if vary == "mesh" else meshes.across_processes)(trace, arrays)
+        found = _audit(vary, fn_of_arrays, sides, line)
+        if not quiet and (vary != "processes" or jax.process_index() == 0):
+            print(found)
+        return found
+
+    if not args:
+        return audited
+    # The user's line is four frames up, after the wrappers of `public`.
+    warnings.warn("audit(fn, *args) is deprecated; write audit(fn)(*args)", DeprecationWarning, stacklevel=5)
+    return cast(Callable[..., Audit], audited(*args))  # an Audit, which the new form's type does not tell
 
 
 def _of_arrays(
-    fn: Callable[..., Any], args: Sequence[Any], *, is_of_processes: bool
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
     """Returns `fn` as a function of a list of its arrays, and that list."""
-    leaves, tree = jax.tree.flatten(args)
+    leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
@@ -103,7 +116,8 @@ def _of_arrays(
 
     def fn_of_arrays(arrays: Sequence[Any]) -> Any:
         given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        results = fn(*jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))]))
+        args, kwargs = jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))])
+        results = fn(*args, **kwargs)
         return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
 
     # Arrays as JAX takes them: without 64-bit types a float64 of NumPy becomes float32.
@@ -116,7 +130,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
     """Runs the reference, which comes first, and each variant."""
-    report, outputs, differing = Report(vary), list[Output](), list[Walk]()
+    report, outputs, differing = Report(), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
     names = _output_names(fn, reference)
@@ -131,7 +145,8 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
             differing.append(walk)
         if walk not in differing[:1]:
             walk.bodies.clear()
-    explained = together.explained(differing, vary, line) if differing and not report.rows else ((), ())
+    has_rows = bool(report.rows)
+    explained = together.explained(differing, vary, line, has_rows=has_rows) if differing else ((), ())
     return Audit(
         vary, first.name, tuple(variants), report.rows, report.uncompared, tuple(outputs), report.compared, *explained
     )

@@ -1,4 +1,4 @@
-"""Kinds of operations: which of them `fuse` settles, and what to do about the others."""
+"""Kinds of operations: products, sums and others, and how reports name them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
 _OURS = {primitive.name for primitive in (*PRODUCTS, *GROUPED)}
-_GROUPED = (*(primitive.name for primitive in GROUPED), "ragged_dot_general")  # a level that they always have: "batch"
 # Equations with jaxprs that run once, as if they were written out.
 INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
@@ -37,41 +36,6 @@ _KINDS = {
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
-ADVICE = {
-    ("sum", "mesh"): (
-        "sum on whole operands: jax.sharding.reshard them to P() before the sum, so that every device adds all in"
-        " one order; or write the sum as a product with ones, which jaxmp.matmul(x, ones, determinism='topology')"
-        " adds in one order on any mesh"
-    ),
-    ("sum", "batch"): (
-        "write the sum over features as a product with ones, jaxmp.matmul(x, ones, determinism='batch'), or always"
-        " run batches of one size and pad the last"
-    ),
-    ("elementwise", "mesh"): (
-        "XLA vectorises it by the shape of a device's part; compute it on whole operands: jax.sharding.reshard them to"
-        " P()"
-    ),
-    ("elementwise", "batch"): (
-        "XLA vectorises it by the shape; always run batches of one size and pad the last, or map it over the rows with"
-        " jax.lax.map, which runs one row at a time"
-    ),
-    ("convolution", "mesh"): "compute it on whole operands (jax.sharding.reshard to P()), or as a product of patches",
-    ("convolution", "batch"): "always run batches of one size and pad the last, or compute it as a product of patches",
-    ("linear algebra", "mesh"): "compute it on whole operands: jax.sharding.reshard them to P()",
-    ("linear algebra", "batch"): "map it over the rows with jax.lax.map, which runs one row at a time",
-    ("random", "mesh"): "draw from keys that do not depend on the mesh, with jax_threefry_partitionable on",
-    ("random", "batch"): "draw from one key for each row (jax.random.fold_in of the number of the row)",
-    ("whole", "mesh"): "it runs as one piece here; audit a function of what is inside to see which operation it is",
-    ("whole", "batch"): "it runs as one piece here; audit a function of what is inside to see which operation it is",
-    ("other equations", "mesh"): "the program itself is another on this mesh; write it so that it is the same on all",
-    ("other equations", "batch"): "the program itself is another for this batch; write it so that it is the same",
-}
-_UNSETTLED = (
-    "fuse leaves it to XLA: operands of two types, ragged groups, or a batch with a sharded contraction; bring"
-    " both to one type, or the contraction whole to every device"
-)
-_OF_KEPT = "this call has the level already; please report it as a bug of jaxmp"
-
 
 def inlined_body(eqn: Any) -> Any:
     """Returns the jaxpr that an equation runs once, as if it was written out; None if there is none."""
@@ -92,47 +56,13 @@ def name_of(eqn: Any) -> str:
 
 
 def kind_of(eqn: Any) -> str:
-    """Returns a kind of `ADVICE`, or "product"."""
+    """Returns the kind of an operation: "product", "sum" or another one that `Row` lists."""
     if our_equation(eqn) is not None:
         return "product"
     name = str(eqn.primitive.name)
     if name in _KIND_OF:
         return _KIND_OF[name]
     return "whole" if any(True for _ in jax_compat.subjaxprs(eqn.params)) or name == "pallas_call" else "elementwise"
-
-
-def settled_by(eqn: Any, vary: str) -> str:
-    """Returns the argument of `fuse` that keeps the bits of an equation, or ""."""
-    level, ours = LEVELS[vary], our_equation(eqn)
-    is_grouped = (ours or eqn).primitive.name in _GROUPED
-    is_known = is_grouped or (kind_of(eqn) == "product" and (ours is not None or _is_fused(eqn)))
-    if not is_known or (is_grouped and level != "batch"):
-        return ""
-    return "" if is_kept(eqn, level) else f'determinism="{level}"'
-
-
-def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
-    """Returns what to do if `fuse` does not settle it; `is_other`: the variant has other equations there."""
-    if kind_of(eqn) == "product" and not is_other:
-        return "" if settled_by(eqn, vary) else _OF_KEPT if is_kept(eqn, LEVELS[vary]) else _UNSETTLED
-    kind = "other equations" if is_other else kind_of(eqn)
-    return ADVICE[kind, "batch" if vary == "batch" else "mesh"]
-
-
-def _is_fused(eqn: Any) -> bool:
-    """True if `fuse` gives a product of JAX's a level of determinism."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contract, batch), avals = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
-    specs = [aval.sharding.spec.partitions for aval in avals]
-    is_split = any(d < len(spec) and spec[d] for spec, dims in zip(specs, contract, strict=True) for d in dims)
-    return avals[0].dtype == avals[1].dtype and not (batch[0] and is_split)
-
-
-def is_kept(eqn: Any, level: str) -> bool:
-    """True if an equation is a product of jaxmp that has this level."""
-    ours = our_equation(eqn)
-    return ours is not None and ours.params["spec"].determinism in (level, "topology")
 
 
 def our_equation(eqn: Any) -> Any:

@@ -24,8 +24,6 @@ class Row:
       count, runs: how often it differs, and how often it runs, in all variants together: equal lines of layers, and
         the steps of a loop, share a row.
       difference: how far apart the outputs are, at worst: `.differing` of `.elements`, `.ulps`, `.absolute`.
-      settled_by: the argument of `jaxmp.fuse` that keeps its bits, 'determinism="topology"'; empty if there is none.
-      advice: what to do where that is empty.
     """
 
     line: str
@@ -37,8 +35,6 @@ class Row:
     count: int
     runs: int
     difference: Difference
-    settled_by: str
-    advice: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +61,7 @@ class Output:
 class Report:
     """Collects what the variants of one audit show."""
 
-    def __init__(self, vary: str) -> None:
-        self._vary = vary
+    def __init__(self) -> None:
         self._rows: dict[Any, Row] = {}
         self._runs: dict[Any, int] = {}
         self._uncompared: dict[Uncompared, None] = {}
@@ -102,8 +97,6 @@ class Report:
             count=0,
             runs=0,
             difference=found,
-            settled_by="" if is_other else operations.settled_by(eqn, self._vary),
-            advice=operations.advice_on(eqn, self._vary, is_other=is_other),
         )
 
     def skips(self, eqn: Any, line: str, why: str) -> None:

@@ -19,7 +19,7 @@ class Audit:
 
     The table has, per operation, the line of the program; the primitive; the shapes of its inputs and of its output,
     and their type; the variants with a difference, and how often of how many times it ran; how many elements differ,
-    at worst; the largest distance in units in the last place, and absolutely; and what to do.
+    at worst; the largest distance in units in the last place, and absolutely; and the kind of operation.
 
     Attributes:
       vary: "batch", "mesh" or "processes".
@@ -30,7 +30,8 @@ class Audit:
       compared: how many operations were compared; operations with one line and one shape count once.
       together: where no operation differs alone and an output does, small groups of operations that differ when they
         are compiled together.
-      trials: the remedies that were then tried on the whole program; the last is the one that helps, if any does.
+      trials: the remedies that were tried on the whole program if an output differs; the last is the one that helps,
+        if any does.
     """
 
     vary: str
@@ -65,20 +66,11 @@ class Audit:
         return f"total: {self._counts()}; {self.reference} compared with {', '.join(self.variants)}"
 
     def _notes(self) -> list[str]:
-        """Returns what to do, once for all equal rows; what was not compared; and the whole program."""
-        notes = []
-        if settled := [row for row in self.rows if row.settled_by]:
-            notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {_places(settled)}")
-        advice: dict[tuple[str, str], list[Row]] = {}
-        for row in self.rows:
-            if not row.settled_by:
-                advice.setdefault((row.kind, row.advice), []).append(row)
-        notes += [f"{kind}: {text}: {_places(rows)}" for (kind, text), rows in advice.items()]
+        """Returns what was not compared, once for all equal reasons, and the whole program."""
         reasons: dict[str, list[Uncompared]] = {}
         for one in self.uncompared:
             reasons.setdefault(one.why, []).append(one)
-        notes += [f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()]
-        return [*notes, *self._whole()]
+        return [*(f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()), *self._whole()]
 
     def _whole(self) -> Iterator[str]:
         """Yields whether the whole program differs, which operations do so together, and what was tried."""
@@ -96,17 +88,20 @@ class Audit:
             times = collections.Counter(f"{operation} {line}" for operation, line in one.operations)
             operations = _first([f"{n} x {name}" if n > 1 else name for name, n in times.items()])
             yield f"differ if compiled together: {operations}" + (f"; {one.rewriting}" if one.rewriting else "")
-        if self.trials and self.trials[-1].differing:
+        *_, last = (None, *self.trials)
+        if last is not None and last.differing and not self.rows:
             yield f"no remedy is known; tried without success: {'; '.join(one.remedy for one in self.trials)}"
-        elif self.trials:
-            yield f"tried on this program: {self.trials[-1].remedy}: 0 of {self.trials[-1].outputs} outputs differ then"
+        elif last is not None:
+            yield f"tried on this program: {last.remedy}: {last.differing} of {last.outputs} outputs differ then"
+        if self.rows and (last is None or last.differing):
+            yield "remedies for each kind of operation: docs/audit.md"
 
 
 # A note names at most this many lines and outputs.
 _SHOWN = 8
 
 
-def _places(found: Sequence[Row | Uncompared]) -> str:
+def _places(found: Sequence[Uncompared]) -> str:
     """Returns the operations with their lines."""
     return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
 
@@ -131,5 +126,5 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "elements": lambda row: f"{row.difference.differing}/{row.difference.elements}",
     "ulps": lambda row: str(row.difference.ulps),
     "absolute": lambda row: f"{row.difference.absolute:.2g}",
-    "remedy": lambda row: f"fuse({row.settled_by})" if row.settled_by else f"{row.kind}, see below",
+    "kind": lambda row: row.kind,
 }

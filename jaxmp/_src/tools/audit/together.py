@@ -3,6 +3,7 @@
 Where no operation differs alone and the program does, audit compiles some of its operations as one piece, on both
 sides, with equal inputs. It bisects to a small piece that differs: for k of n operations it compiles at most
 2 (k + 1) (log2(n) + 1) times, and it looks for at most 3 pieces. Then it tries each remedy on the whole program.
+If operations differ alone, it tries `jaxmp.fuse`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,17 @@ class Trial:
     outputs: int
 
 
-def explained(walks: Sequence[Walk], vary: str, line: str) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
-    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`."""
+def explained(
+    walks: Sequence[Walk], vary: str, line: str, *, has_rows: bool
+) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
+    """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
+
+    `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only.
+    """
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
-    found = pieces(walks[0], walks[0].bodies[program], line)
-    return tuple(found), tuple(_trials(walks, found, operations.LEVELS[vary]))
+    found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
+    remedies = _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS)
+    return tuple(found), tuple(_trials(walks, remedies))
 
 
 # Pieces ------------------------------------------------------------------------------------------------------------
@@ -113,7 +120,6 @@ def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
 # Rewritings --------------------------------------------------------------------------------------------------------
 
 _BROADCASTS = ("broadcast_in_dim", "reshape")
-_BY_ROOT = "x * jax.lax.rsqrt(y) for x / jnp.sqrt(y)"
 _FMA = "XLA rounds a multiplication and an addition once where it computes them together (fused multiply-add)"
 # (what all takes part, what XLA does).
 _REWRITINGS = (
@@ -146,36 +152,6 @@ def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
     return v if is_root or v.aval.size < eqn.outvars[0].aval.size else None
 
 
-def _without_divisions(side: Side) -> tuple[str, Callable[..., Any]] | None:
-    """Returns (what to write for divisions by roots and broadcast values, the program with that), or None."""
-    program, constants = side.inlined(side.jaxpr)
-    makers = _makers(program.eqns)
-    divisors = {id(eqn): v for eqn in program.eqns if (v := _divisor(eqn, makers)) is not None}
-    roots = {v: makers[v].invars[0] for v in divisors.values() if v in makers and makers[v].primitive.name == "sqrt"}
-
-    def inverse(v: Any, values: Mapping[Any, Any]) -> Any:
-        if v in roots:
-            return jax.lax.rsqrt(jax_tracing.array_of(roots[v], values))
-        if v in makers and makers[v].primitive.name in _BROADCASTS:
-            return jax_tracing.evaluate(makers[v], [inverse(makers[v].invars[0], values)])[0]
-        return 1 / values[v]
-
-    def rewritten(arrays: Sequence[Any]) -> list[Any]:
-        values = dict(zip(program.invars, arrays, strict=True)) | constants
-        for eqn in program.eqns:
-            if id(eqn) in divisors:
-                factor = inverse(eqn.invars[1], values)
-                values[eqn.outvars[0]] = jax_tracing.array_of(eqn.invars[0], values) * factor
-            else:
-                jax_tracing.evaluate_each([eqn], values)
-        return [jax_tracing.array_of(v, values) for v in program.outvars]
-
-    texts = {_BY_ROOT if v in roots else "x * (1 / y) for x / y": None for v in divisors.values()}
-    lines = {line: None for eqn in program.eqns if id(eqn) in divisors and (line := jax_compat.traced_line(eqn))}
-    places = f" ({', '.join(lines)})" if lines else ""
-    return (f"write {' and '.join(texts)}{places}", rewritten) if divisors else None
-
-
 # Remedies ----------------------------------------------------------------------------------------------------------
 
 _OPTIONS = (
@@ -186,29 +162,27 @@ _OPTIONS = (
 )
 
 
-def _trials(walks: Sequence[Walk], found: Sequence[Together], level: Any) -> Iterator[Trial]:
+def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
     """Tries remedies on the whole program until no output differs."""
-    for remedy, run in _remedies(walks[0], found, level):
+    differing = count = len(walks[0].results)
+    for remedy, run in remedies:
         try:
             ones = run(walks[0].sides[0])
             compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
-        except (jax.errors.JaxRuntimeError, NotImplementedError):  # the compiler, or `fuse`, does not take it
-            continue
-        trial = Trial(remedy, sum(any(one) for one in zip(*compared, strict=True)), len(ones))
-        yield trial
-        if not trial.differing:
+            differing = sum(any(one) for one in zip(*compared, strict=True))
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:  # the compiler, or `fuse`, does not take it
+            remedy, differing = f"{remedy} ({str(error).splitlines()[0]})", count
+        yield Trial(remedy, differing, count)
+        if not differing:
             return
 
 
-def _remedies(walk: Walk, found: Sequence[Together], level: Any) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
-    """Yields (a remedy, how a side runs the whole program with it), and nothing that the program has already."""
-    equations = [eqn for body in walk.bodies.values() for eqn, _ in body.pairs]
-    if not any(operations.is_kept(eqn, level) for eqn in equations):
-        yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
-    if any("reciprocal" in one.rewriting for one in found) and (written := _without_divisions(walk.sides[0])):
-        yield written[0], lambda side: side.whole((_without_divisions(side) or written)[1])
+def _remedies(
+    walk: Walk, level: Any, options: Sequence[dict[str, str]]
+) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
+    """Yields (a remedy, how a side runs the whole program with it), and no option that the program has already."""
+    yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
     given = walk.sides[0].options
-    for options in _OPTIONS:
-        if any(given.get(name) != value for name, value in options.items()):
-            run = functools.partial(Side.whole, options=options)
-            yield f"jax.jit(fn, compiler_options={given | options})", run
+    for each in options:
+        if any(given.get(name) != value for name, value in each.items()):
+            yield f"jax.jit(fn, compiler_options={given | each})", functools.partial(Side.whole, options=each)

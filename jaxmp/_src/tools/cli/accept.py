@@ -288,7 +288,7 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
 
 
 def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
-    """Measures TFLOP/s of a product and of XLA's, some calls in flight; a turn has as many on every rank."""
+    """Measures TFLOP/s of jaxmp's product and of XLA's. Every rank dispatches `_IN_FLIGHT` calls, and then waits."""
     calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxmp._src.core.contraction.contraction import Dims
 from jaxmp._src.tools.explain import hlo
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
 
-# For each dimension of an array the mesh axes that shard it; () if none shards the array.
-Dims = tuple[tuple[str, ...], ...]
 Place = tuple[Computation, Instruction]
 
 

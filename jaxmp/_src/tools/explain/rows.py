@@ -340,11 +340,10 @@ def _communication_row(
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
         moved, operation = moves.received(x.shape, before, after, mesh), moves.kind_of(before, after, mesh)
-        pairs = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
-        changed = [sorted({*have} ^ {*want}) for have, want in pairs]
+        axes = tuple(dict.fromkeys(itertools.chain(*(sorted({*a} ^ {*b}) for a, b in zip(before, after, strict=True)))))
         if operation == "collective_permute":  # a device that receives anything receives its whole shard
-            moved, changed = math.prod(local) if pairs else 0, [sorted({*have, *want}) for have, want in pairs]
-        axes = tuple(dict.fromkeys(itertools.chain(*changed)))
+            axes = moves.permuted(before, after, mesh)
+            moved = math.prod(local) if axes else 0
     elif name.startswith("psum") or name == "pmax":
         operation, moved = "all_reduce", 2 * math.prod(local) * (p - 1) // p
     elif name == "all_to_all":

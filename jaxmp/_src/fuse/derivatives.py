@@ -1,0 +1,121 @@
+"""Evaluates a function at a level of determinism, with derivatives at this level.
+
+JAX would differentiate the calls of a rewritten program, and leave the operations between them to XLA. So the function
+differentiated is the one before rewriting, and its linear map is `linear_p`. Each part is then rewritten: the
+function with its residuals, the linear map in forward mode, and the transposed map in reverse mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, mlir
+
+from jaxmp._src.fuse.emit import Options
+from jaxmp._src.fuse.rewrite import Rewriter
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
+
+Function = Callable[..., Sequence[jax.Array]]
+
+# (*residuals, *tangents) -> the results of `function`, which is linear in the tangents.
+linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
+
+
+def evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
+    """Traces a function of pytrees and returns its result, computed with the trace's products as calls."""
+    traced = jax_tracing.Traced(fn, args, kwargs)
+    jaxpr, consts = traced.jaxpr, traced.consts
+
+    def plain(*values: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(jaxpr, values[: len(consts)], *values[len(consts) :])
+
+    def rewritten(*values: Any) -> list[Any]:
+        return Rewriter(options).evaluate(jaxpr, values[: len(consts)], *values[len(consts) :])
+
+    if not options.level.fixed_order or jax_tracing.has_state(jaxpr):
+        return traced.result(rewritten(*consts, *traced.arrays))
+    run = jax.custom_jvp(rewritten)
+    run.defjvp(lambda primals, tangents: _jvp(plain, options, primals, tangents), symbolic_zeros=True)
+    return traced.result(run(*consts, *traced.arrays))
+
+
+def _jvp(
+    function: Function, options: Options, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the results of a function and their tangents."""
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero | ad.Zero)]
+
+    def linearized(*primals: Any) -> Any:
+        def of_moved(*values: Any) -> Sequence[Any]:
+            given = dict(zip(moved, values, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(primals)))
+
+        return jax.linearize(of_moved, *(primals[i] for i in moved))
+
+    results, linear = evaluated(linearized, primals, {}, options)
+    residuals, tree = jax.tree.flatten(linear)
+    inexact = [i for i, x in enumerate(results) if jax.numpy.issubdtype(x.dtype, np.inexact)]
+
+    def of_residuals(*values: Any) -> list[jax.Array]:
+        residuals_, tangents_ = values[: len(residuals)], values[len(residuals) :]
+        found = jax.tree.unflatten(tree, residuals_)(*tangents_)
+        return [found[i] for i in inexact]
+
+    made = linear_p.bind(
+        *residuals, *(tangents[i] for i in moved), function=of_residuals, nresiduals=len(residuals), options=options
+    )
+    of_inexact = dict(zip(inexact, made, strict=True))
+    zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in results)
+    return list(results), [of_inexact.get(i, zero) for i, zero in enumerate(zeros)]
+
+
+def _abstract_eval(*avals: Any, function: Function, **_: Any) -> list[Any]:
+    return [v.aval for v in jax_tracing.trace(function, avals)[0].outvars]
+
+
+def _linear_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, nresiduals: int, options: Options
+) -> Any:
+    params = {"function": function, "nresiduals": nresiduals, "options": options}
+    if any(not isinstance(t, ad.Zero) for t in tangents[:nresiduals]):
+        return _jvp(function, options, primals, tangents)
+    linear = map(ad.instantiate_zeros, tangents[nresiduals:])
+    return linear_p.bind(*primals, **params), linear_p.bind(*primals[:nresiduals], *linear, **params)
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, function: Function, nresiduals: int, options: Options
+) -> list[Any]:
+    wanted = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def transposed(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def linear(*values: Any) -> Sequence[Any]:
+            given = dict(zip(wanted, values, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(operands)))
+
+        return jax.linear_transpose(linear, *(ad.instantiate_zeros(ad.Zero(operands[i])) for i in wanted))(cotangents)
+
+    known = [x.aval if i in wanted else x for i, x in enumerate(operands)]
+    found = evaluated(transposed, (known, list(map(ad.instantiate_zeros, cotangents))), {}, options)
+    of_wanted = dict(zip(wanted, found, strict=True))
+    return [of_wanted.get(i) for i in range(len(operands))]
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, **params: Any) -> Any:
+    results = linear_p.bind(*operands, function=jax.vmap(function, dims), **params)
+    return results, [0] * len(results)
+
+
+def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> Any:
+    return evaluated(function, operands, {}, options)
+
+
+linear_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[linear_p] = _linear_jvp
+ad.primitive_transposes[linear_p] = _transpose
+jax_compat.batching.primitive_batchers[linear_p] = _batch
+mlir.register_lowering(linear_p, mlir.lower_fun(_lower, multiple_results=True))
