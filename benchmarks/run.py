@@ -15,7 +15,7 @@ import tables
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = (
     *("matmul", "layers", "step", "fuse", "batches", "determinism", "overhead", "devices", "processes", "memory"),
-    *("compile", "prediction", "products", "experts"),
+    *("compile", "prediction", "products", "experts", "training"),
 )
 
 

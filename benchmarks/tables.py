@@ -12,7 +12,10 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = RESULTS.parents[1]
-PAGES = [ROOT / name for name in ("README.md", "paper/paper.md", "docs/performance.md", "docs/benchmarks.md")]
+PAGES = [
+    ROOT / name
+    for name in ("README.md", "paper/paper.md", "docs/performance.md", "docs/determinism.md", "docs/benchmarks.md")
+]
 PROCESSORS = {"amx": "Intel with AMX", "avx512": "AMD with AVX512_BF16", "avx512-intel": "Intel with AVX-512"}
 TYPES = {"float32": "f32", "bfloat16": "bf16 -> bf16"}
 PARTS = ("means", "rows")
