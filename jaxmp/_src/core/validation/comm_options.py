@@ -17,10 +17,10 @@ from jaxmp._src.core.validation.operand_checks import check_dtype
 from jaxmp._src.platform.runtime import native
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
-# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp takes the same
-# ones; on GPUs the library itself is asked.
 # The types in which b and its gradient may cross.
 _NARROW = {"weights": ("int8", "float8_e4m3fn"), "gradients": ("bfloat16",)}
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp takes the same
+# ones; on GPUs the library itself is asked.
 ALGORITHMS = {
     "default": tuple(Pattern),
     "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
