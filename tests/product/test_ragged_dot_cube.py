@@ -2,9 +2,9 @@
 operands enter, what is gathered, which index the ranks of each axis split, what is summed and how the result leaves.
 Each plan is checked against the laws of a product without compiling it: an operand arrives split like its indices, each
 rank's terms are summed once, and the result has the stated sharding. An axis has one of twenty roles in a plan.
-Programs that contain every pair of roles are compiled, with both cotangents, and compared exactly. Without these tests
-an axis could be summed twice if another axis gathers. `JAXMP_FUZZ=n` compiles n shardings drawn from all instead, from
-`JAXMP_FUZZ_SEED` on."""
+Programs that contain every pair of roles are compiled, with both cotangents, and compared exactly; `explain` has to
+print what they move. Without these tests an axis could be summed twice if another axis gathers. `JAXMP_FUZZ=n` compiles
+n shardings drawn from all instead, from `JAXMP_FUZZ_SEED` on."""
 
 import collections
 import functools
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 from jax.sharding import AxisType, NamedSharding
 from ragged import assert_same, integers, reference, shardings
 
@@ -172,7 +173,9 @@ def test_values_and_cotangents(request, kind):
             some = cases[part : part + TOGETHER]
             of = [[NamedSharding(mesh, spec) for spec in specs] for specs in some]
             placed = [jax.device_put([*operands], each) for each in of]
-            for specs, got in zip(some, jax.jit(functools.partial(run, cases=some))(placed), strict=True):
+            _, compiled = transfers.check(functools.partial(run, cases=some), placed)
+            results = iter(compiled(placed))
+            for specs, got in zip(some, zip(results, results, results, strict=True), strict=True):
                 try:
                     assert_same(got, want)
                 except AssertionError as error:
