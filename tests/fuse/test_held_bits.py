@@ -95,14 +95,18 @@ SUMS = {
     "middle": lambda x: x.sum(1),
     "columns": lambda x: x.mean(-1),
     "all": lambda x: (x / x.sum()).std(),
+    "cumulated": lambda x: jnp.cumsum(x, 0),
+    "multiplied": lambda x: x.prod(1),
     "scattered": lambda x: jax.ops.segment_sum(x, np.arange(8) % 3, 4),
 }
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sums_have_values_types_and_bits_of_one_device(mesh_of, axis_type):
+    is_auto = axis_type is AxisType.Auto  # JAX refuses the others on explicit axes
+
     def program(x):
-        return [f(x) for name, f in SUMS.items() if name != "scattered" or axis_type is AxisType.Auto]
+        return [f(x) for name, f in SUMS.items() if name not in ("scattered", "cumulated") or is_auto]
 
     x = rng.uniform(size=(8, 4, 40)).astype(np.float32)
     fused = jax.jit(jaxmp.fuse(program, determinism="topology"))
@@ -182,3 +186,10 @@ def test_functions_do_not_know_the_extent_of_a_row():
     x = rng.uniform(0.1, 3, (256, 16)).astype(np.float32)
     for whole, part in zip(fused(x), fused(x[:, :4]), strict=True):
         assert_bitwise_equal(whole[:, :4], part)
+
+
+def test_sums_that_stay_with_xla_are_named(mesh_of):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    f = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    with pytest.warns(RuntimeWarning, match=r"psum at test_held_bits\.py:\d+ \(let a product"):
+        jax.eval_shape(jaxmp.fuse(f, determinism="topology"), X)

@@ -136,6 +136,7 @@ def patterns(explanation):
     return " ".join(row.pattern for row in explanation.rows)
 
 
+@pytest.mark.filterwarnings("ignore:fuse. the bits of these operations")  # a psum that no product takes in
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_fused(case, mesh):
     for gradient, expected in ((False, case.forward), (True, case.gradient)):

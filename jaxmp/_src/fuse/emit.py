@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.ops import dot_general as _dot_general
 from jaxmp._src.core.ops.matmul import linear, matmul
+from jaxmp._src.core.sharding import meshes
 from jaxmp._src.core.spec import epilogs, levels
 from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.levels import Level
@@ -148,7 +149,9 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns)."""
+    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns). Only the first dimension of k may
+    stay sharded, so that each rank has a contiguous piece of k."""
+    x, y = _gathered(x, one.contract[1:]), _gathered(y, other.contract[1:])
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
     of_d = options.pop("out_sharding")
@@ -159,6 +162,15 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
         flat = of_d.update(partitions=joined)
     d: jax.Array = matmul(a, b, out_sharding=flat, **options)
     return lax.reshape(d, shape, out_sharding=None if of_d is None else jax.sharding.NamedSharding(_mesh(d), of_d))
+
+
+def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Returns x with these dimensions whole on every device, where its type shards them."""
+    if not any(_axes_of(x, d) for d in dims):
+        return x
+    spec = jax.typeof(x).sharding.spec
+    whole = P(*(None if i in dims else entry for i, entry in enumerate(spec.partitions)))
+    return meshes.reshard(x, _mesh(x), spec, whole, is_explicit=True)
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:

@@ -7,7 +7,8 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
 - an operation that XLA approximates is alone between barriers;
-- a scatter that adds gets whole updates on every device.
+- a scatter that adds or multiplies, a product of elements and a cumulative sum or product get whole operands on every
+  device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from jaxmp._src.fuse.operands import axes_of_type, is_explicit
 from jaxmp._src.platform.jax_internals import jax_tracing
 
 SUM = "reduce_sum"
-SCATTER = "scatter-add"
+SCATTERS = frozenset(("scatter-add", "scatter-mul"))
+# XLA splits these over the devices that share the dimension along which they add or multiply.
+WHOLE = SCATTERS | {"cumsum", "cumprod", "cumlogsumexp", "reduce_prod"}
 # XLA contracts, reassociates or rewrites the results of these.
 FENCED = frozenset(
     (
@@ -44,7 +47,12 @@ FENCED = frozenset(
 # XLA:CPU approximates these in one way in vector loops and in another in scalar loops. The extents of a fusion decide
 # which, but a kernel of one operation has vector loops.
 ALONE = frozenset(("exp", "log", "log1p", "logistic", "rsqrt", "tanh"))
-HELD = FENCED | {SUM, SCATTER}
+HELD = FENCED | WHOLE | {SUM}
+# What XLA sums over devices in an order that depends on the mesh, and what to write instead.
+PARTED = {
+    **dict.fromkeys(("psum", "psum_invariant", "reduce_scatter"), "let a product take it in, or sum outside shard_map"),
+    "conv_general_dilated": "shard no dimension along which it or its gradient sums",
+}
 
 
 def is_held(eqn: Any) -> bool:
@@ -56,7 +64,12 @@ def is_held(eqn: Any) -> bool:
         return False
     if eqn.primitive.name == SUM:
         return math.prod(eqn.invars[0].aval.shape[i] for i in eqn.params["axes"]) not in (0, 1)
-    return eqn.primitive.name != SCATTER or _may_collide(eqn)
+    return eqn.primitive.name not in SCATTERS or _may_collide(eqn)
+
+
+def parts(eqn: Any) -> bool:
+    """True if XLA may sum the results of an equation over devices, in an order that depends on the mesh."""
+    return eqn.primitive.name in PARTED and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
@@ -64,8 +77,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
     name = eqn.primitive.name
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
-    if name == SCATTER:
-        d = _scatter(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
+    if name in WHOLE:
+        d = _whole(eqn, operands) if options.level.global_order else _plain(eqn, *operands)
         return [fence(d)]  # XLA would scatter into what is added to it
     if name in ALONE:
         return [fence(_alone(eqn, operands[0]))]
@@ -141,8 +154,8 @@ def _may_collide(eqn: Any) -> bool:
     return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
 
 
-def _scatter(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of a scatter with whole operands on every device."""
+def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
+    """Returns the result of an operation with whole operands on every device."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
         d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)

@@ -113,6 +113,7 @@ class Rewriter:
         self._depth = 0  # the number of nested jaxprs that are being evaluated
         self._around: list[Any] = []  # the equations around the one that is being evaluated
         self._lost: dict[str, None] = {}  # products that do not keep the level, with line and reason
+        self._parted: dict[str, None] = {}  # other operations that do not keep the level, with line and remedy
 
     def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """Returns the results of a jaxpr."""
@@ -141,6 +142,10 @@ class Rewriter:
                 f"fuse: {self.options.level.asked} does not hold for {len(lost)} {what}{'s' if lost[1:] else ''}: "
                 f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
             )
+        if self._parted and not self._depth:
+            parted, self._parted = "; ".join(self._parted), {}
+            text = f"fuse: the bits of these operations of XLA may depend on the mesh: {parted}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         return [read(values, v) for v in results]
 
     def _run(
@@ -178,7 +183,7 @@ class Rewriter:
             return False
         if gathers.is_narrow(eqn):
             return False
-        return not (self.options.level.fixed_order and held.is_held(eqn))
+        return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
 
     # ---- what is replaced
 
@@ -342,12 +347,16 @@ class Rewriter:
 
     def _lose_one(self, what: str, *equations: Any, why: str) -> None:
         """Notes that JAX computes a product or a sum. `equations`: it and what is around it."""
-        lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
-        text = f"the {what} at {next(filter(None, lines), 'an unknown line')}: {why}"
+        text = f"the {what} at {self._line(*equations)}: {why}"
         if self.options.strict:
             self._lost[text] = None
         else:
             warnings.warn(f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2)
+
+    def _line(self, *equations: Any) -> str:
+        """Returns the line of the first equation that has one. `equations`: an equation and what is around it."""
+        lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
+        return next(filter(None, lines), "an unknown line")
 
     def _safely(self, equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
         """Returns the result of an analysis of equations. Warns and returns None if it fails by a fault of jaxmp."""
@@ -394,10 +403,12 @@ class Rewriter:
                 return jax_tracing.evaluate(eqn, operands)
         if self.options.level.fixed_order and held.is_held(eqn):
             return self._held(eqn, operands)
+        if self.options.level.global_order and held.parts(eqn):
+            self._parted[f"{name.removesuffix('_invariant')} at {self._line(eqn)} ({held.PARTED[name]})"] = None
         with jax_tracing.traced_as(eqn):
             if gathers.is_narrow(eqn):
                 return [gathers.as_bytes(eqn, *operands)]
-            more = held.HELD if self.options.level.fixed_order else ()
+            more = held.HELD.union(held.PARTED) if self.options.level.fixed_order else ()
             if name not in ("custom_jvp_call", EXCHANGE) and not control_flow.has_products(eqn, more):
                 return jax_tracing.evaluate(eqn, operands)
             self._around.append(eqn)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -167,8 +168,10 @@ def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side]
     differing = count = len(walks[0].results)
     for remedy, run in remedies:
         try:
-            ones = run(walks[0].sides[0])
-            compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "fuse: the bits of these")  # the trial compares them
+                ones = run(walks[0].sides[0])
+                compared = [walk.differences(ones, run(walk.sides[1])) for walk in walks]
             differing = sum(any(one) for one in zip(*compared, strict=True))
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:  # the compiler, or `fuse`, does not take it
             remedy, differing = f"{remedy} ({str(error).splitlines()[0]})", count
