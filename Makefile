@@ -53,7 +53,7 @@ define new_venv
 @echo "setting up $(1) (a few minutes the first time)"
 $(call python_venv,$(1))
 @mkdir -p build
-@$(1)/bin/pip install --verbose --disable-pip-version-check -C build-dir=build/$(notdir $(1)) $(2) $(PINNED_JAX) 2>&1 \
+@$(1)/bin/pip install --verbose --disable-pip-version-check $(2) $(PINNED_JAX) 2>&1 \
   | tee build/$(notdir $(1)).log \
   | { grep --line-buffered -oE '\[[0-9]+/[0-9]+\] .*|Downloading .*[0-9] MB\)|^Installing collected packages' || true; } \
   || { cat build/$(notdir $(1)).log; exit 1; }
@@ -206,7 +206,7 @@ docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warning
 # The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand. The wheel's
 # environment has what pyproject.toml names for a build, where pip would make one for each build and keep silent.
 build_requires = import tomllib; print(end="\n".join(tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))
-build_wheel = import scikit_build_core.build as b; b.build_wheel("$(WHEEL)", {"build-dir": "build/$(notdir $(WHEEL))"})
+build_wheel = import scikit_build_core.build as b; b.build_wheel("$(WHEEL)")
 more_requires = import scikit_build_core.build as b; print(end="\n".join(b.get_requires_for_build_wheel()))
 install_for_wheel = xargs -r -d '\n' $(WHEEL)/bin/pip install --quiet --disable-pip-version-check --no-compile
 $(WHEEL)/.ready: $(ALL_SOURCES)

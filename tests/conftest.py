@@ -30,6 +30,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def pytest_addoption(parser):
     parser.addoption("--exhaustive", action="store_true", help="run every case, and not only those of the small suite")
     parser.addoption("--share", metavar="I/N", help="of the cases of each test run those whose number is I modulo N")
+    parser.addoption(
+        "--share-tests", metavar="I/N", default="0/1", help="the same of the tests without cases of a file"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -38,7 +41,8 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--exhaustive") and not any("[" in arg for arg in config.args):
         kept = selection.small(items)
     if share := config.getoption("--share"):
-        kept = selection.share([item for item in items if item in kept], *map(int, share.split("/")))
+        shares = (tuple(map(int, part.split("/"))) for part in (share, config.getoption("--share-tests")))
+        kept = selection.share([item for item in items if item in kept], *shares)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -65,12 +65,15 @@ def small(items: Sequence) -> set:
     return kept
 
 
-def share(items: Sequence, index: int, count: int) -> set:
-    """Returns every `count`-th case of each test, starting at `index`, and all tests without cases."""
+def share(items: Sequence, cases: tuple[int, int], tests: tuple[int, int] = (0, 1)) -> set:
+    """Returns the cases of each test whose number is I modulo N of `cases`, and the tests without cases of each file
+    whose number is I modulo N of `tests`."""
     seen, kept = collections.Counter(), set()
     for item in items:
-        test = (item.path, getattr(item, "originalname", item.name))
-        if not hasattr(item, "callspec") or seen[test] % count == index % count:
+        has_cases = hasattr(item, "callspec")
+        group = (item.path, getattr(item, "originalname", item.name) if has_cases else None)
+        index, count = cases if has_cases else tests
+        if seen[group] % count == index % count:
             kept.add(item)
-        seen[test] += 1
+        seen[group] += 1
     return kept

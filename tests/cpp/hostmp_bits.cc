@@ -82,11 +82,11 @@ TEST(test_mixed_bits) {
 std::vector<Number> gradient_of(World& world) {
   const Case& c = world.c;
   const bool is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+  for (int rank = 0; rank < c.nranks(); ++rank) CHECK(world.buffers(rank).read().ok());
   std::vector<Number> sums;
   for (int64_t i = 0; i < (is_of_b ? c.n : c.m); ++i) {
     const int rank = is_of_b ? 0 : static_cast<int>(world.buffers(0).layouts.d.owner(i, 0));
     Buffers& x = world.buffers(rank);
-    CHECK(x.read().ok());
     sums.push_back(decode(c.out, x.gradient.after() + 4 * (is_of_b ? i : x.layouts.d.local_row(i))));
   }
   return sums;

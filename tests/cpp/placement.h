@@ -136,20 +136,30 @@ struct Layout {
   // work(row, column, local row, local column) for each element of a rank.
   template <typename Work>
   void each_of(int64_t rank, const Work& work) const {
-    for (int64_t j = 0; j < cols; ++j) {
-      for (int64_t i = 0; i < rows; ++i) {
-        if (owner(i, j) == rank) work(i, j, local_row(i), local_col(j));
+    const auto [own_rows, own_cols] = own(rank);
+    for (size_t col = 0; col < own_cols.size(); ++col) {
+      for (size_t row = 0; row < own_rows.size(); ++row) {
+        work(own_rows[row], own_cols[col], static_cast<int64_t>(row), static_cast<int64_t>(col));
       }
     }
   }
   std::pair<int64_t, int64_t> local_shape(int64_t rank) const {
+    const auto [own_rows, own_cols] = own(rank);
+    return {own_rows.size(), own_cols.size()};
+  }
+  // The rows and the columns of a rank, in ascending order.
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> own(int64_t rank) const {
     const bool by_col = grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR;
     const int64_t p = by_col ? rank % grid.nprow : rank / grid.npcol;
     const int64_t q = by_col ? rank / grid.nprow : rank % grid.npcol;
-    int64_t m = 0, n = 0;
-    for (int64_t i = 0; i < rows; ++i) m += (i / mb + rsrc) % grid.nprow == p;
-    for (int64_t j = 0; j < cols; ++j) n += (j / nb + csrc) % grid.npcol == q;
-    return {m, n};
+    std::vector<int64_t> own_rows, own_cols;
+    for (int64_t i = 0; i < rows; ++i) {
+      if ((i / mb + rsrc) % grid.nprow == p) own_rows.push_back(i);
+    }
+    for (int64_t j = 0; j < cols; ++j) {
+      if ((j / nb + csrc) % grid.npcol == q) own_cols.push_back(j);
+    }
+    return {own_rows, own_cols};
   }
 };
 

@@ -1,9 +1,23 @@
 """The small suite covers what it leaves out: every pair, or every value, occurs in a case that it runs."""
 
+import dataclasses
 import itertools
 
 import pytest
 import selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    path: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Plain):
+    callspec: int
+    originalname: str = "test_of_cases"
+
 
 ROWS = list(itertools.product("abcd", range(6), ("x", "y", "z")))
 
@@ -50,3 +64,14 @@ def test_only_the_exhaustive_suite_runs_every_case(request):
         pytest.skip("a part of the tests was asked for")
     mine = [item for item in request.session.items if item.originalname == "test_cases_of_a_product"]
     assert len(mine) == (6 if config.getoption("--exhaustive") else 3)
+
+
+def test_shares_add_up_to_every_case_and_every_test():
+    tests = {Plain(path, f"test_{i}") for path in "ab" for i in range(3)}
+    cases = {Case("a", f"test_of_cases[{i}]", i) for i in range(5)}
+    items = sorted(tests | cases, key=lambda item: (item.path, item.name))
+    shares = [selection.share(items, (i, 2), (i, 2)) for i in range(2)]
+    assert shares[0] | shares[1] == tests | cases
+    assert not shares[0] & shares[1]
+    assert [(len(share & tests), len(share & cases)) for share in shares] == [(4, 3), (2, 2)]
+    assert selection.share(items, (0, 5)) == tests | {Case("a", "test_of_cases[0]", 0)}

@@ -3,6 +3,7 @@
 import ast
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -94,6 +95,42 @@ EXPLAINS = """
 """
 
 
+# A training step whose weights are gathered and whose gradients are summed by XLA: most of that depends on no call.
+SCHEDULES = """
+    import pickle, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    import jaxmp
+    card, loops = pickle.load(sys.stdin.buffer)
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=card, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("y",), axis_types=(AxisType.Explicit,))
+    def layer(x, weights):
+        up, down, gain = weights
+        h = jaxmp.matmul(x, up, out_sharding=P(None, "y"), implementation="cublasmp")
+        h = jaxmp.matmul(jnp.tanh(h), down, out_sharding=P("y", None), implementation="cublasmp")
+        return h + jax.sharding.reshard(x * jax.sharding.reshard(gain, P(None, None)), P("y", None)), jnp.sum(h)
+    def loss(weights, x):
+        if loops:
+            x, sums = jax.lax.scan(layer, x, weights)
+            return jnp.sum(x) + jnp.sum(sums)
+        for i in range(2):
+            x, _ = layer(x, [w[i] for w in weights])
+        return jnp.sum(x)
+    n = 1024
+    shapes = ((P(None, None, "y"), (2, n, n)), (P(None, "y", None), (2, n, n)), (P(None, None, "y"), (2, n, n)))
+    with jax.set_mesh(mesh):
+        *weights, x = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for spec, shape in (*shapes, (P("y", None), (n, n)))
+        )
+        print(jax.jit(jax.grad(loss)).lower(weights, x).compile().as_text())
+"""
+COLLECTIVE = re.compile(
+    r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|async)-?(start|done|)\("
+)
+
+
 def without_a_gpu(program, given, **knobs):
     """Returns the output of a process that has the plugin but no driver."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_FAKES", "FAKE_"))}
@@ -129,3 +166,33 @@ def test_explain_reads_programs_for_gpus_without_one(limit):
         ["dot", (), 0, 1, "f32[32,256]", 2 * 32 * 512 * 256, "product", False],
         ["dot", (), 0, 1, "f32[64,256]", 2 * 64 * 512 * 256, "product", False],
     ]
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["unrolled", "scan"])
+def test_no_collective_is_in_flight_across_a_call(loops):
+    """Ranks could meet a collective and a call in different orders, and wait for each other. XLA's scheduler counts a
+    call as one of its collectives. It captures no call into a graph, where a call would keep its workspace and number.
+    """
+    text = without_a_gpu(SCHEDULES, (CARD, loops))
+    calls, collectives = judge_schedule(text)
+    assert calls == text.count('"jaxmp_matmul"') - text.count('pattern = "local"')
+    assert calls >= 4
+    assert collectives >= 2
+
+
+def judge_schedule(text):
+    """Returns the numbers of calls between devices and of collectives; fails where two are in flight together."""
+    calls = collectives = 0
+    for computation in re.split(r"\n(?=\S)", text):
+        in_flight = False
+        for line in computation.splitlines()[1:]:
+            is_call = '_xla_stream_annotation="collective"' in line
+            found = re.search(r" call-(start|done)\(", line) if is_call else COLLECTIVE.search(line)
+            if not found:
+                continue
+            assert in_flight == (found[1] == "done"), computation
+            assert not computation.startswith("%command_buffer"), computation
+            in_flight = found[1] == "start"
+            calls += is_call and in_flight
+            collectives += not is_call and found[1] != "done"
+    return calls, collectives

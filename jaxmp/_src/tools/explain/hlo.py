@@ -271,6 +271,7 @@ def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
     names = {
         "conditional": ("branch_computations", "true_computation", "false_computation"),
         "call": ("to_apply",),
+        "call-start": ("to_apply",),
         "fusion": ("calls",),
         "async-start": ("calls",),
     }.get(instruction.opcode, ())
