@@ -280,6 +280,10 @@ GATHERED = {
     "first a cast": FIRST,
     "later a cast": LATER,
     "a transpose": lambda x, q, gather: (gather(q.astype(x.dtype)).T @ x.T).T,
+    "a scale of columns": lambda x, q, gather: (
+        x @ gather(q.astype(x.dtype) * jnp.exp2(jnp.arange(N) % 3).astype(x.dtype))
+    ),
+    "a scale of the tensor": lambda x, q, gather: x @ gather((q.astype(jnp.float32) * 0.25).astype(x.dtype)),
     "a batch": lambda x, q, gather: jax.vmap(lambda q: FIRST(x, q, gather))(jnp.stack([q, -q]))[0],
     "two products": lambda x, q, gather: (lambda w: x @ w + -x @ w)(gather(q.astype(x.dtype))),
     "a gradient": gradient(FIRST),

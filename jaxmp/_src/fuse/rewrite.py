@@ -188,10 +188,7 @@ class Rewriter:
     # ---- what is replaced
 
     def _found(self, graph: Graph) -> tuple[Graph, list[Group], dict[int, str]]:
-        """Returns (the graph in the form in which products are found, its groups, why other products have none).
-
-        A collective that is two operations, start and done, is one in this form if a group takes it in.
-        """
+        """Returns (the graph with whole collectives where a group takes them in, the groups, why others have none)."""
 
         def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
             whole = without_batches_of_one(with_whole_collectives(graph, left), self._safely)

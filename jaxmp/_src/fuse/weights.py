@@ -37,7 +37,7 @@ from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, Safely, read, spliced
 from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
-from jaxmp._src.platform.jax_internals import jax_tracing
+from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # Primitives that move numbers, narrow or wide.
 _MOVES = ("transpose", "reshape", "pvary")
@@ -129,16 +129,32 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a gather of decoded numbers that moves them narrow; None for any other equation."""
+    """Returns the equations of a gather of decoded numbers that moves them narrow; None for any other equation. A scale
+    that all ranks hold comes after the gather."""
     weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
-    if weights is None or weights.scales:
+    scales: Any = weights and weights.plain()
+    if weights is None or scales is None or not all(_is_whole(graph, scale, eqn) for scale in scales):
         return None
 
-    def gather(q: Any) -> list[Any]:
-        (whole,) = jax_tracing.evaluate(eqn, [_moved(weights, q)])
-        return [whole.astype(eqn.outvars[0].aval.dtype)]
+    def gather(given: dict[Any, Any]) -> Any:
+        (whole,) = jax_tracing.evaluate(eqn, [_moved(weights, given[weights.value])])
+        for scale in reversed(scales):
+            whole = scale.times(whole.astype(scale.value.aval.dtype), read(given, scale.value))
+        return whole.astype(eqn.outvars[0].aval.dtype)
 
-    return spliced(eqn, gather, [weights.value])
+    return _in_place(eqn, gather, [weights.value, *(scale.value for scale in scales)])
+
+
+def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
+    """True if each rank holds all of a scale that it needs after a gather."""
+    if eqn.primitive.name == "reshard":
+        return scale.lies_as(eqn.outvars[0].aval)
+    v = scale.value
+    while (maker := graph.made_by(v)) is not None and maker.primitive.name in (*PASSES, "broadcast_in_dim"):
+        v = maker.invars[0]
+    is_known = jax_compat.is_vma_checked() or jax_tracing.is_literal(v)
+    is_same = is_known and jax_compat.varying_axes(v.aval).isdisjoint(eqn.params["axis_name"])
+    return is_same and eqn.params["all_gather_dimension"] not in scale.varying
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:

@@ -133,6 +133,7 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
     name = call.implementation
+    a, b = (call.a, call.b) if name == "cublasmp" else (a, b)  # the library gathers converted operands
     moved = transfers(spec, a, b, name)
     links = transfers(spec, a, b, "cublasmp") if name == "host" else moved
     return Decision(name, call.why, form, moved, links, call)

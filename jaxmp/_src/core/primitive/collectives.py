@@ -33,6 +33,7 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.contraction.moves import Narrow
 from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.options import Mesh
@@ -196,9 +197,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 
 
 @jax.named_scope("jaxmp_narrow_gather")
-def narrow_gather(
-    axes: tuple[str, ...], x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow
-) -> jax.Array:
+def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
     """Tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`, with a derivative in the type `narrow[1]`."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
     gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line)

@@ -51,8 +51,8 @@ class CommOptions(Parts):
     `dtype`, `algorithm` and `sm_count` are options for cuBLASMp, which "host" checks and "xla" ignores. They do not
     change the mathematics. A gradient's calls have other patterns; they keep the options that apply to them.
 
-    `weights` and `gradients` round what crosses between ranks, on every platform. They need a call that gathers b by
-    all-gathers, and no level of determinism. Every rank uses the same rounded b, also in the backward pass.
+    `weights` and `gradients` round what crosses between ranks, on every platform. They need a call that gathers b, and
+    no level of determinism. Every rank uses the same rounded b, also in the backward pass.
 
     Args:
       dtype: the type of partial sums on the way, with reduce-scatter and all-reduce only: no smaller than the

@@ -32,9 +32,7 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(
-    out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level
-) -> CommOptions:
+def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level) -> CommOptions:
     """Returns the options of a spec; `check_comm_options` checks them once the pattern is known."""
     if comm is None:
         return CommOptions()
@@ -45,7 +43,7 @@ def resolve_comm_options(
         )
     dtype = None if comm.dtype is None else check_dtype("comm.dtype", comm.dtype)
     if dtype is not None:
-        scale, out = accumulator(np.dtype(operand)), np.dtype(out_dtype)
+        scale, out = accumulator(np.dtype(operand)), np.dtype(result)
         is_number = dtype.name in RESULT_TYPES and dtype.name not in INTEGERS
         is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
         if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
