@@ -43,6 +43,7 @@ MESHES = {
 PROCESSES = {"data": 2, "tensor": 2}  # devices of a process are along `tensor`
 QUICK = ("Linen batch statistics", "two towers")
 TYPES = {"float32": "f32", "bfloat16": "bf16"}
+KINDS = ("level", "plain")
 CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
 
 
@@ -191,21 +192,21 @@ def on_meshes(program, meshes, timing):
         calls = {kind: functools.partial(step, *rest) for kind, step in steps.items()}
         for clock, now in CLOCKS.items():
             seconds = interleaved(calls, *timing, clock=now)
-            row |= {
-                f"plain {clock} ms": seconds["plain"] * 1e3,
-                f"{clock} / plain": seconds["level"] / seconds["plain"],
-            }
+            row[f"plain {clock} ms"] = seconds["plain"] * 1e3
+            row[f"{clock} / plain"] = seconds["level"] / seconds["plain"]
         rows.append(row)
     return rows, want
 
 
 def child(port, process, names):
-    """One process of a job: prints what the programs have after their steps."""
+    """One process of a job; the first one prints what the programs have after their steps."""
     jaxmp.distributed.initialize(f"127.0.0.1:{port}", 2, process)
     for program in PROGRAMS:
         if program.name in names:
             steps, *rest = placed(program, PROCESSES)
-            print(json.dumps([program.name, {kind: trained(step, *rest) for kind, step in steps.items()}]), flush=True)
+            found = {kind: trained(step, *rest) for kind, step in steps.items()}
+            if process == 0:
+                print(json.dumps([program.name, found]), flush=True)
 
 
 def in_processes(names):
@@ -231,18 +232,20 @@ def rows_of(program, meshes, timing, elsewhere):
 
 
 def summary(rows):
-    """Returns a row for each program, and one for all of them."""
-    found = []
-    for program in dict.fromkeys(row["program"] for row in rows):
-        of = [row for row in rows if row["program"] == program]
-        about = next(each for each in PROGRAMS if each.name == program)
-        line = {"program": program, "type": TYPES[about.dtype], "optimizer": about.optimizer}
-        line |= {f"equal, {kind}": count(row[kind] == "equal" for row in of) for kind in ("level", "plain")}
-        found.append(line | costs(of))
-    equal = count(line["equal, level"].split(" of ")[0] == line["equal, level"].split(" of ")[1] for line in found)
-    plain = count(row["plain"] == "equal" for row in rows)
-    ends = {"program": "all", "type": "", "optimizer": "", "equal, level": equal, "equal, plain": plain}
-    return [*found, ends | costs(rows)]
+    """Returns a row for each program, and one for all of them, which counts programs of equal bits."""
+    groups = {about: [row for row in rows if row["program"] == about.name] for about in PROGRAMS}
+    groups = {about: group for about, group in groups.items() if group}
+    equal = {
+        kind: {about: [row[kind] == "equal" for row in group] for about, group in groups.items()} for kind in KINDS
+    }
+    lines = [
+        {"program": about.name, "type": TYPES[about.dtype], "optimizer": about.optimizer}
+        | {f"equal, {kind}": count(equal[kind][about]) for kind in KINDS}
+        | costs(group)
+        for about, group in groups.items()
+    ]
+    total = {f"equal, {kind}": count(map(all, equal[kind].values())) for kind in KINDS}
+    return [*lines, {"program": "all", "type": "", "optimizer": ""} | total | costs(rows)]
 
 
 def count(flags):
@@ -252,8 +255,8 @@ def count(flags):
 
 def costs(rows):
     """Returns the geometric mean and the worst of each ratio."""
-    timed = {f"{clock} / plain": [row[f"{clock} / plain"] for row in rows] for clock in CLOCKS}
-    timed = {name: [value for value in values if value] for name, values in timed.items()}
+    ratios = {f"{clock} / plain": [row[f"{clock} / plain"] for row in rows] for clock in CLOCKS}
+    timed = {name: [value for value in values if value] for name, values in ratios.items()}
     return {name: [geometric_mean(values), max(values)] for name, values in timed.items()}
 
 
