@@ -1,5 +1,7 @@
 """Clients that accumulate gradients, serve, or solve equations."""
 
+import functools
+
 from models import client
 from runs import randoms
 
@@ -36,3 +38,34 @@ def optax_microbatches(run):
     while True:
         value, params = step(params, xs, ys)
         yield value, jax.tree.map(jax.numpy.copy, params)
+
+
+@client("flax", "decode = jax.jit(jaxmp.fuse(decode), donate_argnums=1)", SCIENCE_PLACES, why_not="the cache is whole")
+def flax_serving(run):
+    """Decodes with Flax Linen: the cache is donated to each step, and the next token is the step's own."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Dense(16)(jax.nn.one_hot(tokens, 32))  # on explicit axes JAX refuses Embed's gather
+            x = x + nn.MultiHeadDotProductAttention(4, decode=True)(nn.LayerNorm()(x))
+            return nn.Dense(32)(x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x))))
+
+    model = Decoder()
+    whole = model.init(jax.random.key(0), jnp.zeros((8, 16), jnp.int32))
+    params, cache = run.params(whole["params"]), whole["cache"]
+    cache = jax.tree.map(lambda x: run.batch(x)[0] if x.ndim else x, cache)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    @run.fuse
+    def decode(params, cache, tokens):
+        logits, changed = model.apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
+        return changed["cache"], jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), logits
+
+    (tokens,) = run.batch(jnp.ones((8, 1), jnp.int32))
+    while True:
+        cache, tokens, logits = decode(params, cache, tokens)
+        yield tokens, logits
