@@ -19,7 +19,7 @@ from suites import BUILD, SUITES
 
 HERE = Path(__file__).resolve().parent
 # Packages that requirements.txt leaves out with some JAX.
-ABSENT = {
+ABSENT = dict.fromkeys(("lineax", "numpyro"), "solvers and samplers are tested on the newest JAX") | {
     "maxtext": "MaxText needs Python 3.12, and the oldest JAX is tested on 3.11",
     "haliax": "Haliax calls jax.core.is_constant_dim, which the newest JAX has taken away",
 }

@@ -23,7 +23,7 @@ from jaxmp._src.core.spec.low_precision import NARROW
 from jaxmp._src.core.spec.options import Implementation
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
-from jaxmp._src.fuse.products import collective_behind
+from jaxmp._src.fuse.products import collective_after
 from jaxmp._src.platform.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.platform.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
@@ -53,7 +53,7 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
     for i in sorted((i for i in readers if _is_gather(graph.equations[i])), key=lambda i: -_received(graph, i)):
         reason = _why_stays(graph, i, readers[i], busy, implementation)
         if reason:
-            refused = {dot for dot in readers[i] if not _takes(_operand_behind(graph, dot, i)[0])}
+            refused = {dot for dot in readers[i] if not _takes(_operand_after(graph, dot, i)[0])}
             why |= {dot: "gather" if dot in refused or reason == "gather" else reason for dot in readers[i]}
             continue
         taken.add(i)
@@ -92,7 +92,7 @@ def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implem
         return "gather"
     if not set(dots).issuperset(ends) or busy.intersection(dots):
         return "gathered"
-    if not all(_takes(_operand_behind(graph, dot, i)[0]) for dot in dots):
+    if not all(_takes(_operand_after(graph, dot, i)[0]) for dot in dots):
         return "gathered"
     if graph.equations[i].primitive.name != "reshard" and _received(graph, i) < sum(
         _summed(graph, dot) for dot in dots
@@ -114,7 +114,7 @@ def _ends(graph: Graph, v: Any) -> list[int]:
     return ends
 
 
-def _operand_behind(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
+def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
     """Returns (gathered operand, other operand). The first is None if other operations follow the gather."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
@@ -147,7 +147,7 @@ def _received(graph: Graph, i: int) -> int:
 def _summed(graph: Graph, dot: int) -> int:
     """Returns the bytes that a rank receives in the collective after a product that its call could do, counted for a
     ring (docs/cost.md)."""
-    eqn = collective_behind(graph, dot)
+    eqn = collective_after(graph, dot)
     if eqn is None:
         return 0
     x = eqn.invars[0].aval
@@ -224,7 +224,7 @@ def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
 
 def _hides(graph: Graph, dot: int, gather: int) -> bool:
     """True if a call multiplies while it gathers. cuBLASMp does so for rows, but gathers k before a local product."""
-    gathered, other = _operand_behind(graph, dot, gather)
+    gathered, other = _operand_after(graph, dot, gather)
     if gathered is None or other.has_rows_first:
         return False
     return gathered.gather is None or gathered.gather.dimension in gathered.free

@@ -126,11 +126,11 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
     links = {inside: read_there[v] for v, inside in xs if _of(v, read_there)}
     if not links or forward.eqn.params["length"] != backward.eqn.params["length"]:
         return None
-    behind = _constants(outer, backward)
-    shared = set(map(id, behind.values()))
-    ahead = {v: eqn for v, eqn in _constants(outer, forward).items() if id(eqn) not in shared}
-    names = links | {inside: eqn.outvars[0] for inside, eqn in (ahead | behind).items()}
-    makers, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in (ahead, behind))
+    of_backward = _constants(outer, backward)
+    shared = set(map(id, of_backward.values()))
+    of_forward = {v: eqn for v, eqn in _constants(outer, forward).items() if id(eqn) not in shared}
+    names = links | {inside: eqn.outvars[0] for inside, eqn in (of_forward | of_backward).items()}
+    makers, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in (of_forward, of_backward))
     equations = [*makers, *(_renamed(eqn, names) for eqn in first.eqns)]
     count = len(equations)
     equations += [*between, *(_renamed(eqn, names) for eqn in second.eqns)]

@@ -144,7 +144,7 @@ def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Pro
     )
 
 
-def collective_behind(graph: Graph, index: int) -> Any | None:
+def collective_after(graph: Graph, index: int) -> Any | None:
     """Returns the collective after a product that its call could do if it gathered nothing; None outside shard_map."""
     product = _with_transpose(graph, _with_cast(graph, bare(graph, index)))
     found = _with_collective(graph, product, manual=True, factors=True)
@@ -270,16 +270,16 @@ def _with_scales(graph: Graph, product: Product) -> Product:
         scale = Scale(value, tuple(whole.get(tuple(dim), -1) for dim in along))
         rows, operand = len(shape) - 1, product.x.value.aval
         if scale.varying == (rows,):
-            operand, lies = product.w.value.aval, scale.along({rows: product.w.free[0]})
+            operand, placed = product.w.value.aval, scale.along({rows: product.w.free[0]})
         elif scale.varying in ((), tuple(i for i in range(rows) if shape[i] > 1)):
-            lies = scale
+            placed = scale
         else:
             break
         # A call takes one scale for each operand. The product of two scales may overflow although the result does not.
         taken = [s.varying for s in scaled.scales]
         if len(taken) == 2 or (scale.varying and scale.varying in taken):
             break
-        if value.aval.dtype != np.float32 or not lies.lies_as(operand):
+        if value.aval.dtype != np.float32 or not placed.is_sharded_as(operand):
             break
         scaled = _after(scaled, *found, scales=(*scaled.scales, scale))
     if not scaled.scales:

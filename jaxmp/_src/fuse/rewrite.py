@@ -226,8 +226,8 @@ class Rewriter:
         for product in found:
             if product.index in taken:
                 continue
-            is_beside = product.activation not in (None, "relu", "gelu")  # no single product has this epilog
-            if product.before is not None and (is_beside or product.result in made):  # another call adds the two
+            has_no_epilog = product.activation not in (None, "relu", "gelu")  # no single product has this epilog
+            if product.before is not None and (has_no_epilog or product.result in made):  # another call adds the two
                 product = product.before
             why = self._why_left(product)
             if why in ("local", "batch"):

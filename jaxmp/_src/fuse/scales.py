@@ -35,7 +35,7 @@ class Scale:
         """Returns the scale for another array: dimension i of the array is dimension `order[i]` of the other."""
         return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
 
-    def lies_as(self, aval: Any) -> bool:
+    def is_sharded_as(self, aval: Any) -> bool:
         """True if it is sharded like an array of this type, does not vary, or types have no shardings."""
         if not self.varying or not is_explicit(aval):
             return True

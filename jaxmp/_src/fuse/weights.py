@@ -46,7 +46,7 @@ _DECODES = frozenset((*_MOVES, "convert_element_type", "mul", "broadcast_in_dim"
 MATRICES = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 _LARGEST = float(np.finfo(np.float32).max)
 # Operations that a call does on its result, but not after a factor.
-_BEHIND = ("reduce_scatter", "reshard", *SUMS)
+_AFTER = ("reduce_scatter", "reshard", *SUMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +187,9 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
             return None
     rows, start = free[1 - side], 0 if side else len(free[0])
     of_rows = Scale(other, tuple(start + rows.index(i) if i in rows else None for i in range(other.aval.ndim)))
-    if plain and (_is_moved_behind(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
+    if plain and (_is_moved_after(graph, eqn.outvars[0]) or not _are_rows_known(graph, of_rows, out)):
         return None
-    if not all(s.lies_as(out) for s in of_result) or not all(s.lies_as(other.aval) for s in of_other):
+    if not all(s.is_sharded_as(out) for s in of_result) or not all(s.is_sharded_as(other.aval) for s in of_other):
         return None
 
     def multiply(given: dict[Any, Any]) -> jax.Array:
@@ -323,18 +323,18 @@ def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
     v = rows.value
     if v.aval.dtype == np.float16:
         return True
-    is_here = not is_auto(v.aval) and rows.lies_as(out)
+    is_here = not is_auto(v.aval) and rows.is_sharded_as(out)
     while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in PASSES:
         v = eqn.invars[0]
     return is_here and (eqn is None or eqn.primitive.name not in GATHERS)
 
 
-def _is_moved_behind(graph: Graph, v: Any) -> bool:
+def _is_moved_after(graph: Graph, v: Any) -> bool:
     """True if a result goes to a collective, which the product's call then does."""
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
-            return eqn.primitive.name in _BEHIND
+            return eqn.primitive.name in _AFTER
         v = eqn.outvars[0]
     return False
 
