@@ -194,6 +194,10 @@ bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick fo
 bench-hosts: $(BENCH)/.ready ## Compare with XLA between two machines, which are network namespaces: as root (ARGS=--quick)
 	$(BENCH)/bin/python benchmarks/bench_hosts.py $(ARGS)
 
+.PHONY: bench-microbatches
+bench-microbatches: $(BENCH)/.ready ## Time gradients of microbatches, summed once or each time: as root also between two machines (ARGS=--quick)
+	$(BENCH)/bin/python benchmarks/bench_microbatches.py $(ARGS)
+
 .PHONY: bench-gpu
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)

@@ -186,9 +186,23 @@ def test_gradients_of_microbatches_are_summed_once(operands):
         np.testing.assert_array_equal(compiled(*given), want)
         rows = jaxmp.explain(program, quiet=True)(*given).rows
         assert {(row.pattern, row.count) for row in rows if row.operation == "matmul"} == {("local", 4)}
+        assert ["the sum over x is deferred" in row.why for row in rows if row.operation == "matmul"] == [False, True]
         sums = [line for line in compiled.as_text().splitlines() if "all-reduce(" in line or "reduce-scatter(" in line]
         assert len(sums) == 1
         assert "while" not in sums[0]
+
+
+def of_experts(x, w):
+    w = jax.sharding.reshard(w, P(None, None, None, reduced={"x"}))
+    return jax.grad(lambda w: jaxmp.ragged_dot(x, w, jnp.array([3, 5])).sum())(w)
+
+
+def test_explain_names_the_axes_of_a_deferred_sum(operands):
+    a, b = operands
+    rows = jaxmp.explain(lambda: jaxmp.matmul(a, b, alpha=0.5, out_sharding=UNREDUCED), quiet=True)().rows
+    experts = jax.sharding.reshard(jnp.stack([b, b]), P())
+    rows += jaxmp.explain(of_experts, quiet=True)(jax.sharding.reshard(a, P("x")), experts).rows
+    assert ["the sum over x is deferred" in row.why for row in rows] == [True, True]
 
 
 def test_functions_that_need_the_sum_refuse_to_defer_it(operands):

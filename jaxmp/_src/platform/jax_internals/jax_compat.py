@@ -76,6 +76,14 @@ def reduced_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
 
 
+def unreduced_axes(aval: Any) -> frozenset[str]:
+    """Returns the axes over which the devices hold terms of a sum, explicit and manual ones."""
+    if not isinstance(aval, jax.core.ShapedArray):
+        return frozenset()
+    kind = cast(Any, aval)
+    return frozenset([*kind.sharding.spec.unreduced, *kind.manual_axis_type.unreduced])
+
+
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:

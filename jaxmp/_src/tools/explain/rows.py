@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -75,13 +76,15 @@ def rows_of(
     *,
     is_ours: bool = False,
     dims: tuple[Dim, ...] = (),
+    terms: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> Iterator[Row]:
     """Yields the rows of `jaxpr`, which runs `count` times, and of the jaxprs in it.
 
     `line`: the user's line that calls the jaxpr. `is_ours`: the jaxpr may be in JAX's cache from a call at another
     line, so the lines of its equations are not used. `dims`: the dimensions of the enclosing shard_map that several
-    axes shard.
+    axes shard. `terms`: the results that are terms of deferred sums, by `id`, with the axes.
     """
+    terms = shards.terms_of_sums(jaxpr, terms)
     gathered: dict[int, frozenset[str]] = {}
     constraints: dict[int, Any] = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
     for eqn in jaxpr.eqns:
@@ -90,6 +93,8 @@ def rows_of(
         here = line if is_ours else jax_compat.traced_line(eqn) or line
         _follow_gathers(eqn, gathered)
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
+        axes = " and ".join(sorted(terms.get(id(eqn.outvars[0]), ())))
+        later = [f"the sum over {axes} is deferred (unreduced)"] * bool(axes)
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = math.prod(a.shape[: spec.batch])
@@ -97,7 +102,7 @@ def rows_of(
                 (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.batch:
-                row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
+                row = dataclasses.replace(row, why="; ".join([row.why, *later, *rewrite.notes_in(names)]))
             is_open = spec.is_unsettled and not is_symbolic(*avals)
             unsettled = UNSETTLED_BATCH if spec.batch else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
@@ -107,6 +112,7 @@ def rows_of(
         elif eqn.primitive in GROUPED:
             spec = eqn.params["spec"]
             row = grouped_row(spec, [*avals, eqn.outvars[0].aval], here, count)
+            row = dataclasses.replace(row, why="; ".join([row.why, *later]))
             why = decide.why_xla(spec.implementation, spec.level, decide.here(), is_global=True)
             is_open = spec.is_global and not why and not is_symbolic(*avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
@@ -124,7 +130,9 @@ def rows_of(
             known = shards.sharded_dims(eqn) or dims
             with jax_lowering.body_of(eqn.primitive):
                 for sub in jax_compat.subjaxprs(eqn.params):
-                    yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known))
+                    pairs = zip(sub.outvars, eqn.outvars, strict=False)
+                    ends = {id(end): terms[id(v)] for end, v in pairs if id(v) in terms}
+                    yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known, terms=ends))
 
 
 def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding
 
 from jaxmp._src.core.contraction.contraction import Dim
 from jaxmp._src.core.primitive.collectives import reshard_p
-from jaxmp._src.core.primitive.grouped import GroupedSpec
+from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
+from jaxmp._src.core.primitive.primitives import MATMULS
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec
+from jaxmp._src.platform.jax_internals import jax_compat
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
@@ -63,6 +65,21 @@ def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
     """Returns the dimensions of a shard_map's operands and results that several mesh axes shard; () for others."""
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"]) if eqn.primitive.name == "shard_map" else ()
     return tuple(entry for spec in specs for entry in spec.partitions if isinstance(entry, tuple) and len(entry) > 1)
+
+
+def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
+    """Returns the variables that are terms of sums which the program defers, by `id`, with the axes of the sums.
+
+    `known`: these among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced array.
+    """
+    found = dict(known)
+    for eqn in reversed(jaxpr.eqns):
+        before = (jax_compat.unreduced_axes(v.aval) for v in eqn.invars)
+        new = jax_compat.unreduced_axes(eqn.outvars[0].aval).difference(*before)
+        if eqn.primitive not in {*MATMULS, *GROUPED} and not any(jax_compat.subjaxprs(eqn.params)):
+            axes = new or found.get(id(eqn.outvars[0]), ())
+            found |= {id(v): axes for v in eqn.invars if axes}
+    return found
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:
