@@ -25,8 +25,13 @@ Function = Callable[..., Sequence[jax.Array]]
 linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
 
 
-def evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Any:
-    """Traces a function of pytrees and returns its result, computed with the trace's products as calls."""
+def evaluated(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, has_rule: bool = True
+) -> Any:
+    """Traces a function of pytrees and returns its result, computed with the trace's products as calls.
+
+    `has_rule`: whether the result has the derivative of this module, or the derivative of each operation.
+    """
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
 
@@ -36,7 +41,7 @@ def evaluated(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     def rewritten(*values: Any) -> list[Any]:
         return Rewriter(options).evaluate(jaxpr, values[: len(consts)], *values[len(consts) :])
 
-    if not options.level.fixed_order or jax_tracing.has_state(jaxpr):
+    if not (has_rule and options.level.fixed_order) or jax_tracing.has_state(jaxpr):
         return traced.result(rewritten(*consts, *traced.arrays))
     run = jax.custom_jvp(rewritten)
     run.defjvp(lambda primals, tangents: _jvp(plain, options, primals, tangents), symbolic_zeros=True)
@@ -56,7 +61,8 @@ def _jvp(
 
         return jax.linearize(of_moved, *(primals[i] for i in moved))
 
-    results, linear = evaluated(linearized, primals, {}, options)
+    # A policy of `jax.checkpoint` asks for each equation, but does not look into a function with a derivative rule.
+    results, linear = evaluated(linearized, primals, {}, options, has_rule=False)
     residuals, tree = jax.tree.flatten(linear)
     inexact = [i for i, x in enumerate(results) if jax.numpy.issubdtype(x.dtype, np.inexact)]
 
@@ -111,7 +117,7 @@ def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Function, 
 
 
 def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> Any:
-    return evaluated(function, operands, {}, options)
+    return evaluated(function, operands, {}, options, has_rule=False)
 
 
 linear_p.def_abstract_eval(_abstract_eval)
