@@ -76,6 +76,19 @@ def test_the_error_names_each_product_within_loops_and_rules():
         jax.jit(fused)(X, W)
 
 
+@pytest.mark.parametrize("given", ["run_to_run", "batch", "topology"])
+def test_a_call_of_the_program_has_the_level_or_is_refused(given):
+    def program(x, w):
+        return lax.scan(lambda c, _: (c + jaxmp.matmul(x, w, determinism=given).sum(), None), 0.0, length=2)[0]
+
+    fused = jax.jit(jax.grad(jaxmp.fuse(program, determinism="topology"), 1))
+    if given == "topology":
+        np.testing.assert_allclose(fused(X, W), jax.grad(program, 1)(X, W), rtol=1e-5)
+    else:
+        with pytest.raises(NotImplementedError, match=f'{line(program, 1)}: the program calls .*{given}.*="topology"'):
+            fused(X, W)
+
+
 def test_a_product_stays_a_call_if_the_level_refuses_its_epilog(monkeypatch):
     def refuse(*args, **options):
         if options["activation"]:

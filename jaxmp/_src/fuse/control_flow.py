@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
@@ -80,6 +82,18 @@ def products_in(eqn: Any) -> Iterator[Any]:
         for sub in jax_compat.subjaxprs(eqn.params):
             for inner in sub.eqns:
                 yield from products_in(inner)
+
+
+def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
+    """Yields the spec of each call of jaxmp in an equation that promises less than `level`; integers promise all."""
+    spec = eqn.params.get("spec")
+    if isinstance(given := getattr(spec, "level", None), Level):
+        is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
+        if is_weaker and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact):
+            yield spec
+    for sub in jax_compat.subjaxprs(eqn.params):
+        for inner in sub.eqns:
+            yield from weaker_calls(inner, level)
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
