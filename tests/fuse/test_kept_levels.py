@@ -278,3 +278,15 @@ def test_heads_stay_sharded_on_automatic_axes(mesh_of):
         for level in ("run_to_run", "batch", "topology"):
             assert found(jaxmp.fuse(program, determinism=level)) == plain, level
         assert found(functools.partial(program, einsum=jaxmp.einsum)) == plain
+
+
+def test_a_result_that_is_a_constant_has_a_derivative():
+    def program(x, w):
+        return jnp.sin(x @ w), jnp.asarray(3), jnp.asarray(2.5)
+
+    (plain, of_plain), (ours, of_ours) = (
+        jax.jvp(f, (X, W), (X, W)) for f in (program, jaxmp.fuse(program, determinism="batch"))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, plain)
+    assert [t.dtype for t in of_ours] == [t.dtype for t in of_plain]
+    np.testing.assert_allclose(of_ours[0], of_plain[0], rtol=1e-4, atol=1e-4)

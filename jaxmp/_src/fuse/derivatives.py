@@ -75,7 +75,7 @@ def _jvp(
         *residuals, *(tangents[i] for i in moved), function=of_residuals, nresiduals=len(residuals), options=options
     )
     of_inexact = dict(zip(inexact, made, strict=True))
-    zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in results)
+    zeros = (np.zeros(np.shape(x), jax.dtypes.float0) for x in results)  # a result may be a literal
     return list(results), [of_inexact.get(i, zero) for i, zero in enumerate(zeros)]
 
 
