@@ -148,7 +148,7 @@ def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
     """True if each rank holds all of a scale that it needs after a gather."""
     if eqn.primitive.name == "reshard":
-        return scale.lies_as(eqn.outvars[0].aval)
+        return scale.is_sharded_as(eqn.outvars[0].aval)
     v = scale.value
     while (maker := graph.made_by(v)) is not None and maker.primitive.name in (*PASSES, "broadcast_in_dim"):
         v = maker.invars[0]
