@@ -88,7 +88,11 @@ def _among_collectives(spec: MatmulSpec, call: Callable[..., Any]) -> Callable[.
     """
     if spec.implementation != "cublasmp" or spec.group.nranks == 1 or jax.__version_info__ < (0, 12):
         return call
-    return compute_on(call, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device)
+    place: Any = compute_on  # older versions have another signature
+    result: Callable[..., Any] = place(
+        call, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
+    )
+    return result
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
