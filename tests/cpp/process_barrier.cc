@@ -249,6 +249,23 @@ TEST(ARankThatEndsIsNamedAtOnce) {
   }
 }
 
+// A rank may wait for the others' ends while one of them comes to its first call with it.
+TEST(WhoConnectsLaterHearsOfTheEnd) {
+  StartBarrier({0, 3, kTimeout});
+  LeaveBarrier("it raised ValueError");
+  const auto [ours, theirs] = SocketPair();
+  ConnectPeer(1, ours);
+  Message message;
+  std::string bytes(4096, '\0');
+  const ssize_t got = recv(theirs, bytes.data(), bytes.size(), MSG_DONTWAIT);
+  CHECK(got > 0);
+  bytes.resize(got > 0 ? static_cast<size_t>(got) : 0);
+  CHECK(Decode(&bytes, &message) == barrier::Decoded::kMessage);
+  CHECK_EQ(message.text, "it raised ValueError");
+  StopBarrier();
+  close(theirs);
+}
+
 // At the end of a program all leave and wait for the others: a failure that one of them sees is the reason for all.
 TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
