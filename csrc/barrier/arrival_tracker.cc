@@ -237,7 +237,7 @@ std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
 // ---- how ranks differ
 
 std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {
-  const auto& [processes, positions, key, place] = arrival.members();
+  const auto& [processes, positions, key, place, circle] = arrival.members();
   if (const auto last = last_at_.find(place); last != last_at_.end()) {
     for (const auto& [process, other_key] : last->second) {
       if (other_key == key || !Awaits(arrival, process)) continue;

@@ -88,7 +88,7 @@ void Runner::Serve() {
       polled.push_back({socket.fd(), static_cast<int16_t>(events), 0});
       readable.push_back(process);
     }
-    const int poll_timeout = service.has_waiting() ? static_cast<int>(barrier::kTick.count()) : -1;
+    const int poll_timeout = service.NeedsTick() ? static_cast<int>(barrier::kTick.count()) : -1;
     lock.unlock();
     poll(polled.data(), polled.size(), poll_timeout);
     lock.lock();

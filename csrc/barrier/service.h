@@ -3,26 +3,23 @@
 #pragma once
 
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/barrier/arrival_tracker.h"
 #include "csrc/barrier/barrier.h"
+#include "csrc/barrier/circle.h"
+#include "csrc/barrier/clock.h"
 #include "csrc/barrier/messages.h"
 
 namespace jaxmp::barrier {
-
-// The time. A simulation sets another source.
-struct Clock : std::chrono::steady_clock {
-  static time_point now() { return source(); }
-  static inline time_point (*source)() = &std::chrono::steady_clock::now;
-};
-
-inline double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
 // How long a handler may hold its thread: longer than messages take between ranks that come at the same time.
 inline constexpr std::chrono::milliseconds kMoment(50);
@@ -43,15 +40,13 @@ class Transport {
 // Another process of the job.
 struct Peer {
   void Leave(const std::string& how);
-  bool IsSilent(Clock::time_point now) const;
-  // Why it may have come to no call yet: "has not come; it is alive, ...".
-  std::string WhyMissing(Clock::time_point now) const;
 
   bool is_wanted = false, is_connected = false;  // ever
-  bool is_open = false;
+  bool is_open = false, has_spoken = false;
   std::vector<Message> unsent;  // until it is connected
   std::string gone;             // how it left; empty while it is there
   bool is_clean = false;
+  std::vector<uint64_t> final;  // of one that left well: circle, number of its last arrival, circle, number, ...
   Clock::time_point heard = Clock::now(), pinged = Clock::now(), left;
   std::string last_call;
 };
@@ -70,6 +65,20 @@ struct Resumed {
   Done done;
   Status status;
   std::vector<uint64_t> tokens;
+};
+
+// The rounds that are left of telling the circle that this process has come.
+struct Dissemination {
+  Arrival arrival;
+  size_t round = 0;
+};
+
+// One that cannot be connected, or whose connection has ended before it has said anything. In a moment others may have
+// said how it has left.
+struct Lost {
+  int process;
+  Clock::time_point since;
+  Message how;
 };
 
 class Service {
@@ -113,7 +122,8 @@ class Service {
   void Forget() { is_running_ = false, peers_.clear(); }
 
   bool is_running() const { return is_running_; }
-  bool has_waiting() const { return !waiting_.empty(); }
+  // Whether Settle is to be called in time.
+  bool NeedsTick() const { return !waiting_.empty() || is_stirred_ || !ends_.empty() || !lost_.empty(); }
   bool AreOneRun(Run own, int process, Run theirs) const { return arrivals_.AreOneRun(own, process, theirs); }
   const std::string& failure() const { return failure_; }
   const std::string& last_call() const { return last_call_; }
@@ -129,10 +139,36 @@ class Service {
   std::string Missing(const Waiting& waiting, Clock::time_point now);
   // Waits for the connection, where there is none yet; is nothing to who has left.
   void Send(int process, const Message& message);
-  // To all other processes of the call.
-  void Send(const Arrival& arrival, const Message& message);
+  // The circle of a group; null if the list is none of this process's.
+  Circle* CircleOf(uint64_t id, const std::vector<int>& members);
+  Circle* CircleOf(const Message& message);
+  // Sends on, in rounds, that this process and others have come, as far as that is known. True if nothing is left.
+  bool Advance(Dissemination* dissemination);
+  void Announce(const Arrival& arrival);
+  void SendAll(int process, const std::vector<Message>& messages);
+  // Exchanges arrivals in circles where one has waited for a moment.
+  void Stir(Clock::time_point now);
+  // To all other processes of a circle, once.
+  void Flood(Circle* circle, Message message, int origin);
+  // To all that this process is connected with, but for the sender.
+  void PassOn(const Message& message, int sender);
+  // How `process` has left, as it or others have said.
+  void Learn(int process, const Message& gone, int sender);
+  // Whether it has left, and no arrival that it has sent before is still on its way through the circle.
+  bool HasLeft(int process, const CallSignature::Group& group);
+  void TellOfEnds(Clock::time_point now);
+  // Tells of the connections on which nothing comes.
+  void WatchSilence(Clock::time_point now);
+  bool IsSilent(int process, Clock::time_point now);
+  // Whether signs of life of `process` reach this one, by any way.
+  bool IsReached(int process);
+  // Why it may have come to no call yet: "has not come; it is alive, ...".
+  std::string WhyMissing(int process, Clock::time_point now);
   // Asks for a sign of life, once a second.
   void Ping(int process, Clock::time_point now);
+
+  // In a small job all processes are connected from the start, so each sees for itself who leaves and who is silent.
+  bool is_small() const { return options_.nprocesses <= 5; }
 
   BarrierOptions options_;
   Transport* transport_;
@@ -140,6 +176,15 @@ class Service {
   std::map<int, Peer> peers_;  // that calls have asked for, by process
   ArrivalTracker arrivals_;
   std::vector<Waiting> waiting_;  // in order of arrival
+  std::map<uint64_t, Circle> circles_;
+  std::vector<Dissemination> disseminations_;
+  bool is_stirred_ = false;  // a circle is
+  std::deque<Lost> lost_;
+  std::map<std::vector<uint64_t>, std::vector<uint64_t>> ends_;  // to tell of: who has left well, by their `final`
+  Clock::time_point told_{};                                     // of ends
+  std::set<std::pair<int, int>> silent_links_;                   // (who hears nothing, from whom), in the whole job
+  bool has_reached_ = false;                                     // whether the next one is up to date
+  std::vector<Clock::time_point> unreached_;                     // by process, since when; zero if it is reached
   std::string failure_, last_call_;
   std::optional<Status> late_failure_;
   std::optional<Message> goodbye_;  // that this process has said, and says to who connects later

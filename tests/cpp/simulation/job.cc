@@ -131,7 +131,7 @@ void Job::Node::Settle() {
   for (barrier::Resumed& each : service.Settle()) {
     Later(job_.now, [each = std::move(each)] { each.done(each.status, each.tokens); });
   }
-  if (has_tick_ || !service.has_waiting()) return;
+  if (has_tick_ || !service.NeedsTick()) return;
   has_tick_ = true;
   job_.At(job_.now + Time(std::chrono::nanoseconds(barrier::kTick).count()), [this] {
     has_tick_ = false;
@@ -383,10 +383,14 @@ void Job::Node::Collect(Strand* strand, size_t call) {
 // As jaxmp.distributed.cause.
 void Job::Node::CollectiveFails(Strand* strand, Time since) {
   if (!strand->is_waiting || !rank().saw.empty()) return;
-  std::string why = service.failure();
+  std::string why = service.failure(), first;
   for (const PeerState& peer : service.States()) {
-    if (why.empty() && !peer.gone.empty()) why = "rank " + std::to_string(peer.process) + " " + peer.gone;
+    if (!service.failure().empty() || peer.gone.empty()) continue;
+    const std::string who = "rank " + std::to_string(peer.process) + " " + peer.gone;
+    if (first.empty()) first = who;
+    if (who.find(": rank ") == std::string::npos) why += (why.empty() ? "" : ", ") + who;
   }
+  if (why.empty()) why = first;
   if (why.empty() && job_.now - since < kSecond) {
     Later(job_.now + kSecond / 20, [this, strand, since] { CollectiveFails(strand, since); });
     return;
