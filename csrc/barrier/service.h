@@ -57,7 +57,7 @@ using Done = std::function<void(const Status&, const std::vector<uint64_t>&)>;
 // A device of this process that waits for the others.
 struct Waiting {
   Arrival arrival;
-  Clock::time_point since;
+  Clock::time_point since, looked;  // looked: when its outcome was last asked for
   Done done;
 };
 
@@ -144,10 +144,12 @@ class Service {
   Circle* CircleOf(const Message& message);
   // Sends on, in rounds, that this process and others have come, as far as that is known. True if nothing is left.
   bool Advance(Dissemination* dissemination);
+  bool IsUnderWay(const Arrival& arrival) const;
   void Announce(const Arrival& arrival);
   void SendAll(int process, const std::vector<Message>& messages);
   // Exchanges arrivals in circles where one has waited for a moment.
   void Stir(Clock::time_point now);
+  void Answer(int process, Circle* circle, const Message& summary);
   // To all other processes of a circle, once.
   void Flood(Circle* circle, Message message, int origin);
   // To all that this process is connected with, but for the sender.
@@ -179,6 +181,7 @@ class Service {
   std::map<uint64_t, Circle> circles_;
   std::vector<Dissemination> disseminations_;
   bool is_stirred_ = false;  // a circle is
+  bool has_news_ = false;    // of an end or a failure, since the last call of Settle
   std::deque<Lost> lost_;
   std::map<std::vector<uint64_t>, std::vector<uint64_t>> ends_;  // to tell of: who has left well, by their `final`
   Clock::time_point told_{};                                     // of ends

@@ -73,6 +73,7 @@ int main(int argc, char** argv) {
   if (options.count("--table")) {
     std::puts(
         "| Ranks | Messages of a rank and call | Bytes | Sockets of a rank | Barrier | A death is named | A stop |");
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     std::puts("|---|---|---|---|---|---|---|");
     for (int n = 4; n <= int(options["--table"]); n *= 4) PrintCosts(n);
     return 0;
