@@ -155,7 +155,8 @@ void Service::TellOfEnds(Clock::time_point now) {
 
 bool Service::HasLeft(int process, const CallSignature::Group& group) {
   const Peer& peer = peers_[process];
-  if (peer.gone.empty() || !peer.is_clean) return !peer.gone.empty();
+  if (peer.gone.empty()) return false;
+  if (!peer.is_clean) return is_small() || Clock::now() - peer.left >= kTick;
   for (size_t i = 0; i + 1 < peer.final.size(); i += 2) {
     if (peer.final[i] == group.circle) return circles_.at(group.circle).Last(process) >= peer.final[i + 1];
   }

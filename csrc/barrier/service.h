@@ -156,7 +156,7 @@ class Service {
   void PassOn(const Message& message, int sender);
   // How `process` has left, as it or others have said.
   void Learn(int process, const Message& gone, int sender);
-  // Whether it has left, and no arrival that it has sent before is still on its way through the circle.
+  // Whether it has left, and no arrival that it has sent before may still be on its way through the circle.
   bool HasLeft(int process, const CallSignature::Group& group);
   void TellOfEnds(Clock::time_point now);
   // Tells of the connections on which nothing comes.
