@@ -161,22 +161,26 @@ int64_t ArrivalTracker::Entry::NumberOf(Run run) const {
 }
 
 void ArrivalTracker::PairRuns(const Arrival& arrival) {
+  for (const auto& [process, peer] : entry(arrival).peers) PairRuns(arrival, process);
+}
+
+void ArrivalTracker::PairRuns(const Arrival& arrival, int process) {
   Entry& entry = entries_.at(arrival.members().key);
-  for (auto& [process, peer] : entry.peers) {
-    if (entry.theirs(process, arrival.run)) continue;
-    PeerRun* found = nullptr;
-    for (Run shift : peer.shifts) {
-      PeerRun* const theirs = Find(peer.runs, arrival.run + shift);
-      if (theirs && !theirs->own) found = theirs;
-    }
-    for (PeerRun& theirs : peer.runs) {
-      if (found) break;
-      if (!IsOtherProgram(arrival, process, theirs)) continue;
-      peer.shifts.push_back(theirs.run - arrival.run);
-      found = &theirs;
-    }
-    if (found) found->own = arrival.run;
+  const auto found_peer = entry.peers.find(process);
+  if (found_peer == entry.peers.end() || entry.theirs(process, arrival.run)) return;
+  Peer& peer = found_peer->second;
+  PeerRun* found = nullptr;
+  for (Run shift : peer.shifts) {
+    PeerRun* const theirs = Find(peer.runs, arrival.run + shift);
+    if (theirs && !theirs->own) found = theirs;
   }
+  for (PeerRun& theirs : peer.runs) {
+    if (found) break;
+    if (!IsOtherProgram(arrival, process, theirs)) continue;
+    peer.shifts.push_back(theirs.run - arrival.run);
+    found = &theirs;
+  }
+  if (found) found->own = arrival.run;
 }
 
 // Whether the peer runs the same program as the arrival.
@@ -237,7 +241,7 @@ std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
 // ---- how ranks differ
 
 std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {
-  const auto& [processes, positions, key, place] = arrival.members();
+  const auto& [processes, positions, key, place, circle] = arrival.members();
   if (const auto last = last_at_.find(place); last != last_at_.end()) {
     for (const auto& [process, other_key] : last->second) {
       if (other_key == key || !Awaits(arrival, process)) continue;

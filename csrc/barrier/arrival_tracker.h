@@ -67,6 +67,7 @@ class ArrivalTracker {
 
   // Finds the runs of the peers that belong to the run of an arrival.
   void PairRuns(const Arrival& arrival);
+  void PairRuns(const Arrival& arrival, int process);
   // Whether two runs belong together: of equal programs, or as a call of them has found.
   bool AreOneRun(Run own, int process, Run theirs) const;
   // Whether `process` has yet to come. For this process: whether another of its devices has, to a collective.
@@ -96,6 +97,8 @@ class ArrivalTracker {
   };
   // Why a process of the group, this one or a peer, has given up the run of an arrival. Null if none has.
   const Failure* failure(const Arrival& arrival) const;
+  // Whether this process has given up a run.
+  bool HasFailed(Run run) const { return HasFailed(process_, run); }
 
  private:
   // A run of this process at one call.

@@ -1,16 +1,20 @@
 #include "csrc/barrier/barrier.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <unistd.h>
 
 #include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "csrc/barrier/service.h"
+#include "csrc/base/completion_pool.h"
 #include "csrc/base/float_state.h"
 #include "csrc/base/schedule_noise.h"
 
@@ -19,35 +23,106 @@ namespace {
 
 using barrier::Clock;
 using barrier::Message;
+using barrier::Resumed;
 using barrier::Service;
+using barrier::Socket;
 
-// How long a handler may hold its thread: longer than messages take between ranks that come at the same time.
-constexpr std::chrono::milliseconds kMoment(50);
-
-// Never destroyed: its threads outlive main.
-Service& service() {
-  static auto* const the_service = new Service;
-  return *the_service;
-}
-
-// The service, locked.
-class Locked {
+// The process barrier on sockets. Callers' threads and its own one share it under its mutex.
+class Runner final : public barrier::Transport {
  public:
-  Service* operator->() const { return &service_; }
+  void Want(int process) override {
+    wanted.push_back(process);
+    has_wanted.notify_one();
+  }
+  void Send(int process, const Message& message) override { sockets.at(process).Send(message); }
+  void Wake() override {
+    const char byte = 0;
+    if (wake[1] >= 0 && write(wake[1], &byte, 1) < 0) return;  // full: it is awake
+  }
+  // The thread that reads.
+  void Serve();
+  // Under no lock: programs come to their next call from here.
+  void Resume(std::vector<Resumed> settled) {
+    for (Resumed& each : settled) {
+      completions.Post([each = std::move(each)] { each.done(each.status, each.tokens); });
+    }
+  }
+
+  std::mutex mutex;               // of everything below; all but Serve() and Resume() is called under it
+  Service service{{}, nullptr};   // does not run
+  std::map<int, Socket> sockets;  // by process
+  std::vector<int> wanted;        // newly asked for; the thread that waits for has_wanted takes them
+  std::condition_variable has_wanted;
+  int wake[2] = {-1, -1};
+  std::thread thread;
+  CompletionPool completions;
 
  private:
-  Service& service_ = service();
-  const std::lock_guard<std::mutex> lock_{service_.mutex};
+  void Read(int process);
 };
+
+// Never destroyed: its threads outlive main.
+Runner& runner() {
+  static auto* const the_runner = new Runner;
+  return *the_runner;
+}
+
+// The runner, locked.
+class Locked {
+ public:
+  Runner* operator->() const { return &runner_; }
+
+ private:
+  Runner& runner_ = runner();
+  const std::lock_guard<std::mutex> lock_{runner_.mutex};
+};
+
+void Runner::Serve() {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (service.is_running()) {
+    std::vector<pollfd> polled = {{wake[0], POLLIN, 0}};
+    std::vector<int> readable;
+    for (const auto& [process, socket] : sockets) {
+      if (!socket.is_open()) continue;
+      const int events = POLLIN | (socket.has_unsent() ? POLLOUT : 0);
+      polled.push_back({socket.fd(), static_cast<int16_t>(events), 0});
+      readable.push_back(process);
+    }
+    const int poll_timeout = service.NeedsTick() ? static_cast<int>(barrier::kTick.count()) : -1;
+    lock.unlock();
+    poll(polled.data(), polled.size(), poll_timeout);
+    lock.lock();
+    if (!service.is_running()) return;
+    char bytes[64];
+    while (polled[0].revents && read(wake[0], bytes, sizeof(bytes)) > 0) {
+    }
+    for (size_t i = 0; i < readable.size(); ++i) {
+      if (polled[i + 1].revents) Read(readable[i]);
+    }
+    std::vector<Resumed> settled = service.Settle();
+    lock.unlock();
+    Resume(std::move(settled));
+    lock.lock();
+  }
+}
+
+void Runner::Read(int process) {
+  Socket& socket = sockets.at(process);
+  socket.Flush();
+  std::vector<Message> messages;
+  const bool is_open = socket.Receive(&messages);
+  for (const Message& message : messages) service.Hear(process, message);
+  if (!is_open) service.Close(process);
+}
 
 // A forked child has this process's sockets and none of its threads. It closes them, so that the peers see at once when
 // this process ends, however long the child lives.
 void ForgetInForks() {
-  static const int registered = pthread_atfork([] { service().mutex.lock(); }, [] { service().mutex.unlock(); },
+  static const int registered = pthread_atfork([] { runner().mutex.lock(); }, [] { runner().mutex.unlock(); },
                                                [] {
-                                                 service().is_running = false;
-                                                 service().peers.clear();
-                                                 service().mutex.unlock();
+                                                 runner().service.Forget();
+                                                 runner().sockets.clear();
+                                                 runner().mutex.unlock();
                                                });
   static_cast<void>(registered);
 }
@@ -55,84 +130,62 @@ void ForgetInForks() {
 }  // namespace
 
 void StartBarrier(const BarrierOptions& options) {
-  const Locked s;
-  s->options = options;
-  s->peers.clear();
-  s->wanted.clear();
-  s->arrivals = barrier::ArrivalTracker(options.process);
-  s->failure.clear();
-  s->late_failure.reset();
-  s->last_call.clear();
-  if (pipe2(s->wake, O_CLOEXEC | O_NONBLOCK) != 0) s->wake[0] = s->wake[1] = -1;
+  const Locked r;
+  r->service = Service(options, &runner());
+  r->sockets.clear();
+  r->wanted.clear();
+  if (pipe2(r->wake, O_CLOEXEC | O_NONBLOCK) != 0) r->wake[0] = r->wake[1] = -1;
   ForgetInForks();
-  s->is_running = true;
-  s->thread = std::thread([] { service().Serve(); });
+  r->thread = std::thread([] { runner().Serve(); });
 }
 
 void WantProcesses(const std::vector<int>& processes) {
-  const Locked s;
-  if (!s->is_running) return;
-  for (int process : processes) s->Want(process);
+  const Locked r;
+  for (int process : processes) r->service.Want(process);
 }
 
 std::vector<int> WantedProcesses() {
-  Service& s = service();
-  std::unique_lock<std::mutex> lock(s.mutex);
-  s.has_wanted.wait(lock, [&s] { return !s.wanted.empty() || !s.is_running; });
-  if (!s.is_running) return {};
-  return std::exchange(s.wanted, {});
+  Runner& r = runner();
+  std::unique_lock<std::mutex> lock(r.mutex);
+  r.has_wanted.wait(lock, [&r] { return !r.wanted.empty() || !r.service.is_running(); });
+  if (!r.service.is_running()) return {};
+  return std::exchange(r.wanted, {});
 }
 
 void ConnectPeer(int process, int fd) {
-  const Locked s;
-  const bool is_other = process != s->options.process && process >= 0 && process < s->options.nprocesses;
-  if (!s->is_running || !is_other || s->peers[process].is_connected || !s->peers[process].gone.empty()) {
-    close(fd);
-    return;
-  }
-  s->peers[process].Connect(fd);
-  s->Wake();  // the thread has one more socket to read
+  Socket socket(fd);
+  const Locked r;
+  if (!r->service.CanConnect(process)) return;
+  r->sockets.emplace(process, std::move(socket));
+  r->service.Connect(process);
+  r->Wake();  // the thread has one more socket to read
 }
 
 void LosePeer(int process, const std::string& gone) {
-  const Locked s;
-  if (!s->is_running || s->peers[process].is_connected) return;
-  s->peers[process].Leave(gone);
-  s->Wake();
+  const Locked r;
+  r->service.Lose(process, gone);
+  r->Wake();
 }
 
-void LeaveBarrier(const std::string& reason) {
-  const Locked s;
-  Message goodbye;
-  goodbye.kind = barrier::Kind::kGoodbye;
-  goodbye.text = reason;
-  for (auto& [process, peer] : s->peers) peer.Send(goodbye);
-}
+void LeaveBarrier(const std::string& reason) { Locked()->service.Leave(reason); }
 
-void ExpectCall(const CallSignature& signature) { Locked()->arrivals.Expect(signature); }
+void ExpectCall(const CallSignature& signature) { Locked()->service.Expect(signature); }
 
 void StopBarrier() {
-  std::vector<barrier::Resumed> settled;
+  std::vector<Resumed> settled;
   {
-    const Locked s;
-    if (!s->is_running) return;
-    s->is_running = false;
-    const Status stopped = FailedPrecondition("jaxmp.distributed was shut down");
-    for (barrier::Waiting& waiting : s->waiting) {
-      const auto* failed = s->arrivals.failure(waiting.arrival);
-      settled.push_back({std::move(waiting.done),
-                         failed ? FailedPrecondition("jaxmp.DistributedError: ", failed->text) : stopped,
-                         {}});
-    }
-    s->waiting.clear();
+    const Locked r;
+    if (!r->service.is_running()) return;
+    settled = r->service.Stop();
   }
-  service().Resume(std::move(settled));
-  service().has_wanted.notify_all();
-  service().Wake();
-  service().thread.join();
-  const Locked s;
-  s->peers.clear();
-  for (int& fd : s->wake) {
+  runner().Resume(std::move(settled));
+  runner().has_wanted.notify_all();
+  runner().Wake();
+  runner().thread.join();
+  const Locked r;
+  r->service.Forget();
+  r->sockets.clear();
+  for (int& fd : r->wake) {
     if (fd >= 0) close(fd);
     fd = -1;
   }
@@ -154,40 +207,9 @@ std::optional<barrier::Arrival> Come(const std::shared_ptr<const CallSignature>&
     done(status, tokens);
   };
   AddScheduleNoise();
-  const auto at = static_cast<size_t>(position);
-  const int last = signature->members[static_cast<size_t>(signature->groups[at])].processes.back();
-  std::optional<Status> outcome;
-  std::vector<uint64_t> tokens;
-  {
-    const Locked s;
-    if (!s->is_running) {
-      outcome = FailedPrecondition(signature->call, ": jaxmp.distributed was shut down");
-    } else if (s->late_failure) {
-      outcome = s->late_failure;
-    } else if (last >= s->options.nprocesses) {
-      outcome = InvalidArgument(signature->call, ": a group names process ", last, " of ", s->options.nprocesses);
-    } else if (signature->has_tokens && s->arrivals.IsAmbiguous(*signature, at, origin)) {
-      outcome = FailedPrecondition(signature->call,
-                                   ": two instructions of the compiled program have the number of this call, so that "
-                                   "ranks cannot tell their operands apart; JAXMP_SHARED_MEMORY=off does without it");
-    } else {
-      const barrier::Arrival arrival = s->arrivals.Arrive(signature, origin, at, token);
-      for (int process : arrival.members().processes) s->Want(process);
-      s->last_call = signature->call;
-      if (const std::optional<Message> news = s->arrivals.Announcement(arrival)) s->Send(arrival, *news);
-      outcome = s->Outcome(arrival);
-      if (!outcome) {
-        s->waiting.push_back({arrival, Clock::now(), resume});
-        if (s->waiting.size() == 1) s->Wake();  // the thread has a deadline to watch from now on
-        return arrival;
-      } else {
-        if (outcome->ok()) tokens = s->arrivals.TakeTokens(arrival);
-        if (signature->has_tokens && !s->waiting.empty()) s->Wake();  // others may have waited for this one alone
-      }
-    }
-  }
-  resume(*outcome, tokens);
-  return std::nullopt;
+  const Service::Entered entered = Locked()->service.Enter(signature, origin, position, token, resume);
+  if (entered.outcome) resume(*entered.outcome, entered.tokens);
+  return entered.arrival;
 }
 
 }  // namespace
@@ -210,15 +232,13 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, c
     wait->outcome = status;
     wait->is_over.notify_one();
     if (status.ok() || !wait->has_gone_on) return;
-    const Locked s;
-    if (!s->is_running || s->late_failure) return;
-    s->late_failure = status;
-    if (s->failure.empty()) s->failure = status.message().substr(std::string("jaxmp.DistributedError: ").size());
+    Locked()->service.FailLate(status);
   });
   const Clock::time_point since = Clock::now();
   std::unique_lock<std::mutex> lock(wait->mutex);
   const auto is_known = [&wait] { return wait->outcome.has_value(); };
-  while (!wait->is_over.wait_for(lock, kMoment, is_known) && Locked()->IsHeld(*waiting, Clock::now() - since)) {
+  while (!wait->is_over.wait_for(lock, barrier::kMoment, is_known) &&
+         Locked()->service.IsHeld(*waiting, Clock::now() - since)) {
   }
   wait->has_gone_on = !is_known();
   return wait->outcome.value_or(Status());
@@ -227,33 +247,22 @@ Status ArriveForAMoment(const std::shared_ptr<const CallSignature>& signature, c
 // If the programs have different texts, the peer's message may still be on its way.
 bool IsOneRun(int64_t own, int process, uint64_t theirs) {
   const auto mine = static_cast<barrier::Run>(own), others = static_cast<barrier::Run>(theirs);
-  for (const Clock::time_point since = Clock::now(); !Locked()->arrivals.AreOneRun(mine, process, others);) {
-    if (Clock::now() - since > kMoment) return false;
+  for (const Clock::time_point since = Clock::now(); !Locked()->service.AreOneRun(mine, process, others);) {
+    if (Clock::now() - since > barrier::kMoment) return false;
     std::this_thread::yield();
   }
   return true;
 }
 
-std::string BarrierFailure() { return Locked()->failure; }
+std::string BarrierFailure() { return Locked()->service.failure(); }
 
 std::string LateFailure() {
-  const Locked s;
-  return s->late_failure ? s->failure : "";
+  const Locked r;
+  return r->service.has_failed_late() ? r->service.failure() : "";
 }
 
-std::string LastCall() { return Locked()->last_call; }
+std::string LastCall() { return Locked()->service.last_call(); }
 
-// Asks every peer for a sign of life, so that the next answer is up to date.
-std::vector<PeerState> PeerStates() {
-  const Locked s;
-  std::vector<PeerState> result;
-  const Clock::time_point now = Clock::now();
-  for (auto& [process, peer] : s->peers) {
-    const double gone_for = peer.gone.empty() ? 0 : barrier::Seconds(now - peer.left);
-    result.push_back({process, peer.gone, gone_for, peer.is_clean, barrier::Seconds(now - peer.heard)});
-    peer.Ping(now);
-  }
-  return result;
-}
+std::vector<PeerState> PeerStates() { return Locked()->service.States(); }
 
 }  // namespace jaxmp

@@ -58,8 +58,13 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
     members.processes.erase(std::unique(members.processes.begin(), members.processes.end()), members.processes.end());
     members.key = Hash(equal + ":" + devices);
     members.place = Hash(place + ":" + devices);
+    members.circle = CircleOf(members.processes);
   }
   return std::shared_ptr<const CallSignature>(std::make_shared<CallSignature>(std::move(signature)));
+}
+
+uint64_t CircleOf(const std::vector<int>& processes) {
+  return Hash(std::string(reinterpret_cast<const char*>(processes.data()), processes.size() * sizeof(int)));
 }
 
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields) {

@@ -32,6 +32,7 @@ struct CallSignature {
     std::vector<int64_t> positions;  // in the mesh
     uint64_t key = 0;                // of what makes calls equal
     uint64_t place = 0;              // of the program, the index and the devices
+    uint64_t circle = 0;             // of the processes
   };
   std::vector<Group> members;  // by group
   uint64_t program_hash = 0;
@@ -47,6 +48,9 @@ struct Origin {
 
 // Checks the signature and fills in what is derived.
 StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
+
+// Names a set of processes, ascending.
+uint64_t CircleOf(const std::vector<int>& processes);
 
 // Returns "rank 2 has k=4096, rank 0 has k=4095", for every field that both have with different values.
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields);

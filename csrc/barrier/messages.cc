@@ -11,9 +11,9 @@
 namespace jaxmp::barrier {
 namespace {
 
-// The head before tokens and text: the number of tokens, the length of the text, the kind, the five numbers.
-constexpr size_t kHead = 2 * sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
-constexpr uint32_t kLongestText = 1 << 20, kMostTokens = 1 << 20;
+// The head before the lists and the text: the lengths of the three lists and of the text, the kind, the five numbers.
+constexpr size_t kHead = 4 * sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
+constexpr uint32_t kLongestText = 1 << 20, kLongestList = 1 << 20;
 
 }  // namespace
 
@@ -21,11 +21,13 @@ std::string Encode(const Message& message) {
   std::string bytes;
   const auto put = [&bytes](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
   const std::string text = message.text.substr(0, kLongestText);
-  put(static_cast<uint32_t>(message.tokens.size()));
+  for (const auto* list : {&message.tokens, &message.members, &message.ranks}) put(static_cast<uint32_t>(list->size()));
   put(static_cast<uint32_t>(text.size()));
   put(message.kind);
   for (uint64_t number : {message.place, message.key, message.run, message.count, message.digest}) put(number);
-  for (uint64_t token : message.tokens) put(token);
+  for (const auto* list : {&message.tokens, &message.members, &message.ranks}) {
+    for (uint64_t number : *list) put(number);
+  }
   return bytes + text;
 }
 
@@ -36,22 +38,26 @@ Decoded Decode(std::string* bytes, Message* message) {
     std::memcpy(value, at, sizeof(*value));
     at += sizeof(*value);
   };
-  uint32_t ntokens = 0, size = 0;
+  uint32_t lengths[3] = {}, size = 0;
   uint8_t kind = 0;
-  take(&ntokens);
+  for (uint32_t& length : lengths) take(&length);
   take(&size);
   take(&kind);
-  if (size > kLongestText || ntokens > kMostTokens || kind > static_cast<uint8_t>(Kind::kGoodbye)) {
+  size_t whole = kHead + size;
+  for (uint32_t length : lengths) whole += length * sizeof(uint64_t);
+  if (size > kLongestText || whole > kLongestList * sizeof(uint64_t) || kind > static_cast<uint8_t>(Kind::kSilence)) {
     return Decoded::kWrong;
   }
-  const size_t whole = kHead + ntokens * sizeof(uint64_t) + size;
   if (bytes->size() < whole) return Decoded::kIncomplete;
   message->kind = static_cast<Kind>(kind);
   for (uint64_t* number : {&message->place, &message->key, &message->run, &message->count, &message->digest}) {
     take(number);
   }
-  message->tokens.resize(ntokens);
-  for (uint64_t& token : message->tokens) take(&token);
+  size_t next = 0;
+  for (auto* list : {&message->tokens, &message->members, &message->ranks}) {
+    list->resize(lengths[next++]);
+    for (uint64_t& number : *list) take(&number);
+  }
   message->text.assign(at, size);
   bytes->erase(0, whole);
   return Decoded::kMessage;

@@ -15,6 +15,9 @@ enum class Kind : uint8_t {
   kPing,
   kPong,     // text: the sender's last call
   kGoodbye,  // the sender leaves; text says why
+  kSummary,  // ranks: which arrivals of the circle the sender has
+  kGone,     // ranks: those who have left, as text says; count is 1 if all is well with them
+  kSilence,  // ranks: one that hears nothing from another, and the other; count is 0 once it does again
 };
 
 // The numbers are in the sender's byte order: a job has one kind of machine.
@@ -23,6 +26,8 @@ struct Message {
   uint64_t place = 0, key = 0, run = 0, count = 0, digest = 0;
   std::vector<uint64_t> tokens;  // of an arrival: device, token, device, token, ...
   std::string text;  // of an arrival: the call, a newline, its fields; empty where the receiver has seen the digest
+  std::vector<uint64_t> members;  // of the circle, see circle.h; empty where there is none
+  std::vector<uint64_t> ranks;    // of an arrival: who has come, see circle.h; of a failure: who has given up
 };
 
 std::string Encode(const Message& message);

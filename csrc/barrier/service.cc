@@ -1,8 +1,5 @@
 #include "csrc/barrier/service.h"
 
-#include <poll.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -18,18 +15,8 @@ constexpr double kPassed = 0.1;
 // Seconds that gloo waits for the others when it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
-// A process that has not answered for this long is said not to answer.
-constexpr std::chrono::milliseconds kSilent(3500);
 
 }  // namespace
-
-void Peer::Connect(int fd) {
-  is_connected = true;
-  heard = Clock::now();
-  socket = Socket(fd);
-  for (const Message& message : unsent) socket.Send(message);
-  unsent.clear();
-}
 
 void Peer::Leave(const std::string& how) {
   if (!gone.empty()) return;
@@ -38,57 +25,154 @@ void Peer::Leave(const std::string& how) {
   unsent.clear();
 }
 
-void Peer::Send(const Message& message) {
-  if (socket.is_open()) {
-    socket.Send(message);
-  } else if (!is_connected && gone.empty()) {
-    unsent.push_back(message);
-  }
-}
-
-void Peer::Ping(Clock::time_point now) {
-  if (!socket.is_open() || now - pinged <= kPingInterval) return;
-  pinged = now;
-  socket.Send(Message{});
-}
-
-bool Peer::IsSilent(Clock::time_point now) const { return socket.is_open() && now - heard > kSilent; }
-
-std::string Peer::WhyMissing(Clock::time_point now) const {
-  if (now - heard > kSilent) {
-    return "has not come and does not answer: it is stopped, or its machine or network is gone";
-  }
-  return "has not come; it is alive, " +
-         (last_call.empty() ? "and has come to no call yet" : "the last call it came to is " + last_call);
-}
+// ---- connections
 
 void Service::Want(int process) {
-  if (process == options.process || process < 0 || process >= options.nprocesses) return;
-  Peer& peer = peers[process];
+  if (!is_running_ || process == options_.process || process < 0 || process >= options_.nprocesses) return;
+  Peer& peer = peers_[process];
   if (std::exchange(peer.is_wanted, true) || peer.is_connected || !peer.gone.empty()) return;
-  wanted.push_back(process);
-  has_wanted.notify_one();
+  transport_->Want(process);
 }
 
-void Service::Send(const Arrival& arrival, const Message& message) {
-  for (int process : arrival.members().processes) {
-    if (process != options.process) peers[process].Send(message);
+bool Service::CanConnect(int process) {
+  const bool is_other = process != options_.process && process >= 0 && process < options_.nprocesses;
+  return is_running_ && is_other && !peers_[process].is_connected && peers_[process].gone.empty();
+}
+
+void Service::Connect(int process) {
+  Peer& peer = peers_[process];
+  peer.is_connected = peer.is_open = true;
+  peer.heard = Clock::now();
+  for (const Message& message : std::exchange(peer.unsent, {})) transport_->Send(process, message);
+  if (goodbye_) transport_->Send(process, *goodbye_);
+}
+
+void Service::Close(int process) {
+  Peer& from = peers_[process];
+  from.is_open = false;
+  from.heard = Clock::now();
+  Message gone;
+  gone.text = "has ended without a word: it was killed, or crashed";
+  if (!from.gone.empty()) return;
+  if (is_small() || from.has_spoken) {
+    Learn(process, gone, process);
+  } else {
+    lost_.push_back({process, Clock::now(), gone});
   }
+}
+
+void Service::Lose(int process, const std::string& gone) {
+  if (!is_running_ || peers_[process].is_connected) return;
+  Message message;
+  message.text = gone;
+  if (is_small()) {
+    Learn(process, message, process);
+  } else {
+    lost_.push_back({process, Clock::now(), message});
+  }
+}
+
+void Service::Send(int process, const Message& message) {
+  Peer& peer = peers_[process];
+  if (peer.is_open) {
+    transport_->Send(process, message);
+  } else if (!peer.is_connected && peer.gone.empty()) {
+    peer.unsent.push_back(message);
+  }
+}
+
+void Service::Ping(int process, Clock::time_point now) {
+  Peer& peer = peers_[process];
+  if (!peer.is_open || now - peer.pinged <= kPingInterval) return;
+  peer.pinged = now;
+  transport_->Send(process, Message{});
+}
+
+void Service::Leave(const std::string& reason) {
+  goodbye_.emplace();
+  goodbye_->kind = Kind::kGoodbye;
+  goodbye_->text = reason;
+  for (const auto& [id, circle] : circles_) {
+    if (!is_small()) goodbye_->tokens.insert(goodbye_->tokens.end(), {id, circle.Last(options_.process)});
+  }
+  for (const auto& [process, peer] : peers_) {
+    if (peer.is_open) transport_->Send(process, *goodbye_);
+  }
+}
+
+std::vector<PeerState> Service::States() {
+  std::vector<PeerState> result;
+  const Clock::time_point now = Clock::now();
+  WatchSilence(now);
+  for (const auto& [process, peer] : peers_) {
+    if (!peer.is_wanted && !peer.is_connected && peer.gone.empty()) continue;
+    const double gone_for = peer.gone.empty() ? 0 : Seconds(now - peer.left);
+    const double silence = peer.is_open || is_small() || !IsReached(process) ? Seconds(now - peer.heard) : 0;
+    result.push_back({process, peer.gone, gone_for, peer.is_clean, silence});
+    Ping(process, now);
+  }
+  for (int process = 0; process < options_.nprocesses && !silent_links_.empty(); ++process) {
+    const auto found = peers_.find(process);
+    const bool is_known =
+        found != peers_.end() && (found->second.is_wanted || found->second.is_connected || !found->second.gone.empty());
+    if (is_known || process == options_.process || IsReached(process)) continue;
+    result.push_back({process, "", 0, false, Seconds(now - unreached_[static_cast<size_t>(process)])});
+  }
+  return result;
+}
+
+// ---- this process comes
+
+Service::Entered Service::Enter(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
+                                int64_t position, uint64_t token, const Done& done) {
+  const auto at = static_cast<size_t>(position);
+  const int last = signature->members[static_cast<size_t>(signature->groups[at])].processes.back();
+  if (!is_running_) return {FailedPrecondition(signature->call, ": jaxmp.distributed was shut down"), {}, {}};
+  if (late_failure_) return {late_failure_, {}, {}};
+  if (last >= options_.nprocesses) {
+    return {InvalidArgument(signature->call, ": a group names process ", last, " of ", options_.nprocesses), {}, {}};
+  }
+  if (signature->has_tokens && arrivals_.IsAmbiguous(*signature, at, origin)) {
+    return {FailedPrecondition(signature->call,
+                               ": two instructions of the compiled program have the number of this call, so that "
+                               "ranks cannot tell their operands apart; JAXMP_SHARED_MEMORY=off does without it"),
+            {},
+            {}};
+  }
+  const Arrival arrival = arrivals_.Arrive(signature, origin, at, token);
+  last_call_ = signature->call;
+  Announce(arrival);
+  const std::optional<Status> outcome = Outcome(arrival);
+  if (!outcome) {
+    waiting_.push_back({arrival, Clock::now(), Clock::now(), done});
+    if (waiting_.size() == 1) transport_->Wake();  // there is a deadline to watch from now on
+    return {std::nullopt, {}, arrival};
+  }
+  std::vector<uint64_t> tokens;
+  if (outcome->ok()) tokens = arrivals_.TakeTokens(arrival);
+  if (signature->has_tokens && !waiting_.empty()) transport_->Wake();  // others may have waited for this one alone
+  return {outcome, std::move(tokens), {}};
+}
+
+void Service::FailLate(const Status& status) {
+  if (!is_running_ || late_failure_) return;
+  late_failure_ = status;
+  if (failure_.empty()) failure_ = status.message().substr(std::string("jaxmp.DistributedError: ").size());
 }
 
 // ---- is everybody there?
 
 std::optional<Status> Service::Outcome(const Arrival& arrival) {
-  arrivals.PairRuns(arrival);
-  if (const auto* failed = arrivals.failure(arrival)) return GiveUp(arrival, failed->text, failed->kind);
-  if (auto why = arrivals.Disagreement(arrival)) return Fail(arrival, *why);
+  arrivals_.PairRuns(arrival);
+  if (const auto* failed = arrivals_.failure(arrival)) return GiveUp(arrival, failed->text, failed->kind);
+  if (auto why = arrivals_.Disagreement(arrival)) return Fail(arrival, *why);
   bool are_all_here = true;
   for (int process : arrival.members().processes) {
-    if (!arrivals.Awaits(arrival, process)) continue;
+    if (!arrivals_.Awaits(arrival, process)) continue;
     are_all_here = false;
-    if (process == options.process) continue;
-    if (!peers[process].gone.empty())
-      return Fail(arrival, "rank " + std::to_string(process) + " " + peers[process].gone);
+    if (process == options_.process) continue;
+    if (!HasLeft(process, arrival.members())) continue;
+    return Fail(arrival, "rank " + std::to_string(process) + " " + peers_[process].gone);
   }
   if (!are_all_here) return std::nullopt;
   return Status();
@@ -99,15 +183,16 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   const Arrival& arrival = waiting.arrival;
   const auto waited = now - waiting.since;
   if (auto outcome = Outcome(arrival)) return outcome;
-  const bool is_late = Seconds(waited) > options.timeout;
-  for (auto& [process, peer] : peers) peer.Ping(now);
+  const bool is_late = Seconds(waited) > options_.timeout;
+  for (const auto& [process, peer] : peers_) Ping(process, now);
   for (int process : arrival.members().processes) {
-    if (!arrivals.Awaits(arrival, process)) continue;
-    if (Seconds(waited) > kPassed * options.timeout) {
-      if (auto why = arrivals.HasPassed(arrival, process)) return Fail(arrival, *why, Kind::kAbandon);
+    if (!arrivals_.Awaits(arrival, process)) continue;
+    if (Seconds(waited) > kPassed * options_.timeout) {
+      if (auto why = arrivals_.HasPassed(arrival, process)) return Fail(arrival, *why, Kind::kAbandon);
     }
-    if (process == options.process || (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed))) continue;
-    if (auto why = arrivals.Crossing(arrival, process)) return Fail(arrival, *why);
+    if (process == options_.process || (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed)))
+      continue;
+    if (auto why = arrivals_.Crossing(arrival, process)) return Fail(arrival, *why);
   }
   if (is_late) return Fail(arrival, Missing(waiting, now));
   return std::nullopt;
@@ -115,13 +200,13 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
 
 bool Service::IsHeld(const Arrival& arrival, Clock::duration waited) {
   for (int process : arrival.members().processes) {
-    if (process == options.process || !arrivals.Awaits(arrival, process)) continue;
-    if (peers[process].last_call.empty() &&
-        Seconds(waited) < std::max(options.timeout / 2, options.timeout - kOpening)) {
+    if (process == options_.process || !arrivals_.Awaits(arrival, process)) continue;
+    if (peers_[process].last_call.empty() &&
+        Seconds(waited) < std::max(options_.timeout / 2, options_.timeout - kOpening)) {
       return true;
     }
-    if (arrival.signature->is_sequential && waited < 2 * kCrossed && arrivals.Crossing(arrival, process)) return true;
-    if (arrivals.IsBehind(arrival, process) || arrivals.HasPassed(arrival, process)) return true;
+    if (arrival.signature->is_sequential && waited < 2 * kCrossed && arrivals_.Crossing(arrival, process)) return true;
+    if (arrivals_.IsBehind(arrival, process) || arrivals_.HasPassed(arrival, process)) return true;
   }
   return false;
 }
@@ -131,17 +216,17 @@ std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
   std::string missing;
   const std::vector<int>& members = waiting.arrival.members().processes;
   for (int process : members) {
-    if (!arrivals.Awaits(waiting.arrival, process)) continue;
+    if (!arrivals_.Awaits(waiting.arrival, process)) continue;
     missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(process) + " ";
-    missing += process == options.process ? "has not come with all its devices" : peers[process].WhyMissing(now);
+    missing += process == options_.process ? "has not come with all its devices" : WhyMissing(process, now);
   }
-  for (const auto& [process, peer] : peers) {
-    if (std::binary_search(members.begin(), members.end(), process) || !peer.IsSilent(now)) continue;
+  for (int process = 0; process < options_.nprocesses; ++process) {
+    if (std::binary_search(members.begin(), members.end(), process) || !IsSilent(process, now)) continue;
     missing += ", rank " + std::to_string(process) + " does not answer";
   }
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g s", Seconds(now - waiting.since));
-  return missing + "; rank " + std::to_string(options.process) + " has waited for " + waited + " (JAXMP_TIMEOUT)";
+  return missing + "; rank " + std::to_string(options_.process) + " has waited for " + waited + " (JAXMP_TIMEOUT)";
 }
 
 // This process gives up, and tells the others.
@@ -151,112 +236,121 @@ Status Service::Fail(const Arrival& arrival, const std::string& why, Kind kind) 
 
 // Each call of a run that has failed tells its own peers, which may be others than the peers of the first one.
 Status Service::GiveUp(const Arrival& arrival, const std::string& text, Kind kind) {
-  if (failure.empty() && kind == Kind::kFailure) failure = text;
-  arrivals.Fail(options.process, arrival.run, kind, text);
+  if (failure_.empty() && kind == Kind::kFailure) failure_ = text;
+  arrivals_.Fail(options_.process, arrival.run, kind, text);
   Message message;
   message.kind = kind;
   message.run = arrival.run;
   message.text = text;
-  Send(arrival, message);
+  const CallSignature::Group& group = arrival.members();
+  if (Circle* const circle = CircleOf(group.circle, group.processes)) Flood(circle, message, options_.process);
   return FailedPrecondition("jaxmp.DistributedError: ", text);
 }
 
 std::vector<Resumed> Service::Settle() {
   const Clock::time_point now = Clock::now();
+  for (; !lost_.empty() && now - lost_.front().since >= kTick; lost_.pop_front()) {
+    const Lost& lost = lost_.front();
+    if (peers_[lost.process].gone.empty()) Learn(lost.process, lost.how, lost.process);
+  }
   std::vector<Resumed> settled;
   std::vector<Waiting> still;
-  for (Waiting& each : waiting) {
+  const auto is_over = [this](Dissemination& each) { return Advance(&each); };
+  disseminations_.erase(std::remove_if(disseminations_.begin(), disseminations_.end(), is_over), disseminations_.end());
+  const bool has_news = std::exchange(has_news_, false);
+  for (Waiting& each : waiting_) {
+    if (!has_news && now - each.looked < kTick && IsUnderWay(each.arrival)) {
+      still.push_back(std::move(each));
+      continue;
+    }
+    each.looked = now;
     if (const std::optional<Status> outcome = OutcomeOfWaiting(each, now)) {
       settled.push_back({std::move(each.done), *outcome, {}});
-      if (outcome->ok()) settled.back().tokens = arrivals.TakeTokens(each.arrival);
+      if (outcome->ok()) settled.back().tokens = arrivals_.TakeTokens(each.arrival);
     } else {
       still.push_back(std::move(each));
     }
   }
-  waiting = std::move(still);
+  waiting_ = std::move(still);
+  Stir(now);
+  TellOfEnds(now);
   return settled;
 }
 
-// Under no lock: programs come to their next call from here.
-void Service::Resume(std::vector<Resumed> settled) {
-  for (Resumed& each : settled) {
-    completions.Post([each = std::move(each)] { each.done(each.status, each.tokens); });
+std::vector<Resumed> Service::Stop() {
+  std::vector<Resumed> settled;
+  is_running_ = false;
+  const Status stopped = FailedPrecondition("jaxmp.distributed was shut down");
+  for (Waiting& each : waiting_) {
+    const auto* failed = arrivals_.failure(each.arrival);
+    settled.push_back(
+        {std::move(each.done), failed ? FailedPrecondition("jaxmp.DistributedError: ", failed->text) : stopped, {}});
   }
+  waiting_.clear();
+  return settled;
 }
 
-// ---- the thread that reads
+// ---- what others say
 
-void Service::Serve() {
-  std::unique_lock<std::mutex> lock(mutex);
-  while (is_running) {
-    std::vector<pollfd> polled = {{wake[0], POLLIN, 0}};
-    std::vector<int> readable;
-    for (const auto& [process, peer] : peers) {
-      if (!peer.socket.is_open()) continue;
-      const int events = POLLIN | (peer.socket.has_unsent() ? POLLOUT : 0);
-      polled.push_back({peer.socket.fd(), static_cast<int16_t>(events), 0});
-      readable.push_back(process);
-    }
-    const int poll_timeout = waiting.empty() ? -1 : 100;
-    lock.unlock();
-    poll(polled.data(), polled.size(), poll_timeout);
-    lock.lock();
-    if (!is_running) return;
-    char bytes[64];
-    while (polled[0].revents && read(wake[0], bytes, sizeof(bytes)) > 0) {
-    }
-    for (size_t i = 0; i < readable.size(); ++i) {
-      if (polled[i + 1].revents) Read(readable[i]);
-    }
-    std::vector<Resumed> settled = Settle();
-    lock.unlock();
-    Resume(std::move(settled));
-    lock.lock();
-  }
-}
-
-void Service::Wake() {
-  const char byte = 0;
-  if (wake[1] >= 0 && write(wake[1], &byte, 1) < 0) return;  // full: it is awake
-}
-
-void Service::Read(int process) {
-  Peer& from = peers[process];
-  from.socket.Flush();
-  std::vector<Message> messages;
-  const bool is_open = from.socket.Receive(&messages);
+void Service::Hear(int process, const Message& message) {
+  Peer& from = peers_[process];
   from.heard = Clock::now();
-  for (const Message& message : messages) Handle(process, message);
-  if (!is_open) from.Leave("has ended without a word: it was killed, or crashed");
-}
-
-void Service::Handle(int process, const Message& message) {
-  Peer& from = peers[process];
+  from.has_spoken = true;
+  Circle* const circle = message.members.empty() ? nullptr : CircleOf(message);
+  if (!message.members.empty() && !circle) return;
   switch (message.kind) {
     case Kind::kArrival:
-    case Kind::kFirst:
-      from.last_call = arrivals.Hear(process, message);
+    case Kind::kFirst: {
+      if (!circle) return;
+      const bool is_new = circle->Take(process, message, [this](int who, const Message& arrival) {
+        peers_[who].last_call = arrivals_.Hear(who, arrival);
+      });
+      if (is_new && Clock::now() < circle->asking) circle->is_stirred = is_stirred_ = true;
+      return;
+    }
+    case Kind::kSummary:
+      if (circle) Answer(process, circle, message);
       return;
     case Kind::kFailure:
-    case Kind::kAbandon:
-      arrivals.Fail(process, static_cast<Run>(message.run), message.kind, message.text);
-      if (failure.empty() && message.kind == Kind::kFailure) failure = message.text;
+    case Kind::kAbandon: {
+      has_news_ = true;
+      const int origin = message.ranks.empty() ? process : static_cast<int>(message.ranks[0]);
+      arrivals_.Fail(origin, static_cast<Run>(message.run), message.kind, message.text);
+      if (failure_.empty() && message.kind == Kind::kFailure) failure_ = message.text;
+      if (circle && !circle->is_complete()) Flood(circle, message, origin);
       return;
+    }
     case Kind::kPing: {
       Message pong;
       pong.kind = Kind::kPong;
-      pong.text = last_call;
-      from.Send(pong);
+      pong.text = last_call_;
+      Send(process, pong);
       return;
     }
     case Kind::kPong:
       from.last_call = message.text;
       return;
-    case Kind::kGoodbye:
-      if (from.is_clean) from.gone.clear();  // who left well may still see a failure, and then says so
-      from.is_clean = message.text.empty();
-      from.Leave(message.text.empty() ? "has ended" : "has ended: " + message.text);
+    case Kind::kGoodbye: {
+      Message gone = message;
+      gone.count = message.text.empty();
+      gone.text = message.text.empty() ? "has ended" : "has ended: " + message.text;
+      Learn(process, gone, process);
       return;
+    }
+    case Kind::kGone:
+      for (uint64_t who : message.ranks) {
+        if (who < static_cast<uint64_t>(options_.nprocesses)) Learn(static_cast<int>(who), message, process);
+      }
+      return;
+    case Kind::kSilence: {
+      if (message.ranks.size() != 2) return;
+      const std::pair<int, int> link(message.ranks[0], message.ranks[1]);
+      const bool is_new = message.count ? silent_links_.insert(link).second : silent_links_.erase(link) > 0;
+      if (!is_new) return;
+      has_reached_ = false;
+      PassOn(message, process);
+      return;
+    }
   }
 }
 

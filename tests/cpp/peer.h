@@ -46,8 +46,17 @@ class Peer {
   void Come(const CallSignature& signature, uint64_t count, const std::vector<uint64_t>& tokens = {},
             uint64_t run = 0) {
     const std::vector<uint64_t> first = {1, 0};  // its device
-    Send({signature.has_tokens ? Kind::kArrival : Kind::kFirst, signature.members[0].place, signature.members[0].key,
-          run, count, signature.digest, tokens.empty() ? first : tokens, signature.call + "\n" + signature.fields});
+    const std::vector<uint64_t> both = {0, 2, 1};
+    Send({signature.has_tokens ? Kind::kArrival : Kind::kFirst,
+          signature.members[0].place,
+          signature.members[0].key,
+          run,
+          count,
+          signature.digest,
+          tokens.empty() ? first : tokens,
+          signature.call + "\n" + signature.fields,
+          both,
+          {1, 1, ++ncome_}});
   }
   Message Next() {
     Message message;
@@ -70,6 +79,7 @@ class Peer {
 
  private:
   int fd_;
+  uint64_t ncome_ = 0;
   std::string bytes_;
 };
 

@@ -242,17 +242,35 @@ TEST(ARankThatEndsIsNamedAtOnce) {
   for (const bool says_so : {false, true}) {
     Peer peer;
     auto outcome = Come(Make("jit_f", 0, "k=4"));
-    if (says_so) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, "it raised ValueError: bad luck"});
+    if (says_so) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, "it raised ValueError: bad luck", {}, {}});
     peer.Close();
     CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
     CHECK_EQ(PeerStates()[0].is_clean, false);
   }
 }
 
+// A rank may wait for the others' ends while one of them comes to its first call with it.
+TEST(WhoConnectsLaterHearsOfTheEnd) {
+  StartBarrier({0, 3, kTimeout});
+  LeaveBarrier("it raised ValueError");
+  const auto [ours, theirs] = SocketPair();
+  ConnectPeer(1, ours);
+  Message message;
+  std::string bytes(4096, '\0');
+  const ssize_t got = recv(theirs, bytes.data(), bytes.size(), MSG_DONTWAIT);
+  CHECK(got > 0);
+  bytes.resize(got > 0 ? static_cast<size_t>(got) : 0);
+  CHECK(Decode(&bytes, &message) == barrier::Decoded::kMessage);
+  CHECK_EQ(message.text, "it raised ValueError");
+  StopBarrier();
+  close(theirs);
+}
+
 // At the end of a program all leave and wait for the others: a failure that one of them sees is the reason for all.
 TEST(ALaterReasonReplacesAGoodEnd) {
   Peer peer;
-  for (const char* text : {"", "rank 2 has ended without a word"}) peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, text});
+  for (const char* text : {"", "rank 2 has ended without a word"})
+    peer.Send({Kind::kGoodbye, 0, 0, 0, 0, 0, {}, text, {}, {}});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   CHECK_CONTAINS(outcome.get(), "rank 1 has ended");
   for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) Pause(5);
@@ -262,7 +280,7 @@ TEST(ALaterReasonReplacesAGoodEnd) {
 TEST(WhatAPeerGivesUpIsGivenUpHere) {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
-  peer.Send({Kind::kFailure, 0, 0, 0, 0, 0, {}, "matmul at train.py:41: rank 2 has not come"});
+  peer.Send({Kind::kFailure, 0, 0, 0, 0, 0, {}, "matmul at train.py:41: rank 2 has not come", {}, {}});
   peer.Come(*call, 1);
   Pause(100);
   CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
@@ -428,6 +446,7 @@ TEST(AProcessIsConnectedWhenItIsNeeded) {
   CHECK(Decode(&bytes, &message) == barrier::Decoded::kMessage);
   CHECK_EQ(message.count, uint64_t{1});
   message.text = call->call + "\n" + call->fields;
+  message.ranks[0] = 1;  // the place of process 1 among the two
   bytes = Encode(message);
   CHECK_EQ(write(theirs, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
   CHECK_EQ(outcome.get(), "");

@@ -106,7 +106,7 @@ def environment_variables():
             (tree,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parse")
         strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         found |= {s for s in strings if isinstance(s, str) and re.fullmatch(r"JAXMP_[A-Z_]+", s)}
-    for path in ROOT.glob("tests/cpp/*"):
+    for path in ROOT.glob("tests/cpp/**/*.*"):
         found |= set(re.findall(r'(?:getenv|environment)\("(JAXMP_\w+)"\)', path.read_text()))
     settings = [(ROOT / name).read_text() for name in ("Makefile", ".ci/run")]
     settings += re.findall(r'ENVIRONMENT "([^"]*)"', (ROOT / "CMakeLists.txt").read_text())
