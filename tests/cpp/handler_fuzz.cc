@@ -104,7 +104,9 @@ TEST(CallsOfProcessesOfAnyKindAreAnsweredWithAnError) {
 }
 
 TEST(BytesOfAnyKindAreMessagesOrRefused) {
-  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, {6, 7}, "matmul at train.py:41\nm=1"};
+  const std::vector<uint64_t> tokens = {6, 7}, members = {0, 1, 2}, ranks = {8, 9};
+  const barrier::Message good = {barrier::Kind::kArrival,      1,       2,    3, 4, 5, tokens,
+                                 "matmul at train.py:41\nm=1", members, ranks};
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     Fuzzer fuzzer(seed + 400000);
     std::string bytes = barrier::Encode(good) + barrier::Encode(good);
@@ -121,6 +123,8 @@ TEST(BytesOfAnyKindAreMessagesOrRefused) {
   CHECK_EQ(message.text, good.text);
   CHECK_EQ(message.digest, good.digest);
   CHECK(message.tokens == good.tokens);
+  CHECK(message.members == good.members);
+  CHECK(message.ranks == good.ranks);
   CHECK(bytes.empty());
 }
 
