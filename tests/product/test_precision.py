@@ -219,6 +219,8 @@ def test_processes_agree_on_the_communication_options():
         "comm.dtype": "float32",
         "comm.algorithm": "split_p2p",
         "comm.sm_count": None,
+        "comm.weights": None,
+        "comm.gradients": None,
     }
 
 
