@@ -92,7 +92,8 @@ def _among_collectives(spec: MatmulSpec, call: Callable[..., Any]) -> Callable[.
     result: Callable[..., Any] = place(
         call, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
     )
-    return result
+    # Without the barrier XLA would move a constant operand into the call, with a name that PTX does not take.
+    return lambda *given: result(*lax.optimization_barrier(given))
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
