@@ -133,7 +133,7 @@ test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUD
 	@rm -rf build/gpu-session
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu PYTHONSAFEPATH=1 \
 	  $(XLA_GPU)/bin/python tests/gpu/gpu_session.py --out build/gpu-session --minutes 30 --bench="--quick --skip float8 float64 TF32" \
-	  -p fake_gpus tests/gpu/test_calls.py tests/gpu/test_sharing.py -k "$(OVER_FAKES)" --share 0/4 $(ARGS)
+	  -p fake_gpus tests/gpu/test_calls.py tests/gpu/test_sharing.py -k "$(OVER_FAKES)" --share 0/6 $(ARGS)
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=2 FAKE_CUDA_JOB=job JAXMP_TIMEOUT=10 PYTHONSAFEPATH=1 \
 	  PYTHONPATH=tests/xla_gpu/site:tests/xla_gpu $(XLA_GPU)/bin/python -m jaxmp accept --quick --out build/accept.json
 
