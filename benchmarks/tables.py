@@ -115,7 +115,7 @@ def page(path, folder=RESULTS):
         ]
 
     table = re.compile(r"(<!-- (\w+) -->)\n*(\|.*\n)*\n*")
-    text = table.sub(lambda match: f"{match[1]}\n\n{markdown(rows(match[2]))}\n\n", path.read_text())
+    text = table.sub(lambda match: "\n\n".join([match[1], *markdown(rows(match[2])), ""]), path.read_text())
     return text.rstrip() + "\n"
 
 
@@ -158,9 +158,11 @@ def description(name, sections):
 
 
 def markdown(rows):
-    columns = list(dict.fromkeys(column for row in rows for column in row)) or ["machine"]
+    """Returns a table in a list, or nothing where nothing has been measured."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [[shown(row.get(column, "")) for column in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells])
+    table = [f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *cells]]
+    return ["\n".join(table)] if rows else []
 
 
 def shown(value):
