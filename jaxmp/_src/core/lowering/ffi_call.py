@@ -9,14 +9,12 @@ A grid exchanges its two directions for the same reason.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from jax.extend.mlir.dialects import stablehlo
 
 from jaxmp._src.core.lowering import xla_matmul
@@ -74,26 +72,12 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
         call = functools.partial(call, **call_attributes(spec, a, b, devices, found))
-        outputs = dict(zip(names, _among_collectives(spec, call)(*given), strict=True))
+        if spec.implementation == "cublasmp" and spec.group.nranks > 1:
+            call = jax_lowering.on_stream_of_collectives(call)
+        outputs = dict(zip(names, call(*given), strict=True))
     if spec.distributions:
         return {"d": xla_matmul.without_padding(spec, outputs["d"])}  # the library does not write it
     return {name: _final(name, spec, found, x) for name, x in outputs.items()}
-
-
-def _among_collectives(spec: MatmulSpec, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts a call between GPUs on XLA's stream of collectives, so that none of them is in flight across it.
-
-    XLA's scheduler takes other calls for computation, and starts them while a collective waits for other devices. Older
-    versions read a number here and end the process.
-    """
-    if spec.implementation != "cublasmp" or spec.group.nranks == 1 or jax.__version_info__ < (0, 12):
-        return call
-    place: Any = compute_on  # older versions have another signature
-    result: Callable[..., Any] = place(
-        call, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
-    )
-    # Without the barrier XLA would move a constant operand into the call, with a name that PTX does not take.
-    return lambda *given: result(*lax.optimization_barrier(given))
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,7 @@ from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.export import _export
 from jax._src.interpreters import mlir as _mlir
+from jax.experimental.compute_on import compute_on
 from jax.extend.core import Primitive
 from jax.interpreters import mlir as mlir
 
@@ -220,3 +221,19 @@ def next_index(ctx: LoweringContext, key: str) -> int:
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
     return int(counters[key])
+
+
+def on_stream_of_collectives(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts a call between GPUs on XLA's stream of collectives, so that none of them is in flight across it.
+
+    XLA's scheduler takes other calls for computation, and starts them while a collective waits for other devices. XLA
+    before JAX 0.12 reads a number here and ends the process, so the call stays as it is.
+    """
+    if jax.__version_info__ < (0, 12):
+        return call
+    place: Any = compute_on  # older versions have another signature
+    placed: Callable[..., Any] = place(
+        call, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
+    )
+    # Without the barrier XLA would move a constant operand into the call, with a name that PTX does not take.
+    return lambda *given: placed(*jax.lax.optimization_barrier(given))
