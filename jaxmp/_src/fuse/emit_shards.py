@@ -116,7 +116,10 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
 
 
 def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.Array | None) -> list[jax.Array]:
-    """Adds bias and c to d and applies the activation, because a transposed call adds its bias along the rows."""
+    """Returns [activation(d + bias + c)], and after it the sum before the activation if the product keeps it.
+
+    The call cannot do this itself, because a transposed call adds its bias along the rows.
+    """
     if bias is not None:
         d = d + bias.reshape((1,) * (d.ndim - 1) + bias.shape)
     if c is not None:

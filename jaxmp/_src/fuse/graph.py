@@ -228,7 +228,7 @@ def schedule(
     makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
 
     def made(values: Sequence[Any]) -> list[int | Group]:
-        """Returns the steps that make these values."""
+        """Returns the step that makes each value, repeats included. Literals, known values and inputs have none."""
         return [makers[v] for v in values if not jax_tracing.is_literal(v) and v not in known and v in makers]
 
     def after_inputs(steps: Sequence[int | Group]) -> list[int | Group]:

@@ -177,7 +177,10 @@ class Rewriter:
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
-        """True if a step is an equation that can be evaluated without any change."""
+        """True if a step is an equation that the rewriter evaluates as it is.
+
+        Groups, products, narrow gathers and equations with jaxprs are not; at a level, nor are held ones.
+        """
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False

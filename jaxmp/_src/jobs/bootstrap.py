@@ -238,7 +238,10 @@ def _own_address(host: str) -> str:
 
 
 def route_to(host: str) -> str:
-    """Returns this machine's address on the route to `host`; RuntimeError if no network leads there."""
+    """Returns this machine's address on the route to `host`, without sending anything.
+
+    Raises ValueError if the name is unknown, and RuntimeError if no network leads there.
+    """
     try:
         found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:

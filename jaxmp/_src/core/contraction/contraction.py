@@ -180,7 +180,10 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if the three matrices are stored in blocks over the same two axes, transposed or not."""
+        """True if a, b and d each have their first stored dimension over one axis and their second over another.
+
+        The axes are the same for all three. It does not matter which index is stored first. Batches do not count.
+        """
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)

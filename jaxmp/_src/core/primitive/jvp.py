@@ -214,7 +214,10 @@ def activated_matmul_jvp_rule(
 def jet_rule(
     primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
 ) -> tuple[list[Any], list[list[Any]]]:
-    """Returns the value and the series of a product: each term is a sum of products of terms (the rule of Leibniz)."""
+    """Returns a product's value and Taylor coefficients: coefficient i is the sum of left[j] @ right[i - j].
+
+    Raises NotImplementedError if the product has C or an epilog.
+    """
     if not spec.is_bilinear:
         raise NotAvailable(
             f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"

@@ -100,7 +100,10 @@ def _are_on_one_device(*operands: Any) -> bool:
 
 
 def is_simple(*operands: Any) -> bool:
-    """True if JAX's own dispatch of a jitted function can run an eager call without options."""
+    """True if all operands are on one device, no process barrier is in use, and jit is enabled.
+
+    Then JAX's own dispatch of a jitted function can run an eager call without options.
+    """
     return _are_on_one_device(*operands) and not (native.has_barrier or jax_compat.is_jit_disabled())
 
 

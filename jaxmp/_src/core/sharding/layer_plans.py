@@ -124,7 +124,11 @@ def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[st
 
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
-    """Chooses the hidden layer's sharding. By default it has w_in's axes on columns and x's other axes on rows."""
+    """Returns the placement with the hidden layer's sharding; a given one is kept.
+
+    By default w_in's axes are on columns, and x's other axes on rows. Raises ValueError if x and w_in both shard the
+    contraction, because the result is ambiguous.
+    """
     a, b, out = placement.lie
     if out is not None:
         return placement

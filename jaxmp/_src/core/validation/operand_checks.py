@@ -91,7 +91,10 @@ def check_operand(argument: str, x: Any) -> None:
 
 
 def is_array(x: object) -> bool:
-    """True if JAX takes `x` as an array or as the description of one; lists and other libraries' tensors are not."""
+    """True if `x` has a shape and a dtype and JAX takes it as an array, or if it is a `ShapeDtypeStruct`.
+
+    False for Python scalars, lists, a `jax.Ref` and other libraries' tensors.
+    """
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):

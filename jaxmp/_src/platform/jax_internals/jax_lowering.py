@@ -55,8 +55,10 @@ def _wrap(primitive: Primitive, wrapper: Callable[[LoweringRule], LoweringRule])
 
 
 def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
-    """Wraps the rule of shard_map so that it runs under the mesh with its devices, if the program that is being lowered
-    has devices."""
+    """Wraps the lowering rule of shard_map so that it runs under its mesh with the program's devices.
+
+    The rule runs unchanged if a mesh is set, or if the program has not one device for each position of the mesh.
+    """
 
     @functools.wraps(rule)
     def lower(ctx: LoweringContext, *nodes: Any, mesh: Any, **params: Any) -> Any:

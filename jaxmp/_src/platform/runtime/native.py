@@ -187,7 +187,10 @@ def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
 
 
 def stop_barrier() -> None:
-    """Closes the sockets; calls that still wait fail."""
+    """Closes the barrier's sockets, and records that there is no barrier and no shared memory.
+
+    Calls that still wait fail.
+    """
     global has_barrier, shared_processes
     extension().stop_barrier()
     has_barrier, shared_processes = False, frozenset()

@@ -138,7 +138,9 @@ class _Classes:
 
 
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
-    """The classes of the batch: dimensions that come first in arguments which are no parameters.
+    """Returns the classes of the batch: first dimensions of arguments after the first `nparameters`, the parameters.
+
+    No parameter has a dimension of such a class. All classes that it returns have one extent.
 
     If it has several extents, it is the one that most arguments have, or else the largest argument's. If the program
     does not tell which arguments are parameters, a batch dimension comes first in every argument that has it; of

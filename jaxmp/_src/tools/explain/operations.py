@@ -88,9 +88,11 @@ def cumulative(name: str, each: Instruction) -> str:
 
 
 def hands_on(user: Instruction) -> bool:
-    """True if an instruction only passes its operand on, as the partitioner emits it around a collective."""
+    """True if the partitioner emitted an instruction that only moves data: a move, a collective or its "-done".
+
+    The program's own reshapes and slices do not count, nor do copies made for a primitive in ASKING.
+    """
     if user.primitive in ASKING and user.opcode == "copy":
         return False
-    # The program's own reshapes and slices do not count.
     moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")
     return moves and _OWN.get(user.primitive) != user.opcode

@@ -135,7 +135,10 @@ class Origins:
     # Corresponding dimensions ------------------------------------------------------------------------------------
 
     def operands(self, at: Dim) -> Iterator[Dim]:
-        """Yields the dimensions of operands that correspond to this one, element by element."""
+        """Yields the dimensions that this one comes from, element by element, also across computations.
+
+        A parameter leads to its caller's operand. A call or a conditional leads to the roots of what it calls.
+        """
         place, each, part, index = at
         if each.opcode == "parameter":
             if place.name in self.program.callers:

@@ -81,7 +81,7 @@ class Row:
 
     @property
     def has_matrices(self) -> bool:
-        """True if a, b and d are matrices; False if an array has a matrix per group."""
+        """False for a `ragged_dot`, where an array has a matrix for each group; True for other operations."""
         return self.operation != "ragged_dot"
 
     @property
