@@ -1,13 +1,13 @@
-// How the arrivals of a group reach all of its processes, its circle.
+// Tells all processes of a group who has come to a call. The processes form a circle, in the order of their places.
 //
-// Up to kComplete processes tell each other directly. In a larger circle each process keeps a connection to those that
-// are 1, 2, 4, ... places further on, and to those as far back (Hensgen, Finkel and Manber, Two algorithms for barrier
-// synchronization, 1988). In round k a process that has come tells the one 2^k places further on who of the 2^k places
-// up to its own have come, once it knows that of all of them. After log2 of the size, rounded up, all know of all.
+// Up to kComplete processes tell each other directly. In a larger circle each process keeps connections to the places
+// 1, 2, 4, ... after and before its own (Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988).
+// Round k of a process begins when it knows that the 2^k places up to and including its own have come. It then sends
+// this to the place 2^k after its own. After log2 of the size, rounded up, each process knows that all have come.
 //
-// If one does not come, the rounds of others stop. So whoever has waited for a moment tells its connections which
-// arrivals it has, and they exchange what one has and the other lacks (Demers et al., Epidemic algorithms, 1987). So
-// those that wait know all who have come, also where their rounds have stopped.
+// If one process does not come, the rounds of others stop. A process that has waited for a moment therefore sends its
+// connections a list of the arrivals that it knows, and both send what the other lacks (Demers et al., Epidemic
+// algorithms, 1987). So each waiting process learns who has come.
 //
 // The arrivals of a process in a circle are numbered from 1. In a message, `ranks` of arrivals and of a summary are
 // (place, count, number): count processes from this place on, around the circle, each with its arrival of this number.
