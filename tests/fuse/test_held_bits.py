@@ -176,6 +176,12 @@ def test_derivatives_at_a_level_are_those_of_jax(name):
         np.testing.assert_allclose(g, p, rtol=1e-4, atol=1e-4)
 
 
+def test_explain_lists_the_calls_of_tangents_at_a_level():
+    fused = jaxmp.fuse(lambda w: jnp.tanh(X @ w).sum(), determinism="topology")
+    rows = jaxmp.explain(lambda w: jax.jvp(fused, (w,), (w,)), quiet=True)(jnp.ones((40, 3))).rows
+    assert sum(row.count for row in rows) == 4  # a product and a sum, and those of the tangents
+
+
 def test_functions_do_not_know_the_extent_of_a_row():
     """XLA has scalar loops for rows of 4, and vector loops for rows of 16."""
 

@@ -120,6 +120,13 @@ def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> An
     return evaluated(function, operands, {}, options, has_rule=False)
 
 
+def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
+    """Returns the jaxpr to which an equation is lowered if it is a linear map, so that reports can list its calls."""
+    if eqn.primitive is not linear_p:
+        return []
+    return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]
+
+
 linear_p.def_abstract_eval(_abstract_eval)
 ad.primitive_jvps[linear_p] = _linear_jvp
 ad.primitive_transposes[linear_p] = _transpose

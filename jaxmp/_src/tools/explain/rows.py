@@ -27,7 +27,7 @@ from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.comm_options import comm_options_text
-from jaxmp._src.fuse import rewrite
+from jaxmp._src.fuse import derivatives, rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
@@ -129,7 +129,7 @@ def rows_of(
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
             known = shards.sharded_dims(eqn) or dims
             with jax_lowering.body_of(eqn.primitive):
-                for sub in jax_compat.subjaxprs(eqn.params):
+                for sub in (*jax_compat.subjaxprs(eqn.params), *derivatives.lowered(eqn)):
                     pairs = zip(sub.outvars, eqn.outvars, strict=False)
                     ends = {id(end): terms[id(v)] for end, v in pairs if id(v) in terms}
                     yield from list(rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known, terms=ends))
