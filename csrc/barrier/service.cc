@@ -36,7 +36,7 @@ void Service::Want(int process) {
 
 bool Service::CanConnect(int process) {
   const bool is_other = process != options_.process && process >= 0 && process < options_.nprocesses;
-  return is_running_ && is_other && !peers_[process].is_connected && peers_[process].gone.empty();
+  return is_running_ && is_other && !peers_[process].is_connected;
 }
 
 void Service::Connect(int process) {

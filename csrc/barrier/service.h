@@ -89,7 +89,8 @@ class Service {
   // ---- of connections
   // Asks for a connection.
   void Want(int process);
-  // Whether there is a use for a connection to `process`.
+  // Whether a connection to `process` is the first. One that has said that it leaves still waits for the others, and
+  // would take the end of the connection for theirs.
   bool CanConnect(int process);
   // There is one.
   void Connect(int process);

@@ -138,7 +138,7 @@ def test_only_the_own_interface_is_listened_at():
         peers.close()
 
 
-def hello(sender=0, receiver=1, magic=b"jaxmp 2\n"):
+def hello(sender=0, receiver=1, magic=b"jaxmp 3\n"):
     return struct.pack(">8sII32s", magic, sender, receiver, b"n" * 32)
 
 
@@ -206,6 +206,29 @@ def test_a_stranger_is_refused_within_a_handshakes_time(listener, attack, caplog
     assert not listener.sockets
     assert "rank 1: 1 connection to 127.0.0.1:" in caplog.text
     assert "did not prove to be of this job and was closed" in caplog.text
+
+
+def test_a_late_handshake_ends_no_connection_that_a_peer_keeps(monkeypatch):
+    """The peer would take the end of the connection for the end of this process."""
+    monkeypatch.setattr(peers_lib, "_HANDSHAKE", 0.5)
+
+    def greet(port, rank):
+        connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+        connection.sendall(hello(rank))
+        prove(connection, SECRET, hello(rank))
+        return connection
+
+    with job(3) as (_, listener, higher):
+        with greet(listener.peers.port, 0) as late:
+            time.sleep(2 * peers_lib._HANDSHAKE)
+            late.sendall(b"\1")
+            assert late.recv(1) == b"\1"
+            wait_until(lambda: 0 in listener.sockets)
+        with greet(listener.peers.port, 2) as breaks_off:
+            assert breaks_off.recv(1) == b"\1"
+            assert 2 not in listener.sockets
+        wait_until(lambda: 2 in listener.sockets and 1 in higher.sockets)
+        assert is_joined(listener, higher)
 
 
 def test_strangers_leak_nothing_and_keep_no_peer_out(listener, caplog):

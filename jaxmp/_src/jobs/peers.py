@@ -9,9 +9,11 @@ have it, by HMAC-SHA256 (RFC 2104) over random numbers of both; the secret itsel
                                            <-       number 2, HMAC("listens", HELLO, number 2)
     HMAC("connects", HELLO, number 2)      ->
 
-Two processes may connect to each other at the same time. Then the lower rank decides: it ends each handshake with one
-byte, 1 for the connection that both keep and 0 for any other. A connection that does not get that far within a few
-seconds is a stranger's: it is closed and counted. docs/faults.md: what processes see; SECURITY.md: what this protects.
+A connection that does not get that far within a few seconds is a stranger's: it is closed and counted. Two processes may
+connect to each other at the same time. Then the lower rank decides: it ends each handshake with one byte, 1 for the
+connection that both keep and 0 for any other. The higher rank sends the byte back. Both wait for the other's byte
+however long it takes, because a peer takes the end of a connection that it keeps for the end of this process.
+docs/faults.md: what processes see; SECURITY.md: what this protects.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable
 logger = logging.getLogger("jaxmp.distributed")
 
 _HELLO = struct.Struct(">8sII32s")
-_MAGIC = b"jaxmp 2\n"
+_MAGIC = b"jaxmp 3\n"
 _NUMBER = 32
 _HMAC = hashlib.sha256().digest_size
 # Seconds that a handshake may take; a peer needs milliseconds.
@@ -155,7 +157,8 @@ class Peers:
             self._count_stranger(connection, error)
             connection.close()
             return
-        self._settle(peer, connection, deadline)
+        if not self._settle(peer, connection):
+            self._reach(peer)  # it may have ended
 
     def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
         with self._changed:
@@ -213,7 +216,7 @@ class Peers:
             logger.debug("rank %d: rank %d is not reached: %s", self.process, peer, error)
             connection.close()
             return False
-        return self._settle(peer, connection, deadline)
+        return self._settle(peer, connection)
 
     def _give_up(self, peer: int, why: str) -> None:
         with self._changed:
@@ -225,20 +228,26 @@ class Peers:
 
     # Both ----------------------------------------------------------------------------------------------------------
 
-    def _settle(self, peer: int, connection: socket.socket, deadline: float) -> bool:
+    def _settle(self, peer: int, connection: socket.socket) -> bool:
         """Keeps this proven connection to `peer`, or closes it, as the lower rank decides."""
+        is_lower, is_kept = self.process < peer, False
+        connection.settimeout(None)
         try:
-            if self.process < peer:
+            if is_lower:
                 with self._changed:
                     is_kept = self._is_open and peer not in self._connected
                     if is_kept:
                         self._connected.add(peer)
-                _send(connection, b"\1" if is_kept else b"\0", deadline)
-            else:
-                is_kept = _receive(connection, 1, deadline) == b"\1"
+                connection.sendall(bytes([is_kept]))
+            answer = connection.recv(1)
+            if not answer:
+                raise ConnectionError("it closed the connection")
+            if not is_lower:
+                connection.sendall(answer)
+                is_kept = answer == b"\1"
         except OSError as error:
             logger.debug("rank %d: the handshake with rank %d broke off: %s", self.process, peer, error)
-            if self.process < peer:
+            if is_kept:
                 with self._changed:
                     self._connected.discard(peer)
             connection.close()
@@ -246,7 +255,6 @@ class Peers:
         if not is_kept:
             connection.close()
             return True
-        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connect(peer, connection.detach())
         with self._changed:
