@@ -413,6 +413,8 @@ def end_late():
     """One rank ends long after the others, which are not all connected with it."""
     initialize()
     print("NEIGHBOURS", *sorted(jaxmp._src.platform.runtime.native.extension().peers()))
+    # No rank may hear of an end before that.
+    jaxmp._src.platform.jax_internals.jax_compat.distributed_client().wait_at_barrier("seen", 60_000)
     if PROCESS == 3:
         time.sleep(1.5 * float(os.environ["JAXMP_TIMEOUT"]))
 

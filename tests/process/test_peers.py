@@ -25,7 +25,7 @@ class Process:
     """One process's connections, without the rest of it: what it wants, has been given and has lost."""
 
     def __init__(self, job, process, nprocesses, secret=SECRET):
-        self.peers = Peers("127.0.0.1", process, nprocesses, secret, timeout=10)
+        self.peers = Peers("127.0.0.1", process, nprocesses, secret)
         self.wanted, self.sockets, self.lost = queue.SimpleQueue(), {}, {}
         job[process] = self.peers.port
 
@@ -75,7 +75,7 @@ def test_peers_meet_where_no_thread_starts_any_more(monkeypatch):
             process.wanted.put([i for i in range(3) if i != process.peers.process])
         for process in processes:
             assert process.peers.wait_for(range(3), 10) == ""
-    late = Peers("127.0.0.1", 0, 1, SECRET, timeout=10)
+    late = Peers("127.0.0.1", 0, 1, SECRET)
     with contextlib.closing(late), pytest.raises(RuntimeError, match="no thread"):
         late.start(list, None, None, None)
 
@@ -129,7 +129,7 @@ def test_a_process_that_has_ended_is_known_at_once():
 
 
 def test_only_the_own_interface_is_listened_at():
-    peers = Peers(bootstrap._own_address("127.0.0.1"), 0, 2, SECRET, 1)
+    peers = Peers(bootstrap._own_address("127.0.0.1"), 0, 2, SECRET)
     try:
         assert peers.host == "127.0.0.1"
         with pytest.raises(ConnectionRefusedError):

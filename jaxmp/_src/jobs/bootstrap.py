@@ -107,8 +107,8 @@ class Membership:
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
-    """Waits until every process of the job is here, for `timeout` seconds. `reach`: seconds to reach a peer. `tells`:
-    the message of this process to the others if it is rank 0.
+    """Waits until every process of the job is here, for `timeout` seconds. `reach`: seconds to ask for the address of a
+    peer. `tells`: the message of this process to the others if it is rank 0.
 
     The data that a process publishes and reads in JAX's store does not grow with the number of processes.
     """
@@ -121,7 +121,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
     secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
     versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
     told = client.blocking_key_value_get(f"{key}told", milliseconds)
-    peers = Peers(_own_address(host), process, nprocesses, secret, reach)
+    peers = Peers(_own_address(host), process, nprocesses, secret)
     client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
     for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):
         if own != first:

@@ -9,8 +9,8 @@ have it, by HMAC-SHA256 (RFC 2104) over random numbers of both; the secret itsel
                                            <-       number 2, HMAC("listens", HELLO, number 2)
     HMAC("connects", HELLO, number 2)      ->
 
-A connection that does not get that far within a few seconds is a stranger's: it is closed and counted. Two processes may
-connect to each other at the same time. Then the lower rank decides: it ends each handshake with one byte, 1 for the
+A connection that does not get that far within a few seconds is a stranger's: it is closed and counted. Two processes
+may connect to each other at the same time. Then the lower rank decides: it ends each handshake with one byte, 1 for the
 connection that both keep and 0 for any other. The higher rank sends the byte back. Both wait for the other's byte
 however long it takes, because a peer takes the end of a connection that it keeps for the end of this process.
 docs/faults.md: what processes see; SECURITY.md: what this protects.
@@ -59,11 +59,10 @@ class Peers:
       address: the address at which this machine listens and peers reach it.
       process, nprocesses: the rank of this process, and the number of processes.
       secret: the job's secret, the same in all processes.
-      timeout: seconds within which a peer must be reached.
     """
 
-    def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float) -> None:
-        self.process, self.nprocesses, self.timeout, self._secret = process, nprocesses, timeout, secret
+    def __init__(self, address: str, process: int, nprocesses: int, secret: bytes) -> None:
+        self.process, self.nprocesses, self._secret = process, nprocesses, secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self.host, self.port = address, self._listener.getsockname()[1]
@@ -182,13 +181,12 @@ class Peers:
                 _begin(f"reach-{peer}", functools.partial(self._reach, peer))
 
     def _reach(self, peer: int) -> None:
-        """Tries to connect to `peer` until the deadline, unless it connects first or has ended."""
-        end = time.monotonic() + self.timeout
+        """Tries to connect to `peer`, until it is connected or has ended."""
         address = None
-        while self._is_open and peer not in self._connected and time.monotonic() < end:
+        while self._is_open and peer not in self._connected:
             try:
                 address = address or self._address_of(peer)
-                connection = socket.create_connection(address, timeout=max(0.1, end - time.monotonic()))
+                connection = socket.create_connection(address, timeout=_HANDSHAKE)
             except ConnectionRefusedError:
                 host, port = address or ("?", 0)
                 self._give_up(peer, f"has ended: nothing listens at {host}:{port} any more")

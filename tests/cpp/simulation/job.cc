@@ -46,6 +46,11 @@ Time Job::Latency(int from, int to) {
   return schedule.least + (most > schedule.least ? Time(Draw()) % (most - schedule.least) : 0);
 }
 
+Time Job::Settling(int process, int peer) {
+  const Time late = schedule.settling && Draw() % 4 == 0 ? Time(Draw()) % schedule.settling : 0;
+  return now + Latency(peer, process) + late;
+}
+
 void Job::Log(int rank, const std::string& what) {
   if (is_logged_) std::printf("%10.6f rank %d %s\n", double(now) / kSecond, rank, what.c_str());
 }

@@ -64,6 +64,7 @@ struct Schedule {
   Time least = 20 * kMicro, most = 200 * kMicro;  // that a message takes
   Time pause = 2 * kMilli;                        // at most, before a call
   Time processor = 5 * kMicro;                    // of each message, sent or received
+  Time settling = 0;  // at most, until an end of a new connection is ready: one in four takes longer than a message
   std::vector<Event> events;
 
   std::string Text() const;
@@ -113,6 +114,8 @@ class Job {
   void At(Time time, std::function<void()> run) { timed_.push({time, ntimed_++, std::move(run)}); }
   uint64_t Draw() { return random_ = random_ * 6364136223846793005u + 1442695040888963407u, random_ >> 33; }
   Time Latency(int from, int to);
+  // When an end of a new connection is ready.
+  Time Settling(int process, int peer);
   bool IsCut(int one, int other) const { return is_cut_ && is_apart_[size_t(one)] != is_apart_[size_t(other)]; }
   void Log(int rank, const std::string& what);
   std::shared_ptr<const CallSignature> SignatureOf(size_t call, Event::Kind kind);

@@ -55,27 +55,48 @@ void Job::Node::Later(Time time, std::function<void()> work) {
 }
 
 void Job::Node::Want(int process) {
-  const Time trip = job_.Latency(process_, process);
-  job_.At(job_.now + trip, [this, process, trip] {
+  job_.At(job_.now + job_.Latency(process_, process), [this, process] {
     Node& peer = *job_.nodes_[size_t(process)];
     if (job_.IsCut(process_, process)) return;
     if (job_.ranks[size_t(process)].has_ended) {
       Post([this, process] { service.Lose(process, "has ended: nothing listens any more"); }, 0);
       return;
     }
-    peer.Post(
-        [this, &peer, process, trip] {
-          if (links.count(process) || !peer.service.CanConnect(process_)) return;
-          if (rank().has_ended) return;
-          links[process] = job_.now;
-          peer.links[process_] = job_.now + trip;
-          ++rank().nsockets;
-          ++job_.ranks[size_t(process)].nsockets;
-          peer.service.Connect(process_);
-          job_.At(job_.now + trip, [this, process] { Post([this, process] { service.Connect(process); }, 0); });
-        },
-        0);
+    const auto answer = [this, process, &peer] {
+      if (rank().has_ended || links.count(process)) return;
+      const Time here = job_.Settling(process_, process), there = job_.Settling(process, process_);
+      links[process] = there;
+      peer.links[process_] = here;
+      job_.At(here, [this, process] { Settle(process); });
+      job_.At(there, [this, &peer] { peer.Settle(process_); });
+    };
+    peer.Post(answer, 0);
   });
+}
+
+// As Peers._settle: hands this end of a connection over, which the other end may have used for long.
+void Job::Node::Settle(int process) {
+  const auto settle = [this, process] {
+    Node& peer = *job_.nodes_[size_t(process)];
+    if (service.CanConnect(process)) {
+      ++rank().nsockets;
+      service.Connect(process);
+    } else {
+      links.erase(process);
+      peer.Hear(process_, [this, &peer] { peer.service.Close(process_); }, 0);
+    }
+  };
+  Post(settle, 0);
+}
+
+// Something comes on the connection with `process`, unless this end has closed it.
+void Job::Node::Hear(int process, std::function<void()> what, Time processor) {
+  if (job_.IsCut(process_, process)) return;
+  Post(
+      [this, process, what = std::move(what)] {
+        if (links.count(process)) what();
+      },
+      processor);
 }
 
 void Job::Node::Send(int process, const Message& message) {
@@ -88,9 +109,8 @@ void Job::Node::Send(int process, const Message& message) {
   Time& last = links.at(process);
   last = std::max(last + 1, busy_ + job_.Latency(process_, process));
   job_.At(last, [this, process, message] {
-    if (job_.IsCut(process_, process)) return;
     Node& peer = *job_.nodes_[size_t(process)];
-    peer.Post([this, &peer, message] { peer.service.Hear(process_, message); }, job_.schedule.processor);
+    peer.Hear(process_, [this, &peer, message] { peer.service.Hear(process_, message); }, job_.schedule.processor);
   });
 }
 
@@ -101,9 +121,8 @@ void Job::Node::Exit() {
   job_.Log(process_, "has ended");
   for (const auto& [process, last] : links) {
     job_.At(std::max(last + 1, job_.now + job_.Latency(process_, process)), [this, process = process] {
-      if (job_.IsCut(process_, process)) return;
       Node& peer = *job_.nodes_[size_t(process)];
-      peer.Post([this, &peer] { peer.service.Close(process_); }, 0);
+      peer.Hear(process_, [this, &peer] { peer.service.Close(process_); }, 0);
     });
   }
   CloseTransport();

@@ -60,7 +60,7 @@ class Job::Node final : public barrier::Transport {
 
   barrier::Service service;
   std::vector<Strand> strands;
-  std::map<int, Time> links;  // by process: when the last message to it comes
+  std::map<int, Time> links;  // by process: when its end is ready, or the last message to it comes
 
  private:
   struct Outcome {
@@ -70,6 +70,8 @@ class Job::Node final : public barrier::Transport {
   void Turn();
   void Compile();
   void Settle();
+  void Settle(int process);
+  void Hear(int process, std::function<void()> what, Time processor);
   void Come(Strand* strand);
   void Enter(Strand* strand, size_t call);
   void Hold(Strand* strand, size_t call, const barrier::Arrival& arrival, Time since, std::shared_ptr<Outcome> outcome);

@@ -35,6 +35,7 @@ std::string Schedule::Text() const {
                                          : "column") +
             (call.has_tokens ? "" : " (XLA)");
   }
+  if (settling) text += "; connections take up to " + Milliseconds(settling);
   for (const Event& event : events) text += "; " + event.Text();
   return text;
 }
@@ -65,6 +66,7 @@ Schedule Draw(uint64_t seed, int nprocesses) {
   }
   drawn.is_concurrent = mode == 0 && below(2);
   drawn.most = below(4) ? 200 * kMicro : 20 * kMilli;
+  drawn.settling = seed % 2 ? 2 * kSecond : 0;
   const auto event = [&](Event::Kind kind) {
     Event made{kind, below(drawn.nprocesses), below(drawn.nsteps), below(int(drawn.calls.size()))};
     if (below(2)) made.after = Time(below(3)) * below(1000) * kMicro * 100;
@@ -240,6 +242,7 @@ Schedule Shrink(Schedule schedule) {
     if (schedule.is_concurrent) with([](Schedule* s) { s->is_concurrent = false; });
     if (schedule.ncolumns > 1) with([](Schedule* s) { s->ncolumns = 1; });
     if (schedule.most > 200 * kMicro) with([](Schedule* s) { s->most = 200 * kMicro; });
+    if (schedule.settling) with([](Schedule* s) { s->settling = 0; });
     if (schedule.nprocesses > 2) with([](Schedule* s) { --s->nprocesses, s->ncolumns = 1; });
     for (const Schedule& each : smaller) {
       const bool is_valid = std::all_of(each.events.begin(), each.events.end(), [&](const Event& event) {
