@@ -67,6 +67,14 @@ bool Service::IsUnderWay(const Arrival& arrival) const {
   });
 }
 
+bool Service::IsSettled(int process, const Arrival& arrival, Clock::time_point now) {
+  const Circle& circle = circles_.at(arrival.members().circle);
+  return std::all_of(circle.links().begin(), circle.links().end(), [&](int link) {
+    const auto spoke = peers_[link].spoke;
+    return (spoke && now - *spoke >= kTick) || (circle.is_complete() && link != process);
+  });
+}
+
 void Service::Stir(Clock::time_point now) {
   std::set<Circle*> stirred;
   for (const Waiting& each : waiting_) {

@@ -54,7 +54,7 @@ void Service::Close(int process) {
   Message gone;
   gone.text = "has ended without a word: it was killed, or crashed";
   if (!from.gone.empty()) return;
-  if (is_small() || from.has_spoken) {
+  if (is_small() || from.spoke) {
     Learn(process, gone, process);
   } else {
     lost_.push_back({process, Clock::now(), gone});
@@ -187,7 +187,7 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   for (const auto& [process, peer] : peers_) Ping(process, now);
   for (int process : arrival.members().processes) {
     if (!arrivals_.Awaits(arrival, process)) continue;
-    if (Seconds(waited) > kPassed * options_.timeout) {
+    if (Seconds(waited) > kPassed * options_.timeout && IsSettled(process, arrival, now)) {
       if (auto why = arrivals_.HasPassed(arrival, process)) return Fail(arrival, *why, Kind::kAbandon);
     }
     if (process == options_.process || (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed)))
@@ -295,7 +295,7 @@ std::vector<Resumed> Service::Stop() {
 void Service::Hear(int process, const Message& message) {
   Peer& from = peers_[process];
   from.heard = Clock::now();
-  from.has_spoken = true;
+  if (!from.spoke) from.spoke = from.heard;
   Circle* const circle = message.members.empty() ? nullptr : CircleOf(message);
   if (!message.members.empty() && !circle) return;
   switch (message.kind) {

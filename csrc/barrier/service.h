@@ -42,7 +42,8 @@ struct Peer {
   void Leave(const std::string& how);
 
   bool is_wanted = false, is_connected = false;  // ever
-  bool is_open = false, has_spoken = false;
+  bool is_open = false;
+  std::optional<Clock::time_point> spoke;  // for the first time
   std::vector<Message> unsent;  // until it is connected
   std::string gone;             // how it left; empty while it is there
   bool is_clean = false;
@@ -146,6 +147,8 @@ class Service {
   // Sends on, in rounds, that this process and others have come, as far as that is known. True if nothing is left.
   bool Advance(Dissemination* dissemination);
   bool IsUnderWay(const Arrival& arrival) const;
+  // Whether no arrival of `process` may wait for a connection.
+  bool IsSettled(int process, const Arrival& arrival, Clock::time_point now);
   void Announce(const Arrival& arrival);
   void SendAll(int process, const std::vector<Message>& messages);
   // Exchanges arrivals in circles where one has waited for a moment.

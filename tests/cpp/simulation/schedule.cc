@@ -166,7 +166,7 @@ class Judge {
   }
 
   Time Within() const {
-    const Time slow = 10 * schedule_.most + kSecond / 2;
+    const Time slow = 10 * schedule_.most + schedule_.settling + kSecond / 2;
     switch (fault_->kind) {
       case Event::kKill:
       case Event::kRaise:
