@@ -215,8 +215,7 @@ bool Service::IsReached(int process) {
           if (is_reached[static_cast<size_t>(to)] || silent_links_.count({at, to}) || silent_links_.count({to, at}))
             continue;
           is_reached[static_cast<size_t>(to)] = true;
-          const auto found = peers_.find(to);
-          if (found == peers_.end() || found->second.gone.empty()) next.push_back(to);
+          next.push_back(to);
         }
       }
     }

@@ -15,6 +15,8 @@ constexpr double kPassed = 0.1;
 // Seconds that gloo waits for the others when it opens the transport of a set of devices.
 constexpr double kOpening = 30;
 constexpr std::chrono::milliseconds kPingInterval(1000);
+// How long others may take to say how a process has left that has said nothing on its connection.
+constexpr std::chrono::milliseconds kLost(500);
 
 }  // namespace
 
@@ -54,7 +56,7 @@ void Service::Close(int process) {
   Message gone;
   gone.text = "has ended without a word: it was killed, or crashed";
   if (!from.gone.empty()) return;
-  if (is_small() || from.spoke) {
+  if (from.spoke) {
     Learn(process, gone, process);
   } else {
     lost_.push_back({process, Clock::now(), gone});
@@ -65,11 +67,7 @@ void Service::Lose(int process, const std::string& gone) {
   if (!is_running_ || peers_[process].is_connected) return;
   Message message;
   message.text = gone;
-  if (is_small()) {
-    Learn(process, message, process);
-  } else {
-    lost_.push_back({process, Clock::now(), message});
-  }
+  lost_.push_back({process, Clock::now(), message});
 }
 
 void Service::Send(int process, const Message& message) {
@@ -221,7 +219,8 @@ std::string Service::Missing(const Waiting& waiting, Clock::time_point now) {
     missing += process == options_.process ? "has not come with all its devices" : WhyMissing(process, now);
   }
   for (int process = 0; process < options_.nprocesses; ++process) {
-    if (std::binary_search(members.begin(), members.end(), process) || !IsSilent(process, now)) continue;
+    const bool is_member = std::binary_search(members.begin(), members.end(), process);
+    if ((is_member && arrivals_.Awaits(waiting.arrival, process)) || !IsSilent(process, now)) continue;
     missing += ", rank " + std::to_string(process) + " does not answer";
   }
   char waited[32];
@@ -249,7 +248,7 @@ Status Service::GiveUp(const Arrival& arrival, const std::string& text, Kind kin
 
 std::vector<Resumed> Service::Settle() {
   const Clock::time_point now = Clock::now();
-  for (; !lost_.empty() && now - lost_.front().since >= kTick; lost_.pop_front()) {
+  for (; !lost_.empty() && now - lost_.front().since >= kLost; lost_.pop_front()) {
     const Lost& lost = lost_.front();
     if (peers_[lost.process].gone.empty()) Learn(lost.process, lost.how, lost.process);
   }

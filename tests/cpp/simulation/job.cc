@@ -28,7 +28,7 @@ Job::~Job() { Clock::source = &std::chrono::steady_clock::now; }
 void Job::Run(Time limit) {
   for (const auto& node : nodes_) {
     node->Join();
-    At(kSecond, [&node] { node->Start(); });
+    At(kSecond / 10, [&node] { node->Start(); });
   }
   while (!timed_.empty() && timed_.top().time <= limit) {
     now = virtual_now = timed_.top().time;

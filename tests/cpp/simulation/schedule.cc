@@ -66,7 +66,7 @@ Schedule Draw(uint64_t seed, int nprocesses) {
   }
   drawn.is_concurrent = mode == 0 && below(2);
   drawn.most = below(4) ? 200 * kMicro : 20 * kMilli;
-  drawn.settling = seed % 2 ? 2 * kSecond : 0;
+  drawn.settling = seed % 2 ? kSecond : 0;
   const auto event = [&](Event::Kind kind) {
     Event made{kind, below(drawn.nprocesses), below(drawn.nsteps), below(int(drawn.calls.size()))};
     if (below(2)) made.after = Time(below(3)) * below(1000) * kMicro * 100;
