@@ -246,15 +246,19 @@ def cause(error: BaseException) -> DistributedError | None:
 
 
 def _why_transport_failed(native: Any) -> str:
-    """Explains a collective that failed half-way: a peer that has just ended, or a silent one."""
-    deadline = time.monotonic() + 1
-    while not (gone := [f"rank {i} {peer['gone']}" for i, peer in native.peers().items() if peer["gone"]]):
-        if time.monotonic() > deadline:
-            gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
-            break
+    """Explains a collective that failed half-way: peers that have just ended, or a silent one.
+
+    Ranks of other groups may have ended well before the news of the failed rank comes.
+    """
+    deadline, gone = time.monotonic() + 1, dict[int, Any]()
+    while all(peer["is_clean"] for peer in gone.values()) and time.monotonic() < deadline:
         time.sleep(_POLL)
-    roots = [who for who in gone if ": rank " not in who]  # the others ended because of these
-    return ", ".join(roots or gone[:1]) or "the transport gave up, though every process answers"
+        gone = {i: peer for i, peer in native.peers().items() if peer["gone"]}
+    if not gone:
+        gone = {i: {"gone": watch.SILENT} for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5}
+    ends = [f"rank {i} {peer['gone']}" for i, peer in gone.items()]
+    roots = [who for who in ends if ": rank " not in who]  # the others ended because of these
+    return ", ".join(roots or ends[:1]) or "the transport gave up, though every process answers"
 
 
 def _check_moment() -> None:

@@ -24,7 +24,6 @@ void Peer::Leave(const std::string& how) {
   if (!gone.empty()) return;
   gone = how;
   left = Clock::now();
-  unsent.clear();
 }
 
 // ---- connections
@@ -74,7 +73,7 @@ void Service::Send(int process, const Message& message) {
   Peer& peer = peers_[process];
   if (peer.is_open) {
     transport_->Send(process, message);
-  } else if (!peer.is_connected && peer.gone.empty()) {
+  } else if (!peer.is_connected) {
     peer.unsent.push_back(message);
   }
 }

@@ -139,7 +139,7 @@ class Service {
   Status Fail(const Arrival& arrival, const std::string& why, Kind kind = Kind::kFailure);
   Status GiveUp(const Arrival& arrival, const std::string& text, Kind kind);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
-  // Waits for the connection, where there is none yet; is nothing to who has left.
+  // Waits for the connection, where there is none yet.
   void Send(int process, const Message& message);
   // The circle of a group; null if the list is none of this process's.
   Circle* CircleOf(uint64_t id, const std::vector<int>& members);

@@ -182,14 +182,16 @@ void Job::Node::Collect(Strand* strand, size_t call) {
 void Job::Node::CollectiveFails(Strand* strand, Time since) {
   if (!strand->is_waiting || !rank().saw.empty()) return;
   std::string why = service.failure(), first;
+  bool is_known = !why.empty();
   for (const PeerState& peer : service.States()) {
     if (!service.failure().empty() || peer.gone.empty()) continue;
+    is_known = is_known || !peer.is_clean;
     const std::string who = "rank " + std::to_string(peer.process) + " " + peer.gone;
     if (first.empty()) first = who;
     if (who.find(": rank ") == std::string::npos) why += (why.empty() ? "" : ", ") + who;
   }
   if (why.empty()) why = first;
-  if (why.empty() && job_.now - since < kSecond) {
+  if (!is_known && job_.now - since < kSecond) {
     Later(job_.now + kSecond / 20, [this, strand, since] { CollectiveFails(strand, since); });
     return;
   }
