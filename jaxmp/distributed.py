@@ -239,19 +239,19 @@ def cause(error: BaseException) -> DistributedError | None:
     if _job is None or "gloo" not in str(error).lower():
         return None
     native = native_lib.extension()
-    why = _why_transport_failed(native)
+    why = _why_transport_failed(native, is_large=_job.nprocesses > 5)
     why = native.barrier_failure() or f"{native.last_call() or 'a collective'}: {why} ({error})"
     _job.failure = _job.failure or why
     return DistributedError(why)
 
 
-def _why_transport_failed(native: Any) -> str:
+def _why_transport_failed(native: Any, is_large: bool) -> str:
     """Explains a collective that failed half-way: peers that have just ended, or a silent one.
 
-    Ranks of other groups may have ended well before the news of the failed rank comes.
+    In a large job the news of it may come after the news of ranks of other groups that have ended well.
     """
     deadline, gone = time.monotonic() + 1, dict[int, Any]()
-    while all(peer["is_clean"] for peer in gone.values()) and time.monotonic() < deadline:
+    while all(is_large and peer["is_clean"] for peer in gone.values()) and time.monotonic() < deadline:
         time.sleep(_POLL)
         gone = {i: peer for i, peer in native.peers().items() if peer["gone"]}
     if not gone:

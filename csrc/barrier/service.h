@@ -44,8 +44,8 @@ struct Peer {
   bool is_wanted = false, is_connected = false;  // ever
   bool is_open = false;
   std::optional<Clock::time_point> spoke;  // for the first time
-  std::vector<Message> unsent;  // until it is connected
-  std::string gone;             // how it left; empty while it is there
+  std::vector<Message> unsent;             // until it is connected
+  std::string gone;                        // how it left; empty while it is there
   bool is_clean = false;
   std::vector<uint64_t> final;  // of one that left well: circle, number of its last arrival, circle, number, ...
   Clock::time_point heard = Clock::now(), pinged = Clock::now(), left;

@@ -185,7 +185,7 @@ void Job::Node::CollectiveFails(Strand* strand, Time since) {
   bool is_known = !why.empty();
   for (const PeerState& peer : service.States()) {
     if (!service.failure().empty() || peer.gone.empty()) continue;
-    is_known = is_known || !peer.is_clean;
+    is_known = is_known || !peer.is_clean || job_.schedule.nprocesses <= 5;
     const std::string who = "rank " + std::to_string(peer.process) + " " + peer.gone;
     if (first.empty()) first = who;
     if (who.find(": rank ") == std::string::npos) why += (why.empty() ? "" : ", ") + who;
