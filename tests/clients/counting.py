@@ -3,7 +3,7 @@
 import collections
 import contextlib
 
-from jaxmp._src.fuse import rewrite
+from jaxmp._src.fuse import graph, reasons, rewrite
 
 
 class Count:
@@ -23,17 +23,17 @@ def counting():
     count = Count()
     of_group, of_equation = rewrite.Rewriter._group, rewrite.Rewriter._equation
 
-    def group(self, graph, found, values):
+    def group(self, whole, found, values):
         left = count.left.total()
-        of_group(self, graph, found, values)
-        products = sum(graph.equations[i].primitive.name == "dot_general" for i in found.equations)
+        of_group(self, whole, found, values)
+        products = sum(whole.equations[i].primitive.name == "dot_general" for i in found.equations)
         count.calls += products - (count.left.total() - left)
 
     def equation(self, eqn, operands, why):
         if eqn.primitive.name != "dot_general":
-            count.left["groups"] += eqn.primitive.name in rewrite.PRODUCTS
+            count.left["groups"] += eqn.primitive.name in graph.PRODUCTS
         elif why:  # without a reason it is unused
-            count.left[why if why in rewrite.REASONS else rewrite.reason_in([rewrite.SCOPE + why])] += 1
+            count.left[why if why in reasons.REASONS else reasons.reason_in([reasons.SCOPE + why])] += 1
         return of_equation(self, eqn, operands, why)
 
     rewrite.Rewriter._group, rewrite.Rewriter._equation = group, equation

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.tools.explain import hlo
+from jaxmp._src.tools.explain import hlo, partitioned
 
 F32 = 4
 SHARDED = {"in_shardings": (P(None, "model"), P("model")), "out_sharding": P()}
@@ -323,8 +323,8 @@ def test_the_text_of_asynchronous_programs_is_read():
     ((computation, count),) = module.executed()
     start = computation.instructions["ag"]
     assert (count, start.kind, start.operands, start.nbytes) == (1, "all-gather", ("x",), 24 * 16 * F32)
-    assert hlo.groups(start, 4) == ((0, 2), (1, 3))
-    assert hlo.axes_of(hlo.groups(start, 4), {"data": 2, "model": 2}) == ("data",)
+    assert partitioned.groups_of(start, 4) == ((0, 2), (1, 3))
+    assert partitioned.axes_of(partitioned.groups_of(start, 4), {"data": 2, "model": 2}) == ("data",)
     assert module.line(computation.root) == "train.py:7"
     gemm = computation.instructions["gemm"]
     assert [each.name for each in computation.instructions.values() if each.is_product] == ["dot", "gemm"]
@@ -346,7 +346,7 @@ def test_the_text_of_asynchronous_programs_is_read():
 )
 def test_groups_of_devices_are_read(text, expected):
     each = hlo.Instruction("c", "all-gather", "f32[2]{0}", (), (), text, False)
-    assert hlo.groups(each, 4) == expected
+    assert partitioned.groups_of(each, 4) == expected
 
 
 @pytest.mark.parametrize(
@@ -359,4 +359,4 @@ def test_groups_of_devices_are_read(text, expected):
     ],
 )
 def test_shardings_are_read(text, expected):
-    assert hlo.sharded(text, {"data": 2, "model": 2}) == expected
+    assert partitioned.sharded(text, {"data": 2, "model": 2}) == expected

@@ -32,7 +32,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather. `why`:
-    for each product that reads a gather that stays, by index, a key of `rewrite.REASONS`."""
+    for each product that reads a gather that stays, by index, a key of `reasons.REASONS`."""
 
     taken: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ def _is_gather(eqn: Any) -> bool:
 
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
-    """Returns why a gather stays (a key of `rewrite.REASONS`), or ""."""
+    """Returns why a gather stays (a key of `reasons.REASONS`), or ""."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"

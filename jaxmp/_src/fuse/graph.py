@@ -11,6 +11,7 @@ from typing import Any
 from jax import lax
 
 from jaxmp._src.core.spec.refusal import Refusal
+from jaxmp._src.fuse.reasons import safely
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # Primitives that multiply matrices.
@@ -24,10 +25,6 @@ RESULT = -1
 # Primitives that gather an operand, and primitives that may come between a gather and its product.
 GATHERS = ("reshard", "all_gather")
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
-
-
-# Takes equations and a function that analyses them; returns the function's result, or None if it fails.
-Safely = Callable[[Sequence[Any], Callable[[], Any]], Any]
 
 
 class UnknownError(Refusal):
@@ -154,26 +151,35 @@ def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
     return Graph([eqn for eqn in equations if id(eqn) not in joined], graph.results) if joined else graph
 
 
-def without_batches_of_one(graph: Graph, safely: Safely) -> Graph:
+def without_batches_of_one(graph: Graph) -> Graph:
     """Returns the graph with each batch of one product replaced by the product itself."""
-    parts = [safely([eqn], functools.partial(_of_one, graph, eqn)) or [eqn] for eqn in graph.equations]
-    is_changed = any(len(equations) > 1 for equations in parts)
-    return Graph(list(itertools.chain(*parts)), graph.results) if is_changed else graph
+    return each_in_place(graph, functools.partial(_of_one, graph))
 
 
-def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
+def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
+    """Returns the graph with each equation replaced by the equations that `rule` returns, if it returns any."""
+    parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
+    if not any(parts):
+        return graph
+    equations = (part or [eqn] for eqn, part in zip(graph.equations, parts, strict=True))
+    return Graph(list(itertools.chain(*equations)), graph.results)
+
+
+def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
     """Returns the equations of a `dot_general` without its batch, if the batch is one product. lhs's batch dimensions
-    become rows and rhs's are removed; a matrix times its transpose stays a product of one array with itself. Another
-    equation stays as it is, also a product with a gathered rhs, because a call takes in that gather with the batch."""
+    become rows and rhs's are removed; a matrix times its transpose stays a product of one array with itself.
+
+    Returns None for other equations, and if rhs is gathered, because a call takes in that gather with the batch.
+    """
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
-        return [eqn]
+        return None
     source = graph.made_by(eqn.invars[1])
     while source is not None and source.primitive.name in PASSES:
         source = graph.made_by(source.invars[0])
     if source is not None and source.primitive.name in GATHERS:
-        return [eqn]
+        return None
 
     def multiply(x: Any, y: Any) -> list[Any]:
         order = [*batch, *(i for i in range(x.ndim) if i not in batch)]

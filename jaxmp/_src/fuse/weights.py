@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from jaxmp._src.core.spec.low_precision import Scaling
 from jaxmp._src.core.spec.refusal import Refusal
 from jaxmp._src.fuse import emit, ragged
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, Safely, read, spliced
+from jaxmp._src.fuse.graph import GATHERS, PASSES, Graph, each_in_place, read, spliced
 from jaxmp._src.fuse.operands import is_auto, is_explicit
 from jaxmp._src.fuse.products import SUMS
 from jaxmp._src.fuse.scales import Part, Parts, Scale, centred, of_sums, repeated, summable
@@ -78,27 +77,18 @@ class Weights:
         return tuple(part for part in of_k if part in varying)
 
 
-def with_narrow_weights(graph: Graph, options: Options, safely: Safely) -> Graph:
+def with_narrow_weights(graph: Graph, options: Options) -> Graph:
     """Returns the graph with products that read narrow weights as they are stored."""
-    opened = _each_in_place(graph, _of_decoder, safely)
-    moved = _each_in_place(opened, functools.partial(_of_gather, opened), safely)
+    opened = each_in_place(graph, _of_decoder)
+    moved = each_in_place(opened, functools.partial(_of_gather, opened))
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
 
     def rule(eqn: Any) -> Sequence[Any] | None:
         name = eqn.primitive.name
         return rules[name](moved, options, eqn) if name in rules else None
 
-    narrow = _each_in_place(moved, rule, safely)
+    narrow = each_in_place(moved, rule)
     return graph if narrow is opened else Graph(jax_tracing.needed(narrow.equations, narrow.results), narrow.results)
-
-
-def _each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None], safely: Safely) -> Graph:
-    """Returns the graph with each equation replaced by the equations that `rule` returns, if it returns any."""
-    parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
-    if not any(parts):
-        return graph
-    equations = (part or [eqn] for eqn, part in zip(graph.equations, parts, strict=True))
-    return Graph(list(itertools.chain(*equations)), graph.results)
 
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:

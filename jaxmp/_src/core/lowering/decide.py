@@ -24,7 +24,8 @@ from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.batching import may_batch
 from jaxmp._src.core.primitive.grouped import GroupedSpec, batch_of
 from jaxmp._src.core.primitive.primitives import of_one_index
-from jaxmp._src.core.spec import low_precision
+from jaxmp._src.core.spec import low_precision, precisions
+from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import extents, operations
 from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
@@ -106,7 +107,7 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     if spec.batch:
         return _batch(spec, a, b, where)
     choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
-    call = forms.resolve(spec, a, b, choice)
+    call = _resolve(spec, a, b, choice)
     if logs.logger("backend").isEnabledFor(logging.DEBUG):
         shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
         form = f"{call.why}; {call.name}" + (f" ({call.form_why})" if call.form_why else "")
@@ -127,8 +128,56 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
         return Decision(choice.implementation, choice.why, "groups", moved, moved)
     if is_one_product:
         choice = dataclasses.replace(choice, implementation="xla")
-    call = forms.resolve(spec, a, b, choice)
+    call = _resolve(spec, a, b, choice)
     return _decision("xla" if is_one_product else "each", spec, a, b, call)
+
+
+def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:
+    """Resolves the call for shards like `a` and `b` by the chosen implementation.
+
+    Raises NotImplementedError if a form cannot keep what the caller asks for.
+    """
+    implementation, types = choice.implementation, (a.dtype, b.dtype)
+    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
+        wide = low_precision.operand_type(*types)
+        compute = precisions.compute_type(spec.precision, wide)
+        is_decoded = implementation == "host" and compute in ("32F", "32F_PEDANTIC")
+        types = types if is_decoded else (wide, wide)
+    product = forms.RequestedCall(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
+    shape = *a.shape, *b.shape
+    if not all(isinstance(extent, int) for extent in shape):
+        if spec.asked_of_library:
+            raise NotAvailable(
+                f"{spec.asked_of_library} takes numbers for extents, got operands of {a.shape} and {b.shape}; export "
+                "for numbers, or leave it out to have XLA multiply"
+            )
+        if spec.implementation != "xla":
+            choice = backend.Choice("xla", "extents are symbolic, and a custom call takes numbers")
+        return forms.in_form(forms.Xla, "", product, choice)
+    if implementation == "cublasmp":
+        product = product._replace(spec=spec.replace(implementation="cublasmp"))
+        if 0 in shape and not spec.fixed_reduction_order:
+            return forms.in_form(forms.Xla, "nothing to multiply, so XLA writes d", product, choice)
+    if implementation in ("host", "cublasmp"):
+        return forms.in_library(product, choice, implementation)
+    if spec.fixed_reduction_order:
+        why = "ranks share no call, and the order of XLA's sums is its own"
+        return forms.in_form(forms.Gathered, why, product, choice, "host")
+    if implementation == "host+xla":
+        return forms.in_form(forms.Xla, "hostmp multiplies what a device has gathered", product, choice, "host")
+    return forms.in_form(forms.Xla, "", product, choice)
+
+
+def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.ResolvedCall:
+    """Resolves `t` times an activation's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and
+    -0 + t is t, even for t = -0."""
+    choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
+    library = choice.implementation if choice.implementation == "cublasmp" else "host"
+    spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
+    a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
+    return forms.in_library(
+        forms.RequestedCall(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles()
+    )
 
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:

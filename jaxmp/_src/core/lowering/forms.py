@@ -1,4 +1,4 @@
-"""Resolves a call: the form of a product for the implementation that `decide` has chosen (`resolve`), and why.
+"""The forms of a product for the implementation that `decide` has chosen.
 
 A form is a way to compute a call with a library. Each form is a class; `FORMS` has them in order of preference.
 cuBLASMp all-reduces only with op(A) = A^T, op(B) = B and without C, and has epilogs only on one-dimensional layouts and
@@ -9,6 +9,7 @@ that it takes: `inner` is the call that a form contains.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxmp._src.core.lowering import backend, deferred, faults, ffi_call, fixed_
 from jaxmp._src.core.lowering.backend import Capabilities, Choice, why_no_epilog
 from jaxmp._src.core.lowering.ffi_call import custom_call
 from jaxmp._src.core.primitive import bias_grad
-from jaxmp._src.core.spec import low_precision, precisions
+from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.activations import pack_relu_aux
 from jaxmp._src.core.spec.epilogs import Epilog, for_activation
 from jaxmp._src.core.spec.extents import axes_text, extents
@@ -28,7 +29,7 @@ from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.core.validation.epilog_checks import check_gathered_scales
 from jaxmp._src.platform.runtime import native
-from jaxmp._src.platform.runtime.types import ArrayType, Operands
+from jaxmp._src.platform.runtime.types import Operands
 
 
 class RequestedCall(NamedTuple):
@@ -99,9 +100,7 @@ class Tiles(ResolvedCall):
         return None if product.spec.contraction.communicates else Gathered.why_taken(product, capabilities)
 
     def results(self, operands: Operands, **where: Any) -> Operands:
-        def tile(operands: Operands, spec: MatmulSpec) -> Operands:
-            return one_device(spec, operands, self.library).emit(operands)
-
+        tile = functools.partial(_on_one_device, library=self.library)
         with jax.named_scope(f"jaxmp {self.spec.level.name} by calls of one shape"):
             return fixed_shape.matmul(operands, self.spec, tile)
 
@@ -230,7 +229,10 @@ class TransposedCopy(ResolvedCall):
 
     @staticmethod
     def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
-        copied = _copied(product, capabilities)
+        spec, a, b = product
+        if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:
+            return None
+        copied = [x for x, is_wrong in ((a, spec.transpose_a), (b, not spec.transpose_b)) if is_wrong]
         why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
         return f"{why}; copying {2 * sum(x.size * x.dtype.itemsize for x in copied)} bytes" if copied else None
 
@@ -306,52 +308,6 @@ class Xla(ResolvedCall):
 FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, MaskOfResult, TransposedCopy, Direct)
 
 
-def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
-    """Resolves the call for shards like `a` and `b` by the chosen implementation.
-
-    Raises NotImplementedError if a form cannot keep what the caller asks for.
-    """
-    implementation, types = choice.implementation, (a.dtype, b.dtype)
-    if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
-        wide = low_precision.operand_type(*types)
-        compute = precisions.compute_type(spec.precision, wide)
-        is_decoded = implementation == "host" and compute in ("32F", "32F_PEDANTIC")
-        types = types if is_decoded else (wide, wide)
-    product = RequestedCall(spec, *map(jax.ShapeDtypeStruct, (a.shape, b.shape), types))
-    extents = *a.shape, *b.shape
-    if not all(isinstance(extent, int) for extent in extents):
-        if spec.asked_of_library:
-            raise NotAvailable(
-                f"{spec.asked_of_library} takes numbers for extents, got operands of {a.shape} and {b.shape}; export "
-                "for numbers, or leave it out to have XLA multiply"
-            )
-        if spec.implementation != "xla":
-            choice = Choice("xla", "extents are symbolic, and a custom call takes numbers")
-        return in_form(Xla, "", product, choice)
-    if implementation == "cublasmp":
-        product = product._replace(spec=spec.replace(implementation="cublasmp"))
-        if 0 in extents and not spec.fixed_reduction_order:
-            return in_form(Xla, "nothing to multiply, so XLA writes d", product, choice)
-    if implementation in ("host", "cublasmp"):
-        return in_library(product, choice, implementation)
-    if spec.fixed_reduction_order:
-        why = "ranks share no call, and the order of XLA's sums is its own"
-        return in_form(Gathered, why, product, choice, "host")
-    if implementation == "host+xla":
-        return in_form(Xla, "hostmp multiplies what a device has gathered", product, choice, "host")
-    return in_form(Xla, "", product, choice)
-
-
-def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
-    """Resolves `t` times an activation's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and
-    -0 + t is t, even for t = -0."""
-    choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
-    library = choice.implementation if choice.implementation == "cublasmp" else "host"
-    spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
-    a, b = jax.ShapeDtypeStruct((t.shape[0], 0), t.dtype), jax.ShapeDtypeStruct((0, t.shape[1]), t.dtype)
-    return in_library(RequestedCall(spec, a, b), choice, library, backend.capabilities_of(library).of_tiles())
-
-
 def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
     """Returns (the first form that a library takes for the call, why)."""
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
@@ -410,16 +366,17 @@ def in_form(
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
 
 
-def one_device(spec: MatmulSpec, operands: Operands, library: str) -> ResolvedCall:
-    """Resolves one call of a local product that is computed as calls of one shape."""
+def _on_one_device(operands: Operands, spec: MatmulSpec, library: str) -> Operands:
+    """Computes a local product, one of many of a fixed shape, by one call of the library."""
     shards = (jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in "ab")
     capabilities = backend.capabilities_of(library).of_tiles()
-    return in_library(RequestedCall(spec, *shards), Choice(library, "a tile of a fixed shape"), library, capabilities)
+    choice = Choice(library, "a tile of a fixed shape")
+    return in_library(RequestedCall(spec, *shards), choice, library, capabilities).emit(operands)
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """Multiplies on one device in the accumulator's type by the custom call."""
-    return one_device(_local(spec, a.dtype), {"a": a, "b": b}, "host").emit({"a": a, "b": b})["d"]
+    return _on_one_device({"a": a, "b": b}, _local(spec, a.dtype), "host")["d"]
 
 
 def _local(spec: MatmulSpec, dtype: np.dtype) -> MatmulSpec:
@@ -430,11 +387,3 @@ def chunks_of(call: ResolvedCall) -> int:
     """Returns the number of chunks of a call; 1 unless hostmp multiplies and XLA's collectives communicate."""
     is_cut = isinstance(call, Xla) and call.library == "host"
     return deferred.chunks_of(call.spec, call.a, call.b) if is_cut else 1
-
-
-def _copied(product: RequestedCall, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
-    """Returns the operands that are not stored (m, k), (n, k) in JAX's order, as cuBLASMp's all-reduce needs them."""
-    spec, a, b = product
-    if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:
-        return []
-    return [x for x, is_wrong in ((a, spec.transpose_a), (b, not spec.transpose_b)) if is_wrong]

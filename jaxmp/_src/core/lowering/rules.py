@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.decide import Decision
-from jaxmp._src.core.lowering.forms import Gathered, Xla, resolve_activation_grad
+from jaxmp._src.core.lowering.forms import Gathered, Xla
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
@@ -110,7 +110,7 @@ def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
     def grad(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None) -> jax.Array:
         if spec is None:
             return multiply_by_slope(activation, aux, t)
-        call = resolve_activation_grad(spec, t, platform)
+        call = decide.activation_grad(spec, t, platform)
         nothing = {name: jnp.zeros(like.shape, t.dtype) for name, like in (("a", call.a), ("b", call.b))}
         return call.emit(nothing | {"c": t, "gelu_aux": aux})["d"]
 

@@ -33,7 +33,7 @@ from jaxmp._src.core.validation.arguments import converted, validated
 from jaxmp._src.core.validation.comm_options import check_comm_options, comm_options_text, fit_comm_options
 from jaxmp._src.core.validation.dimension_numbers import DimensionNumbers
 from jaxmp._src.core.validation.epilog_checks import check_all_reduce, check_relu_aux
-from jaxmp._src.core.validation.result_types import NOTHING, Conversion
+from jaxmp._src.core.validation.result_types import Conversion
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import ArrayType, Operands, Shape
 
@@ -123,8 +123,7 @@ def product(
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None or given is None:
-        result = _result(jaxmp_call(call, operands))
-        return result if conversion is NOTHING else conversion.of_result(result)
+        return conversion.of_result(_result(jaxmp_call(call, operands)))  # type: ignore[no-any-return]
     types = tuple((name, operands[name].dtype) for name in given)
     run = of_arrays(call, conversion, types, given.values())
     entry.append(run)
@@ -254,8 +253,7 @@ def planned_call(
         check_deferred(spec, given.unreduced)
     plan = planned(spec, given, (a, b), shape, mesh.shape)
     plan = plan.with_whole_b() if any(spec.comm.narrow) else plan
-    spec = spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items())))
-    spec = check_all_reduce(spec) if spec.asks_all_reduce else spec
+    spec = check_all_reduce(spec.replace(is_typed=True, group=Group.of(plan, tuple(mesh.shape.items()))))
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
     for operand, dims in beside:
         if operand in matmul_spec.SCALE_NAMES:
@@ -350,10 +348,9 @@ def _taking(
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):
-            x = x if conversion is NOTHING else conversion.of(name, x)
+            x = conversion.of(name, x)
             named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
-        result = _result(run(named))
-        return result if conversion is NOTHING else conversion.of_result(result)
+        return conversion.of_result(_result(run(named)))  # type: ignore[no-any-return]
 
     return jaxmp_call
 
@@ -398,6 +395,5 @@ def _of_any_extent(call: ShardedCall, operands: Operands) -> Operands:
     product = functools.partial(_bind, fit_comm_options(call.spec.local()).unsettled(), call.numbers)
     if call.frame.is_explicit:
         outputs: Operands = jax.sharding.auto_axes(product, out_sharding=where)(operands)
-    else:
-        outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
-    return outputs
+        return outputs
+    return {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}

@@ -1,10 +1,9 @@
-"""One table: for each epilog, its inputs, its outputs, and the epilog that also stores what the gradient needs."""
+"""Epilogs: what the bits of an epilog's number say about its inputs, its outputs and its gradient."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 
 
 class Epilog(enum.IntEnum):
@@ -19,76 +18,67 @@ class Epilog(enum.IntEnum):
     NONE = 0
     DEFAULT = 0
     ALLREDUCE = 1
+    BIAS = 4
     RELU = 2
     RELU_AUX = 130
-    BIAS = 4
     RELU_BIAS = 6
     RELU_AUX_BIAS = 134
-    DRELU = 136
-    DRELU_BGRAD = 152
     GELU = 32
     GELU_AUX = 160
     GELU_BIAS = 36
     GELU_AUX_BIAS = 164
+    DRELU = 136
+    DRELU_BGRAD = 152
     DGELU = 192
     DGELU_BGRAD = 208
     BGRADA = 256
     BGRADB = 512
 
 
+# Bits of an epilog's number, as in cuBLASLt and in csrc/plan/matmul_problem.h.
+_BIAS, _BGRAD, _AUX = 4, 16, 128
+_ACTIVATIONS, _DERIVATIVES = {2: "relu", 32: "gelu"}, {8: "relu", 64: "gelu"}
+
+
 @dataclasses.dataclass(frozen=True)
 class EpilogRule:
-    """A row of the table.
+    """What the bits of an epilog say.
 
     `with_aux`: the epilog that computes the same D and also stores `aux`, which the gradient reads; None if the
-    gradient needs nothing. `derivative`: z is multiplied by the derivative of this activation. `gradient`: the name of
-    the bias gradient, a further result, or empty; `without_gradient` is the epilog that omits it.
+    gradient needs nothing. `derivative`: z is multiplied by the derivative of this activation, from `aux_input`.
+    `gradient`: the name of the bias gradient, a further result, or empty; `without_gradient` is the epilog that omits
+    it. `inputs`, `outputs`: the operands after a, b and c, and the results after d, in order.
     """
 
-    activation: str | None = None
-    has_bias: bool = False
-    aux: str | None = None
-    with_aux: Epilog | None = None
-    derivative: str | None = None
-    gradient: str = ""
-    without_gradient: Epilog = Epilog.NONE
+    activation: str | None
+    has_bias: bool
+    aux: str | None
+    with_aux: Epilog | None
+    derivative: str | None
+    aux_input: str
+    gradient: str
+    without_gradient: Epilog
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
-    @functools.cached_property
-    def aux_input(self) -> str:
-        """The aux output of the forward call that a derivative reads, or nothing."""
-        return f"{self.derivative}_aux" if self.derivative else ""
+    @classmethod
+    def of(cls, epilog: Epilog) -> EpilogRule:
+        """Reads the bits of an epilog without the ALLREDUCE bit."""
+        activation, derivative = (
+            next((name for bit, name in names.items() if epilog & bit), None) for names in (_ACTIVATIONS, _DERIVATIVES)
+        )
+        aux = f"{activation}_aux" if activation and epilog & _AUX else None
+        gradient = {_BGRAD: f"d{derivative}_bgrad", Epilog.BGRADA: "bgrada", Epilog.BGRADB: "bgradb"}
+        bit = next((bit for bit in gradient if epilog & bit), 0)
+        sums, aux_input = gradient.get(bit, ""), f"{derivative}_aux" if derivative else ""
+        with_aux = Epilog(epilog | _AUX) if activation else None
+        bias = "bias" if epilog & _BIAS else ""
+        inputs, outputs = (tuple(name for name in names if name) for names in ((bias, aux_input), (aux, sums)))
+        without = Epilog(epilog & ~bit)
+        return cls(activation, bool(bias), aux, with_aux, derivative, aux_input, sums, without, inputs, outputs)
 
-    @functools.cached_property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the operands that the epilog adds to a, b and c, in order."""
-        names = ("bias" if self.has_bias else "", self.aux_input)
-        return tuple(name for name in names if name)
 
-    @functools.cached_property
-    def outputs(self) -> tuple[str, ...]:
-        """Names of the results that the epilog adds to d, in order."""
-        return tuple(name for name in (self.aux, self.gradient) if name)
-
-
-# By epilog without the ALLREDUCE bit.
-RULES = {
-    Epilog.NONE: EpilogRule(),
-    Epilog.BIAS: EpilogRule(has_bias=True),
-    Epilog.RELU: EpilogRule("relu", with_aux=Epilog.RELU_AUX),
-    Epilog.RELU_AUX: EpilogRule("relu", aux="relu_aux", with_aux=Epilog.RELU_AUX),
-    Epilog.RELU_BIAS: EpilogRule("relu", True, with_aux=Epilog.RELU_AUX_BIAS),
-    Epilog.RELU_AUX_BIAS: EpilogRule("relu", True, "relu_aux", Epilog.RELU_AUX_BIAS),
-    Epilog.GELU: EpilogRule("gelu", with_aux=Epilog.GELU_AUX),
-    Epilog.GELU_AUX: EpilogRule("gelu", aux="gelu_aux", with_aux=Epilog.GELU_AUX),
-    Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX_BIAS),
-    Epilog.GELU_AUX_BIAS: EpilogRule("gelu", True, "gelu_aux", Epilog.GELU_AUX_BIAS),
-    Epilog.DRELU: EpilogRule(derivative="relu"),
-    Epilog.DRELU_BGRAD: EpilogRule(derivative="relu", gradient="drelu_bgrad", without_gradient=Epilog.DRELU),
-    Epilog.DGELU: EpilogRule(derivative="gelu"),
-    Epilog.DGELU_BGRAD: EpilogRule(derivative="gelu", gradient="dgelu_bgrad", without_gradient=Epilog.DGELU),
-    Epilog.BGRADA: EpilogRule(gradient="bgrada"),
-    Epilog.BGRADB: EpilogRule(gradient="bgradb"),
-}
+RULES: dict[Epilog, EpilogRule] = {epilog: EpilogRule.of(epilog) for epilog in Epilog if epilog != Epilog.ALLREDUCE}
 
 # Epilogs that sum an operand, and the epilog to use after the operands are exchanged.
 TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
@@ -101,8 +91,5 @@ def for_derivative(activation: str, has_gradient: bool) -> Epilog:
 
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
     """The epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
-    return next(
-        epilog
-        for epilog, row in RULES.items()
-        if row.activation == activation and row.has_bias == has_bias and row.aux is None
-    )
+    bits = sum(bit for bit, name in _ACTIVATIONS.items() if name == activation)
+    return Epilog(bits | _BIAS * has_bias)

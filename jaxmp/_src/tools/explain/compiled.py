@@ -8,7 +8,7 @@ import math
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from jaxmp._src.tools.explain.causes import cause
 from jaxmp._src.tools.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.tools.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
 from jaxmp._src.tools.explain.origins import Origins
-from jaxmp._src.tools.explain.partitioned import Program
+from jaxmp._src.tools.explain.partitioned import Program, groups_of
 from jaxmp._src.tools.explain.row import Row
 from jaxmp._src.tools.explain.table import Explanation, short_type
 
@@ -244,7 +244,7 @@ def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[t
 
     Bytes are counted for a ring or direct sends; an all-reduce counts as a reduce-scatter and an all-gather.
     """
-    groups = hlo.groups(each, ndevices)
+    groups = groups_of(each, ndevices)
     p = max(map(len, groups), default=1)
     share = (p - 1) / p
     factor = {"all-gather": p - 1, "all-reduce": 2 * share, "collective-permute": bool(groups)}.get(each.kind, share)
@@ -387,24 +387,3 @@ def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
 
 def _total(row: Operation) -> int:
     return row.nbytes * (1 if row.count is None else row.count)
-
-
-def check_allowed(
-    explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]], inside: str | None
-) -> None:
-    """Raises AssertionError with the table of the collectives that are not allowed, if there are any."""
-    every = (row for row in explanation.collectives if (_is_repeated(row) if inside else row.kind in COLLECTIVES))
-    if rows := tuple(row for row in every if not _is_allowed(row, allowed)):
-        found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
-        what = f"the compiled program has collectives{' in a loop' * bool(inside)}"
-        raise AssertionError(f"assert_no_collectives: {what}\n{found}")
-
-
-def _is_repeated(row: Operation) -> bool:
-    """True if a loop runs it, for more than one value."""
-    return row.count != 1 and not row.shape.endswith("[]")
-
-
-def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
-    kind = row.kind.removeprefix("jaxmp ")
-    return kind in allowed or any(set(row.axes) == {axis} and (kind, axis) in allowed for axis in row.axes)

@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxmp._src.platform.jax_internals import source_lines
 
 # Instructions that return their operand in another order, place or type.
@@ -26,8 +24,6 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 
-# An axis, or a part of it, in a sharding or in replica groups.
-_AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
 _PLAIN = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ([^( ]+) ([\w\-]+)\(([^()]*)\)(?:, )?(.*)")
 _HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _BRACKET = re.compile(r'\\.|["(){}\[\]]')
@@ -108,14 +104,14 @@ class Instruction:
     def summed(self) -> tuple[int, ...]:
         """The dimensions of the first operand that a product sums."""
         found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)', self.attributes)
-        return _ints(found[1]) if found else self.numbers("lhs_contracting_dims")
+        return ints(found[1]) if found else self.numbers("lhs_contracting_dims")
 
     def attribute(self, name: str) -> str:
         """Returns the text of an attribute without the braces around it, or ""."""
         return _attribute(self.attributes, name)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        return _ints(self.attribute(name))
+        return ints(self.attribute(name))
 
 
 @functools.lru_cache(8192)  # here and below: layers repeat the texts of their instructions
@@ -144,7 +140,7 @@ def _attribute(attributes: str, name: str) -> str:
 
 
 @functools.lru_cache(8192)
-def _ints(text: str) -> tuple[int, ...]:
+def ints(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
@@ -276,72 +272,6 @@ def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
         "async-start": ("calls",),
     }.get(instruction.opcode, ())
     return [(name, 1) for key in names for name in re.findall(r"[\w.\-]+", instruction.attribute(key))]
-
-
-def groups(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of devices that communicate with each other, by their numbers in the program."""
-    if pairs := instruction.attribute("source_target_pairs"):
-        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
-    found = re.search(
-        r"replica_groups=(?P<all>\{[\d,{} ]*\}|mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? "
-        r"\{(?P<axes>[^}]*)\}|\[(?P<tile>[\d,]+)\]<=\S+)",
-        instruction.attributes,
-    )
-    if found is None:
-        return ()
-    if found["mesh"]:
-        # A part of an axis is 'x':(2)4: of size 4, after a part of size 2.
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
-        ids = _iota(found["ids"]) if found["ids"] else np.arange(math.prod(sizes.values()))
-        within = {n: (int(a or 1), int(b or sizes[n])) for n, a, b in re.findall(_AXIS, found["axes"])}
-        split = [(a, b, sizes[n] // (a * b)) for n in sizes for a, b in [within.get(n, (1, sizes[n]))]]
-        ids = ids.reshape([extent for each in split for extent in each])
-        inner = [3 * i + 1 for i, name in enumerate(sizes) if name in within]
-        outer = [i for i in range(ids.ndim) if i not in inner]
-        table = ids.transpose(outer + inner).reshape(-1, math.prod(ids.shape[i] for i in inner))
-    elif found["tile"]:
-        table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(_ints(found["tile"]))
-    else:
-        listed = re.findall(r"\{([\d,]+)\}", found["all"])
-        return tuple(map(_ints, listed)) or (tuple(range(ndevices)),)
-    return tuple(map(tuple, table.tolist()))
-
-
-def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """Returns the mesh axes that shard each dimension, from the sharding of an instruction; None if it has none.
-
-    A tuple has no such list; ask for the sharding of one of its parts.
-    """
-    if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
-        return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
-    found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)
-    if found is None:
-        return () if "replicated" in text else None
-    tile = _ints(found[1])
-    ids = _iota(found[3]) if found[2] else np.array(_ints(found[3]))
-    place = np.empty(ids.size, int)
-    place[ids] = np.arange(ids.size)
-    places = np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile)
-    axes = [tuple(name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()) for dim in places]
-    rank = len(tile) - ("last_tile_dim_replicate" in text)
-    return tuple(axes[:rank])
-
-
-def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which the devices of a group or pair differ; None if the mesh lacks a device."""
-    size = math.prod(mesh.values())
-    if not found or not mesh or any(device >= size for group in found for device in group):
-        return None
-    places = [np.array(np.unravel_index(np.array(group), tuple(mesh.values()))) for group in found]
-    return tuple(name for i, name in enumerate(mesh) if any(np.ptp(place[i]) for place in places))
-
-
-def _iota(text: str) -> np.ndarray:
-    """Returns device numbers from "[2,4]T(1,0)": an iota of this shape, transposed."""
-    shape, _, order = text.partition("T")
-    dims = _ints(shape)
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return (ids.transpose(_ints(order)) if order else ids).reshape(-1)
 
 
 def _bytes_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxmp._src.core.contraction.contraction import Dims
 from jaxmp._src.tools.explain import hlo
-from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module
+from jaxmp._src.tools.explain.hlo import COLLECTIVES, MOVES, Computation, Instruction, Module, ints
 
 Place = tuple[Computation, Instruction]
+# An axis, or a part of it, in a sharding or in replica groups.
+_AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,8 +58,8 @@ class Program:
 
     def axes(self, collective: Instruction) -> tuple[str, ...]:
         if collective not in self._axes:
-            groups = hlo.groups(collective, math.prod(self.mesh.values()))
-            self._axes[collective] = hlo.axes_of(groups, self.mesh) or ()
+            groups = groups_of(collective, math.prod(self.mesh.values()))
+            self._axes[collective] = axes_of(groups, self.mesh) or ()
         return self._axes[collective]
 
     def wholes(self, part: Instruction) -> list[Place]:
@@ -93,7 +98,7 @@ class Program:
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
             at = int(part or len(texts)) if text.startswith("{") else 0
-            dims = (hlo.sharded(texts[at], self.mesh) or ()) if at < len(texts) else ()
+            dims = (sharded(texts[at], self.mesh) or ()) if at < len(texts) else ()
             self._dims[text, part] = dims if any(dims) else ()
         return self._dims[text, part]
 
@@ -193,3 +198,69 @@ def split(text: str) -> Iterator[str]:
             depth -= 1
             if depth == 0:
                 yield text[start:i]
+
+
+def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of devices that communicate with each other, by their numbers in the program."""
+    if pairs := instruction.attribute("source_target_pairs"):
+        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
+    found = re.search(
+        r"replica_groups=(?P<all>\{[\d,{} ]*\}|mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? "
+        r"\{(?P<axes>[^}]*)\}|\[(?P<tile>[\d,]+)\]<=\S+)",
+        instruction.attributes,
+    )
+    if found is None:
+        return ()
+    if found["mesh"]:
+        # A part of an axis is 'x':(2)4: of size 4, after a part of size 2.
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found["mesh"])}
+        ids = _iota(found["ids"]) if found["ids"] else np.arange(math.prod(sizes.values()))
+        within = {n: (int(a or 1), int(b or sizes[n])) for n, a, b in re.findall(_AXIS, found["axes"])}
+        split = [(a, b, sizes[n] // (a * b)) for n in sizes for a, b in [within.get(n, (1, sizes[n]))]]
+        ids = ids.reshape([extent for each in split for extent in each])
+        inner = [3 * i + 1 for i, name in enumerate(sizes) if name in within]
+        outer = [i for i in range(ids.ndim) if i not in inner]
+        table = ids.transpose(outer + inner).reshape(-1, math.prod(ids.shape[i] for i in inner))
+    elif found["tile"]:
+        table = _iota(found["all"].partition("<=")[2].rstrip(",")).reshape(ints(found["tile"]))
+    else:
+        listed = re.findall(r"\{([\d,]+)\}", found["all"])
+        return tuple(map(ints, listed)) or (tuple(range(ndevices)),)
+    return tuple(map(tuple, table.tolist()))
+
+
+def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
+    """Returns the mesh axes that shard each dimension, from the sharding of an instruction; None if it has none.
+
+    A tuple has no such list; ask for the sharding of one of its parts.
+    """
+    if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
+        return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
+    found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)
+    if found is None:
+        return () if "replicated" in text else None
+    tile = ints(found[1])
+    ids = _iota(found[3]) if found[2] else np.array(ints(found[3]))
+    place = np.empty(ids.size, int)
+    place[ids] = np.arange(ids.size)
+    places = np.unravel_index(place.reshape(tuple(mesh.values()) or (1,)), tile)
+    axes = [tuple(name for i, name in enumerate(mesh) if np.ptp(dim, axis=i).any()) for dim in places]
+    rank = len(tile) - ("last_tile_dim_replicate" in text)
+    return tuple(axes[:rank])
+
+
+def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the mesh axes along which the devices of a group or pair differ; None if the mesh lacks a device."""
+    size = math.prod(mesh.values())
+    if not found or not mesh or any(device >= size for group in found for device in group):
+        return None
+    places = [np.array(np.unravel_index(np.array(group), tuple(mesh.values()))) for group in found]
+    return tuple(name for i, name in enumerate(mesh) if any(np.ptp(place[i]) for place in places))
+
+
+def _iota(text: str) -> np.ndarray:
+    """Returns device numbers from "[2,4]T(1,0)": an iota of this shape, transposed."""
+    shape, _, order = text.partition("T")
+    dims = ints(shape)
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return (ids.transpose(ints(order)) if order else ids).reshape(-1)

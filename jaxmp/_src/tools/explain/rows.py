@@ -27,7 +27,7 @@ from jaxmp._src.core.spec.extents import extents
 from jaxmp._src.core.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.core.spec.refusal import naming
 from jaxmp._src.core.validation.comm_options import comm_options_text
-from jaxmp._src.fuse import derivatives, rewrite
+from jaxmp._src.fuse import derivatives, reasons
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
@@ -102,7 +102,7 @@ def rows_of(
                 (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.batch:
-                row = dataclasses.replace(row, why="; ".join([row.why, *later, *rewrite.notes_in(names)]))
+                row = dataclasses.replace(row, why="; ".join([row.why, *later, *reasons.notes_in(names)]))
             is_open = spec.is_unsettled and not is_symbolic(*avals)
             unsettled = UNSETTLED_BATCH if spec.batch else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
@@ -122,8 +122,8 @@ def rows_of(
             yield from _communication_row(eqn, here, count, names, aval.sharding.mesh, constraint)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
-        elif eqn.primitive.name in PRODUCTS and any(rewrite.SCOPE in name for name in names):
-            yield _row_of_jax(eqn, here, count, rewrite.reason_in(names))
+        elif eqn.primitive.name in PRODUCTS and any(reasons.SCOPE in name for name in names):
+            yield _row_of_jax(eqn, here, count, reasons.reason_in(names))
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
