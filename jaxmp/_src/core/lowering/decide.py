@@ -133,7 +133,8 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
     name = call.implementation
-    a, b = (call.a, call.b) if name == "cublasmp" else (a, b)  # the library gathers converted operands
+    # The library gathers converted operands.
+    a, b = (call.a, call.b) if name == "cublasmp" and not isinstance(call, forms.Gathered) else (a, b)
     moved = transfers(spec, a, b, name)
     links = transfers(spec, a, b, "cublasmp") if name == "host" else moved
     return Decision(name, call.why, form, moved, links, call)

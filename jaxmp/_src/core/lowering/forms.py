@@ -24,6 +24,7 @@ from jaxmp._src.core.spec.activations import pack_relu_aux
 from jaxmp._src.core.spec.epilogs import Epilog, for_activation
 from jaxmp._src.core.spec.extents import axes_text, extents
 from jaxmp._src.core.spec.matmul_spec import FLAGS, MatmulSpec, ScaleModes, accumulator
+from jaxmp._src.core.spec.options import CommOptions
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.core.validation.epilog_checks import check_gathered_scales
@@ -332,6 +333,11 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> Res
         product = product._replace(spec=spec.replace(implementation="cublasmp"))
         if 0 in extents and not spec.fixed_reduction_order:
             return in_form(Xla, "nothing to multiply, so XLA writes d", product, choice)
+        gathered = spec.contraction.gathered
+        is_narrow = gathered is not None and (a if gathered[0] == "a" else b).dtype != types[0]
+        if is_narrow and spec.comm == CommOptions() and not spec.rule.gradient:
+            why = "a narrow operand crosses as it is stored, and cuBLASMp takes none next to a wide one"
+            return in_form(Gathered, why, product, choice, "cublasmp")
     if implementation in ("host", "cublasmp"):
         return in_library(product, choice, implementation)
     if spec.fixed_reduction_order:
