@@ -313,6 +313,13 @@ def call_with(k=48, dtype="float32", **options):
     return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None), **options))(a, b)
 
 
+def rounded_with(weights="int8", gradients="bfloat16"):
+    """The columns of b are gathered, rounded."""
+    a, b = step_operands(jax.sharding.get_mesh())
+    comm = jaxmp.CommOptions(weights=weights, gradients=gradients)
+    return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P("x", None), comm=comm))(a, b)
+
+
 def step_with(**options):
     return step(*step_operands(jax.sharding.get_mesh(), **options))
 
@@ -581,6 +588,8 @@ SCENARIOS = {
     "dtype": lambda: disagree(call_with, {"dtype": "bfloat16"}),
     "epilog": lambda: disagree(call_with, {"epilog": jaxmp.Epilog.RELU}),
     "alpha": lambda: disagree(call_with, {"alpha": 2.0}),
+    "rounded-weights": lambda: disagree(rounded_with, {"weights": "float8_e4m3fn"}),
+    "rounded-gradients": lambda: disagree(rounded_with, {"gradients": None}),
     "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
     "program": lambda: disagree(call_program, {"is_other": True}),
     "two-names": one_program_under_two_names,

@@ -86,6 +86,8 @@ FAULTS = {
     "dtype": Fault(f"{DIFFERS}({other('dtype', 'bfloat16', 'float32')})", 60.0, spread=1.0),
     "epilog": Fault(f"{DIFFERS}({other('epilog', 'RELU', 'NONE')})", 60.0, spread=1.0),
     "alpha": Fault(f"{DIFFERS}({other('alpha', '2.0', '1.0')})", 60.0, spread=1.0),
+    "rounded-weights": Fault(other("comm.weights", "float8_e4m3fn", "int8"), 60.0, spread=1.0),
+    "rounded-gradients": Fault(other("comm.gradients", "None", "bfloat16"), 60.0, spread=1.0),
     "mesh": Fault(r"mesh=\(\('x', 2\), \('y', 2\)\)", 60.0, nprocesses=4, spread=1.5),
     "program": Fault(
         r"different programs, or their programs in different orders: rank \d waits in matmul at ranks.py:\d+, "

@@ -136,6 +136,21 @@ def test_a_program_for_cuda_calls_the_library(sharded):
     assert "devices = dense<> " in line, "the program is for other devices than these"
 
 
+@pytest.mark.parametrize("comm", [None, jaxmp.CommOptions(algorithm="no_overlap")])
+def test_narrow_weights_are_gathered_as_they_are_stored(sharded, cards, monkeypatch, comm):
+    """Options of the library's own gather are kept, and the weights cross as bfloat16."""
+    a, b = sharded((8, 16), "y", None).update(dtype="bfloat16"), sharded((16, 12), None, "y").update(dtype="int8")
+    f = functools.partial(ask, out_sharding=P("y", None), preferred_element_type="bfloat16", comm=comm)
+    text = jax.jit(f).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (line for line in text.splitlines() if "@jaxmp_matmul" in line)
+    gathered = re.findall(r"all_gather.* -> tensor<4x16x3x(\w+)>", text)
+    assert (gathered, 'pattern = "local"' in line) == ((["ui8"], True) if comm is None else ([], False))
+    cards("9.0")
+    monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
+    (row,) = jaxmp.explain(f, quiet=True)(a, b).rows
+    assert row.bytes_moved == 3 * 16 * 3 * (1 if comm is None else 2)
+
+
 def test_a_profile_says_that_cublasmp_multiplies(sharded):
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     f = jax.jit(functools.partial(ask, out_sharding=P(None, "y")))

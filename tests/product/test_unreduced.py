@@ -209,16 +209,58 @@ def test_functions_that_need_the_sum_refuse_to_defer_it(operands):
     a, b = operands
     cube = lambda x: x * x * x  # noqa: E731
     bias = {"epilog": jaxmp.Epilog.BIAS, "epilog_inputs": {"bias": jnp.zeros(8)}}
+    grouped = functools.partial(jaxmp.ragged_dot, a, b.reshape(1, 8, 8), jnp.array([8]), out_sharding=UNREDUCED)
     for call, what in (
         (lambda: jaxmp.matmul(a, b, out_sharding=UNREDUCED, **bias), "bias is not available"),
         (lambda: jaxmp.matmul(a, b, a, beta=1.0, out_sharding=UNREDUCED), "c is not available"),
         (lambda: jaxmp.linear(a, b, activation="relu", out_sharding=UNREDUCED), "epilog RELU is not available"),
         (lambda: jaxmp.linear(a, b, activation=cube, out_sharding=UNREDUCED), "the sum is needed"),
-        (lambda: jaxmp.ragged_dot(a, b.reshape(1, 8, 8), jnp.array([8]), out_sharding=UNREDUCED), "the sum is needed"),
+        (lambda: grouped(activation="relu"), "the sum is needed"),
+        (lambda: grouped(scaling=jaxmp.Scaling()), "scaling is not available .* scale the sum"),
         (lambda: jaxmp.gated_mlp(a, b, b, a, hidden_sharding=UNREDUCED), "hidden_sharding .* the sum is needed"),
     ):
         with pytest.raises(NotImplementedError, match=what):
             call()
+
+
+def of_groups(w, x, v, out):
+    """Returns products of groups and their gradients. The ranks of x split the contraction, the groups or the hidden
+    features if a sum is deferred over x."""
+    cut = jax.sharding.reshard if out.unreduced else lambda x, spec: x
+    sizes, bias = jnp.array([3, 4]), x[:2]
+    products = {
+        "contraction": lambda w: (cut(x, P(None, "x")), cut(w, P(None, "x")), sizes),
+        "groups": lambda w: (x, cut(w, P("x")), sizes),
+    }
+    found = {}
+    for options in ({}, {"determinism": "batch"}):
+        for name, operands in products.items():
+            run = functools.partial(jaxmp.ragged_dot, bias=bias, out_sharding=out, **options)
+            found[f"{name} {options}"] = run, operands
+    weights = {"hidden": (P(None, None, "x"), P(None, "x")), "experts": (P("x"), P("x"))}
+    layers = functools.partial(jaxmp.moe_mlp, b_down=bias, activation="relu", out_sharding=out)
+    for name, (into, out_of) in weights.items():
+        found[name] = layers, lambda w, into=into, out_of=out_of: (x, *[cut(w, into)] * 2, cut(w, out_of), sizes)
+
+    def loss(w, run, operands):
+        d = run(*operands(w))
+        return (jax.sharding.reshard(d, P()) * v).sum(), d
+
+    return {name: jax.grad(loss, has_aux=True)(w, *each) for name, each in found.items()}
+
+
+def test_groups_defer_the_sum_of_their_terms(operands):
+    x, v = (jax.sharding.reshard(y, P()) for y in operands)
+    w = jnp.stack([v, 2 * v])
+    want = jax.jit(functools.partial(of_groups, out=P()))(w, x, v)
+    for name, (gradient, d) in jax.jit(functools.partial(of_groups, out=UNREDUCED))(w, x, v).items():
+        assert jax.typeof(d).sharding.spec.unreduced == {"x"}
+        np.testing.assert_array_equal(jax.sharding.reshard(d, P()), want[name][1], name)
+        np.testing.assert_array_equal(gradient, want[name][0], name)
+    rows = jaxmp.explain(functools.partial(of_groups, out=UNREDUCED), quiet=True)(w, x, v).rows
+    assert sum("the sum over x is deferred" in row.why for row in rows) == 2 * len(want)  # products and biases
+    with pytest.raises(ValueError, match=r"is unreduced over \('x',\), but the call has no sum over them"):
+        jaxmp.ragged_dot(x, w, jnp.array([3, 5]), out_sharding=UNREDUCED)
 
 
 def test_a_gradient_that_jnp_refuses_is_summed_or_padded(operands):

@@ -14,6 +14,7 @@ from jaxmp._src.platform.hardware.call_time import Transfer
 
 # The types in which an operand and its gradient cross between ranks, or None for their own.
 Narrow = tuple[DTypeLike | None, DTypeLike | None]
+WIDE: Narrow = None, None
 
 
 def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
@@ -71,7 +72,7 @@ class Gather(NamedTuple):
     dimension: int
     axes: Dim
     varies: bool
-    narrow: Narrow = (None, None)
+    narrow: Narrow = WIDE
 
 
 def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:

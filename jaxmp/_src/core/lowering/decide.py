@@ -29,7 +29,7 @@ from jaxmp._src.core.spec.epilogs import Epilog
 from jaxmp._src.core.spec.extents import extents, operations
 from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.core.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
-from jaxmp._src.core.spec.options import GroupedImplementation
+from jaxmp._src.core.spec.options import CommOptions, GroupedImplementation
 from jaxmp._src.core.spec.refusal import NotAvailable
 from jaxmp._src.platform.hardware.call_time import Transfer
 from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
@@ -158,6 +158,11 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
         product = product._replace(spec=spec.replace(implementation="cublasmp"))
         if 0 in shape and not spec.fixed_reduction_order:
             return forms.in_form(forms.Xla, "nothing to multiply, so XLA writes d", product, choice)
+        gathered = spec.contraction.gathered
+        is_narrow = gathered is not None and (a if gathered[0] == "a" else b).dtype != types[0]
+        if is_narrow and spec.comm == CommOptions() and not spec.rule.gradient:
+            why = "a narrow operand crosses as it is stored, and cuBLASMp takes none next to a wide one"
+            return forms.in_form(forms.Gathered, why, product, choice, "cublasmp")
     if implementation in ("host", "cublasmp"):
         return forms.in_library(product, choice, implementation)
     if spec.fixed_reduction_order:
@@ -182,7 +187,8 @@ def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.Reso
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
     name = call.implementation
-    a, b = (call.a, call.b) if name == "cublasmp" else (a, b)  # the library gathers converted operands
+    # The library gathers converted operands.
+    a, b = (call.a, call.b) if name == "cublasmp" and not isinstance(call, forms.Gathered) else (a, b)
     moved = transfers(spec, a, b, name)
     links = transfers(spec, a, b, "cublasmp") if name == "host" else moved
     return Decision(name, call.why, form, moved, links, call)

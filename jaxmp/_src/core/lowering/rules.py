@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.core.contraction.moves import WIDE, Narrow
 from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.decide import Decision
 from jaxmp._src.core.lowering.forms import Gathered, Xla
@@ -126,6 +127,7 @@ def collective_rule(
     axis_name: tuple[str, ...],
     dimensions: tuple[int, ...],
     caller: str,
+    narrow: Narrow,
     platform: str,
 ) -> Any:
     """Lowers a collective: between processes through shared memory, or to a barrier and XLA's collective. A "wait"
@@ -135,8 +137,10 @@ def collective_rule(
     is_collective = kind != "wait"
     site = process_barrier.site(ctx, mesh, axis_name, is_collective=is_collective) if platform == "cpu" else None
 
+    where: dict[str, Any] = {"axes": axis_name, "dimensions": dimensions, "narrow": narrow, "platform": platform}
+
     def lower(x: jax.Array) -> jax.Array:
-        return communicated(site, kind, x, axes=axis_name, dimensions=dimensions, caller=caller, platform=platform)
+        return communicated(site, kind, x, caller=caller, **where)
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
@@ -151,6 +155,7 @@ def communicated(
     dimensions: tuple[int, ...],
     caller: str,
     platform: str,
+    narrow: Narrow = WIDE,
 ) -> jax.Array:
     """Applies a collective to `x`; at a `site` the processes of the group communicate, or meet at a barrier before."""
     is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
@@ -158,8 +163,9 @@ def communicated(
     if sums and low_precision.is_narrow_float(dtype):
         x = x.astype(np.float32)
     if site is not None:
-        fields = {"collective": name, "shape of a shard": x.shape, "dtype": x.dtype.name}
-        call, fields = f"{name} for {caller}", fields | {"axes": axes, "mesh": site.axes}
+        fields: dict[str, Any] = {"collective": name, "shape of a shard": x.shape, "dtype": x.dtype.name}
+        fields |= {"axes": axes, "mesh": site.axes, "comm.weights": narrow[0], "comm.gradients": narrow[1]}
+        call = f"{name} for {caller}"
         memory = SharedMemory(site, call, fields) if site.shares_memory and not is_wait else None
         if memory is None or (sums and not memory.sums(x.dtype)):
             memory, x = None, site.barrier(call, fields, [x])[0]

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxmp._src.core.contraction.contraction import Dims
+from jaxmp._src.core.contraction.contraction import Dim, Dims
 from jaxmp._src.core.ops import activated, ragged_dot
 from jaxmp._src.core.primitive.collectives import cast_varying
 from jaxmp._src.core.primitive.grouped import GroupedSpec
@@ -169,7 +169,6 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
             each = request._replace(b=operands[name], in_shardings=None if ins is None else (ins[0], ins[i]))
             places.append(meshes.place(each, (x.shape[0], w_down.shape[2])))
     first, second = places
-    meshes.check_summed(second)
     if first.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in first.axes if size > 1))
     if first.mode != meshes.Mode.SHARDED:
@@ -182,11 +181,14 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
     shapes = x.shape, w_up.shape, w_down.shape, first.shape
     for name, lie, shape in zip(("x", "w_up", "w_down", "the result"), dims, shapes, strict=True):
         shardings.check_dims(name, lie, shape, first.mesh.shape)
-    return planned(spec, (first.mesh, first.is_explicit), dims, (*w_up.shape, *first.shape)), second
+    extents = (*w_up.shape, *first.shape)
+    return planned(spec, (first.mesh, first.is_explicit), dims, extents, second.unreduced), second
 
 
 @functools.lru_cache(maxsize=4096)
-def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...]) -> _Products:
+def planned(
+    spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
+) -> _Products:
     """Plans the products for these shardings of x, w_gate and w_up, w_down and d; the extents of g, k, h, m, n."""
     (mesh, _), (g, k, h, m, n) = where, extents
     larger = g * h * (2 * k + n) > m * (k + n)
@@ -207,7 +209,7 @@ def planned(spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], e
     sizes = dict(zip("gkhmn", extents, strict=True)) | {"r": 1}  # no axis divides the experts chosen for a row
     experts = ragged.shared_axes(spec, mesh, x[0], w_in[0]) if w_in[0] == w_down[0] else ()
     second = dataclasses.replace(spec, whole=(g, m, h, n), experts=experts)
-    call = ragged.split_call(second, where, choose, sizes, arrays)
+    call = ragged.split_call(second, where, choose, sizes, arrays, unreduced)
     rows, groups, hidden, columns = call.rows, call.groups, call.contracted, dict(call.spec.splits)["n"]
     of_both = ("m", rows), ("g", groups)
     first = dataclasses.replace(call.spec, whole=(g, m, k, h), splits=(*of_both, ("k", ()), ("n", hidden)))

@@ -100,6 +100,8 @@ def ragged_dot(
 def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
     """Scales the sums by their row's scale and by their group's scales of columns; `groups`: sizes and offset."""
     of_x, of_w = _scales(request, scaling)
+    if meshes.is_partial(request.out_sharding):
+        raise NotAvailable("scaling is not available with an out_sharding that is unreduced; scale the sum")
     out = operand_checks.check_preferred(request.preferred_element_type) or np.dtype(np.float32)
     spec = GroupedSpec(out, determinism=request.determinism, function=request.function)
     f, biases = activation_of(spec, activation), bias_of(spec, bias, request.b)
@@ -183,12 +185,14 @@ def product(
     if placement.mode == meshes.Mode.MANUAL:
         ragged.check_order(spec, tuple(axis for axis, size in placement.axes if size > 1))
     if placement.mode == meshes.Mode.SHARDED:
-        meshes.check_summed(placement)
         given = shardings.lying(ragged.PRODUCT, placement.lie, (*shapes, (m, n)), placement.mesh.shape)
+        given = dataclasses.replace(given, unreduced=placement.unreduced)
         call = ragged.planned(spec, (placement.mesh, placement.is_explicit), given, shapes)
     run: Callable[[Operands], jax.Array] = functools.partial(jaxmp_ragged_dot, call)
     if bias is not None or activation is not None:
         f = activation_of(spec, activation)
+        if f is not None:
+            meshes.check_summed(placement)
         operands |= bias_of(spec, bias, operands["b"])
         run = functools.partial(activated.compiled(jaxmp_activated_ragged_dot, f), call, f)
     if placement.mode == meshes.Mode.XLA:

@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.core.contraction.contraction import Dim
-from jaxmp._src.core.contraction.moves import Narrow
+from jaxmp._src.core.contraction.moves import WIDE, Narrow
 from jaxmp._src.core.spec import wire
 from jaxmp._src.core.spec.options import Mesh
 from jaxmp._src.platform.jax_internals import jax_compat
@@ -49,7 +49,7 @@ Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 # along the one dimension in `dimensions`, "all_to_all" from the first dimension to the second, "psum" or "pmax". Three
 # kinds move nothing: "vary", the transpose of a psum, makes the type of x vary over the axes; "wait" is the barrier
 # before a reshard, and "pass" its transpose. `mesh`: all mesh axes as (name, size). `caller`: the call that it belongs
-# to, for messages, as "matmul at train.py:41".
+# to, for messages, as "matmul at train.py:41". `narrow`: the types of a `narrow_gather`.
 collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
 _TRANSPOSED = {
     "all_gather": "reduce_scatter",
@@ -63,13 +63,7 @@ _TRANSPOSED = {
 
 
 def _collective_abstract_eval(
-    x: jax.core.ShapedArray,
-    *,
-    kind: str,
-    mesh: Axes,
-    axis_name: tuple[str, ...],
-    dimensions: tuple[int, ...],
-    caller: str,
+    x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: Dim, dimensions: tuple[int, ...], **params: Any
 ) -> jax.core.ShapedArray:
     shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
     nranks = math.prod(sizes[axis] for axis in axis_name)
@@ -151,12 +145,10 @@ def _is_ours(x: jax.Array) -> bool:
 
 
 def _collective(
-    kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimensions: tuple[int, ...] = ()
+    kind: str, x: jax.Array, axes: Dim, source_line: str, dimensions: tuple[int, ...] = (), narrow: Narrow = WIDE
 ) -> jax.Array:
-    mesh, caller = jax_compat.mesh_axes(), source_line or "a matmul"
-    result: jax.Array = collective_p.bind(
-        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimensions=dimensions, caller=caller
-    )
+    named = {"axis_name": tuple(axes), "dimensions": dimensions, "caller": source_line or "a matmul", "narrow": narrow}
+    result: jax.Array = collective_p.bind(x, kind=kind, mesh=jax_compat.mesh_axes(), **named)
     return result
 
 
@@ -175,13 +167,13 @@ def unless_empty(collective: F) -> F:
 
 @unless_empty
 def all_gather(
-    x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
+    x: jax.Array, axes: Dim, *, axis: int, to: str = "varying", source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
     """Tiled `lax.all_gather`. `to` makes no difference under check_vma=False."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
-        return _collective(kind, x, axes, source_line, (axis,))
+        return _collective(kind, x, axes, source_line, (axis,), narrow)
     return gather(x, axes, axis, to)
 
 
@@ -200,7 +192,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
     """Tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`, with a derivative in the type `narrow[1]`."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
-    gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line)
+    gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line, narrow=narrow)
 
     def joined(parts: jax.Array) -> jax.Array:
         whole = jnp.moveaxis(parts, 0, axis)
@@ -210,7 +202,9 @@ def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str,
         if of_gradient is None or to != "varying":
             return gathered(t, axis=axis)
         copies = jnp.broadcast_to(t.astype(jnp.float32), (nranks, *t.shape)).astype(of_gradient)
-        return joined(all_to_all(copies, axes, 0, 0, source_line=source_line))  # its transpose sums the copies
+        return joined(
+            all_to_all(copies, axes, 0, 0, source_line=source_line, narrow=narrow)
+        )  # its transpose sums the copies
 
     @jax.custom_jvp
     def gather(x: jax.Array) -> jax.Array:
@@ -225,11 +219,11 @@ def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str,
 
 @unless_empty
 def all_to_all(
-    x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
+    x: jax.Array, axes: Dim, split_axis: int, concat_axis: int, *, source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
     """Tiled `lax.all_to_all`."""
     if _is_ours(x):
-        return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis))
+        return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis), narrow)
     moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
     return moved
 

@@ -27,6 +27,7 @@ from jaxmp._src.core.primitive import collectives
 from jaxmp._src.core.primitive.grouped import GroupedSpec, grouped, sizes_p, type_of
 from jaxmp._src.core.sharding.on_shards import Frame, frame, on_shards
 from jaxmp._src.core.spec.matmul_spec import accumulator
+from jaxmp._src.core.spec.refusal import InvalidValue
 from jaxmp._src.platform.runtime.types import Operands, Shape
 
 _CALLER = "ragged_dot"
@@ -143,10 +144,11 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
     """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit."""
     (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
-    choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=spec.level.fixed_order)
+    keeps_k = spec.level.fixed_order and not {*x[1], *w[1]} <= {*given.unreduced}
+    choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=keeps_k)
     arrays: Arrays = {"a": ("mk", x), "b": ("gkn", w), "bias": ("gn", None), "d": ("mn", d)}
     spec = dataclasses.replace(spec, whole=(g, m, k, n), experts=shared_axes(spec, mesh, x[0], w[0]))
-    return split_call(spec, where, choose, {"m": m, "k": k, "g": g, "n": n}, arrays)
+    return split_call(spec, where, choose, {"m": m, "k": k, "g": g, "n": n}, arrays, given.unreduced)
 
 
 def split_call(
@@ -155,20 +157,22 @@ def split_call(
     choose: Callable[..., str],
     extents: Mapping[str, int],
     arrays: Arrays,
+    unreduced: Dim,
 ) -> RaggedCall:
     """Returns a call: the ranks of each axis split the index that `choose` returns, if the axis divides the index. The
-    ranks of `spec.experts` split rows and groups.
+    ranks of `spec.experts` split rows and groups. The sum over `unreduced` is deferred.
 
     `choose` takes the index along which an axis shards each array, or "". `arrays` has the operands by name, and the
     result last: the indices and the sharding of each array, or None for an array that enters as it is split.
     """
     mesh, lie = where[0].shape, [(indices, dims) for indices, dims in arrays.values() if dims is not None]
     axes = _axes_of(mesh, choose, extents, lie, spec.experts)
-    call, out = _call_of(spec, mesh, axes, extents, lie[-1])
+    call, out = _call_of(spec, mesh, axes, extents, lie[-1], unreduced)
     operands = [
         (name, have, tuple(axes[index] for index in indices)) for name, (indices, have) in [*arrays.items()][:-1]
     ]
-    return dataclasses.replace(call, frame=frame(where, operands, (tuple(axes.values()),), (("d", out),), lie[-1][1]))
+    made = frame(where, operands, (tuple(axes.values()),), (("d", out),), lie[-1][1])
+    return dataclasses.replace(call, frame=made.deferred(unreduced) if unreduced else made)
 
 
 def _axes_of(
@@ -199,16 +203,23 @@ def _call_of(
     axes: Mapping[str, Dim],
     extents: Mapping[str, int],
     result: tuple[str, Dims],
+    unreduced: Dim = (),
 ) -> tuple[RaggedCall, Dims]:
     """Returns the call without a frame, and the sharding of its result."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
-    check_order(spec, tuple(axis for axis in split if axis not in experts and mesh[axis] > 1))
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.
     terms = {i: tuple(axis for axis in dim if axis not in experts) for i, dim in axes.items() if i not in result[0]}
     zeros = terms.pop("g", ())
     contracted: Dim = sum(terms.values(), ())
     partial = contracted + zeros
+    alone = (*experts, *(axis for axis in contracted if axis in unreduced))
+    check_order(spec, tuple(axis for axis in split if axis not in alone and mesh[axis] > 1))
+    if rest := tuple(axis for axis in unreduced if axis not in partial):
+        raise InvalidValue(
+            f"{{out_sharding}} is unreduced over {rest}, but the call has no sum over them; shard the contraction or "
+            "the groups over them, or leave them out"
+        )
     scatters = tuple(
         ()
         if extents[index] % moves.size_of(mesh, axes[index] + (mine := tuple(a for a in dim if a in partial)))
@@ -216,7 +227,7 @@ def _call_of(
         for index, dim in zip(*result, strict=True)
     )
     out = tuple(axes[index] + mine for index, mine in zip(result[0], scatters, strict=True))
-    sums = tuple(axis for axis in partial if axis not in sum(scatters, ()))
+    sums = tuple(axis for axis in partial if axis not in (*sum(scatters, ()), *unreduced))
     splits = tuple((index, axes[index]) for index in "mkgn" if index in axes)
     spec = dataclasses.replace(spec, mesh=tuple(mesh.items()), splits=splits)
     return RaggedCall(spec, None, axes["m"], axes["g"], contracted, sums, scatters), out
