@@ -7,7 +7,8 @@
 namespace jaxmp::barrier {
 namespace {
 
-// How long two processes may wait for each other at different calls before that counts as a disagreement.
+// How long two processes may wait for each other at different calls before that counts as a disagreement, and how long
+// an arrival may take to come through a large circle after a later arrival of the same process.
 constexpr std::chrono::milliseconds kCrossed(500);
 // For this share of the deadline a process may be a run ahead before the ranks that wait in the earlier run give it up.
 // Another thread of that process may still come with the earlier run.
@@ -141,7 +142,7 @@ Service::Entered Service::Enter(const std::shared_ptr<const CallSignature>& sign
   Announce(arrival);
   const std::optional<Status> outcome = Outcome(arrival);
   if (!outcome) {
-    waiting_.push_back({arrival, Clock::now(), Clock::now(), done});
+    waiting_.push_back({arrival, Clock::now(), Clock::now(), {}, done});
     if (waiting_.size() == 1) transport_->Wake();  // there is a deadline to watch from now on
     return {std::nullopt, {}, arrival};
   }
@@ -176,7 +177,7 @@ std::optional<Status> Service::Outcome(const Arrival& arrival) {
 }
 
 // The same, later: the deadline ends the waiting, and so do processes that wait for each other.
-std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now) {
+std::optional<Status> Service::OutcomeOfWaiting(Waiting& waiting, Clock::time_point now) {
   const Arrival& arrival = waiting.arrival;
   const auto waited = now - waiting.since;
   if (auto outcome = Outcome(arrival)) return outcome;
@@ -185,7 +186,9 @@ std::optional<Status> Service::OutcomeOfWaiting(const Waiting& waiting, Clock::t
   for (int process : arrival.members().processes) {
     if (!arrivals_.Awaits(arrival, process)) continue;
     if (Seconds(waited) > kPassed * options_.timeout && IsSettled(process, arrival, now)) {
-      if (auto why = arrivals_.HasPassed(arrival, process)) return Fail(arrival, *why, Kind::kAbandon);
+      const auto why = arrivals_.HasPassed(arrival, process);
+      if (why && !waiting.passed) waiting.passed = now;
+      if (why && now - *waiting.passed >= kCrossed) return Fail(arrival, *why, Kind::kAbandon);
     }
     if (process == options_.process || (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed)))
       continue;

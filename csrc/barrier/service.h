@@ -58,7 +58,8 @@ using Done = std::function<void(const Status&, const std::vector<uint64_t>&)>;
 // A device of this process that waits for the others.
 struct Waiting {
   Arrival arrival;
-  Clock::time_point since, looked;  // looked: when its outcome was last asked for
+  Clock::time_point since, looked;          // looked: when its outcome was last asked for
+  std::optional<Clock::time_point> passed;  // since when a process is seen in a later run
   Done done;
 };
 
@@ -135,7 +136,7 @@ class Service {
 
  private:
   std::optional<Status> Outcome(const Arrival& arrival);
-  std::optional<Status> OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now);
+  std::optional<Status> OutcomeOfWaiting(Waiting& waiting, Clock::time_point now);
   Status Fail(const Arrival& arrival, const std::string& why, Kind kind = Kind::kFailure);
   Status GiveUp(const Arrival& arrival, const std::string& text, Kind kind);
   std::string Missing(const Waiting& waiting, Clock::time_point now);

@@ -84,12 +84,13 @@ Schedule Draw(uint64_t seed, int nprocesses) {
     fault.rank = below(drawn.nprocesses - fault.machine + 1);
   }
   if (fault.kind >= Event::kShape || drawn.is_concurrent) fault.after = 0;
+  const auto is_renamed = [](const Event& each) { return each.kind == Event::kRename; };
+  const bool has_rename = std::any_of(drawn.events.begin(), drawn.events.end(), is_renamed);
   // docs/faults.md: with several devices, programs that differ may meet in a collective of XLA's.
-  if (fault.kind == Event::kProgram && drawn.ndevices > 1 && mode != 0) return drawn;
+  const bool is_other = fault.kind == Event::kProgram || (fault.kind == Event::kShape && has_rename);
+  if (is_other && drawn.ndevices > 1 && mode != 0) return drawn;
   if (fault.kind == Event::kAbandon) {
     // docs/faults.md, Limits: runs of other programs are paired at their first call.
-    const auto is_renamed = [](const Event& each) { return each.kind == Event::kRename; };
-    const bool has_rename = std::any_of(drawn.events.begin(), drawn.events.end(), is_renamed);
     if (mode != 0 || drawn.is_concurrent || has_rename || fault.step == drawn.nsteps - 1) return drawn;
   }
   drawn.events.push_back(fault);
