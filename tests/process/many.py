@@ -1,7 +1,7 @@
 """Training in 16 and 32 processes with a fault: `make test-python RUN=tests/process/many.py`. Each job has one device
 per process, a mesh of data x model, and 20 steps of two dense layers. In the middle of them nothing happens, or rank 5
-is killed, is stopped, or calls a product with another alpha. Prints a row of docs/clusters.md for each job, and fails if
-a rank does not name rank 5. Each rank is run by `ranks.py many`."""
+is killed, is stopped, or calls a product with another alpha. Prints a row of docs/clusters.md for each job, and fails
+if a rank does not name rank 5. Each rank is run by `ranks.py many`."""
 
 from __future__ import annotations
 

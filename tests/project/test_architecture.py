@@ -165,6 +165,7 @@ PRIVATE = {
         "test_source_lines": "names of lines in notebooks and libraries",
     },
     "process": {
+        "many": "how many processes one is connected with",
         "memory": "which processes share memory, and how much",
         "ranks": "ranks that end, or differ, at a moment in between",
         "schedules": "delays at random",
