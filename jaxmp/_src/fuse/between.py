@@ -12,7 +12,6 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # The names of the collectives in users' programs.
 _WRITTEN = {"reduce_scatter": "psum_scatter", "psum_invariant": "psum", "all_gather_invariant": "all_gather"}
-_JITS = ("jit", "pjit")
 _GATHERS = ("all_gather", "all_gather_invariant", "reshard")
 _SUMS = ("reduce_scatter", *SUMS)
 # Linear operations, which may come before or after a sum over ranks, in users' words.
@@ -90,10 +89,10 @@ class Between:
 def _word(eqn: Any) -> str | None:
     """Returns the user's word for a linear equation; None for other equations."""
     name = eqn.primitive.name
-    return _FUNCTIONS.get(str(eqn.params.get("name"))) if name in _JITS else _LINEAR.get(name)
+    return _FUNCTIONS.get(str(eqn.params.get("name"))) if name == "jit" else _LINEAR.get(name)
 
 
 def _named(eqn: Any) -> str:
     line, name = jax_compat.traced_line(eqn), eqn.primitive.name
-    word = _word(eqn) or (str(eqn.params["name"]).strip("_") if name in _JITS else _WRITTEN.get(name, name))
+    word = _word(eqn) or (str(eqn.params["name"]).strip("_") if name == "jit" else _WRITTEN.get(name, name))
     return f"{word} at {line}" if line else word

@@ -189,31 +189,27 @@ def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn
 
 def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     f = functions.of(params["jaxpr"])
-    manual = params.get("newly_manual_axes", params.get("manual_axes"))
     mapped: Any = jax.shard_map(
         lambda *args: tuple(f(*args)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         check_vma=params["check_vma"],
-        axis_names=frozenset(manual or ()),
+        axis_names=frozenset(params["newly_manual_axes"]),
     )
     return mapped(*operands)
 
 
 _RULES = {
     "jit": _jit,
-    "pjit": _jit,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "custom_linear_solve": _as_it_stands,
     "composite": _as_it_stands,
-    "checkpoint": _remat,
     "remat2": _remat,
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
     "closed_call": _call,
-    "core_call": _call,
     "shard_map": _shard_map,
 }

@@ -55,11 +55,7 @@ def _jvp(
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero | ad.Zero)]
 
     def linearized(*primals: Any) -> Any:
-        def of_moved(*values: Any) -> Sequence[Any]:
-            given = dict(zip(moved, values, strict=True))
-            return function(*(given.get(i, x) for i, x in enumerate(primals)))
-
-        return jax.linearize(of_moved, *(primals[i] for i in moved))
+        return jax.linearize(_of_some(function, primals, moved), *(primals[i] for i in moved))
 
     # A policy of `jax.checkpoint` asks for each equation, but does not look into a function with a derivative rule.
     results, linear = evaluated(linearized, primals, {}, options, has_rule=False)
@@ -77,6 +73,16 @@ def _jvp(
     of_inexact = dict(zip(inexact, made, strict=True))
     zeros = (np.zeros(np.shape(x), jax.dtypes.float0) for x in results)  # a result may be a literal
     return list(results), [of_inexact.get(i, zero) for i, zero in enumerate(zeros)]
+
+
+def _of_some(function: Function, operands: Sequence[Any], places: Sequence[int]) -> Function:
+    """Returns a function of the operands at these places alone."""
+
+    def of_some(*values: Any) -> Sequence[Any]:
+        given = dict(zip(places, values, strict=True))
+        return function(*(given.get(i, x) for i, x in enumerate(operands)))
+
+    return of_some
 
 
 def _abstract_eval(*avals: Any, function: Function, **_: Any) -> list[Any]:
@@ -99,11 +105,8 @@ def _transpose(
     wanted = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def transposed(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def linear(*values: Any) -> Sequence[Any]:
-            given = dict(zip(wanted, values, strict=True))
-            return function(*(given.get(i, x) for i, x in enumerate(operands)))
-
-        return jax.linear_transpose(linear, *(ad.instantiate_zeros(ad.Zero(operands[i])) for i in wanted))(cotangents)
+        linear, zeros = _of_some(function, operands, wanted), (ad.Zero(operands[i]) for i in wanted)
+        return jax.linear_transpose(linear, *map(ad.instantiate_zeros, zeros))(cotangents)
 
     known = [x.aval if i in wanted else x for i, x in enumerate(operands)]
     found = evaluated(transposed, (known, list(map(ad.instantiate_zeros, cotangents))), {}, options)

@@ -113,10 +113,6 @@ def operand_of(
     return best
 
 
-def _of_reshard(operand: Operand, eqn: Any) -> Operand:
-    return dataclasses.replace(operand, is_resharded=True)
-
-
 def _of_all_gather(operand: Operand, eqn: Any) -> Operand:
     axes = eqn.params["axis_name"]
     gather = Gather((axes,) if isinstance(axes, str) else tuple(axes), eqn.params["all_gather_dimension"])
@@ -132,14 +128,6 @@ def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
     return dataclasses.replace(operand, contract=contract, batch=batch) if is_in_order else None
 
 
-def _of_pvary(operand: Operand, eqn: Any) -> Operand:
-    return operand
-
-
-def _of_conj(operand: Operand, eqn: Any) -> Operand:
-    return dataclasses.replace(operand, is_conjugated=not operand.is_conjugated)
-
-
 def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
     """Returns None unless the cast is from floating point. Such a cast may come before or after a gather."""
     return operand if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None
@@ -147,5 +135,12 @@ def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
 
 # Returns the operand before the equation that makes it, still without its value and equations, or None.
 _Rule = Callable[[Operand, Any], Operand | None]
-_GATHERS: dict[str, _Rule] = {"reshard": _of_reshard, "all_gather": _of_all_gather}
-_MOVES: dict[str, _Rule] = {"transpose": _of_transpose, "pvary": _of_pvary, "conj": _of_conj}
+_GATHERS: dict[str, _Rule] = {
+    "reshard": lambda operand, eqn: dataclasses.replace(operand, is_resharded=True),
+    "all_gather": _of_all_gather,
+}
+_MOVES: dict[str, _Rule] = {
+    "transpose": _of_transpose,
+    "pvary": lambda operand, eqn: operand,
+    "conj": lambda operand, eqn: dataclasses.replace(operand, is_conjugated=not operand.is_conjugated),
+}

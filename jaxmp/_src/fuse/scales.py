@@ -132,17 +132,12 @@ def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
     while (eqn := graph.made_by(found[0])) is not None:
         if len(eqn.invars) != 1 or jax_tracing.is_literal(eqn.invars[0]):
             break
-        x, own = eqn.invars[0], None
+        x, own, maker = eqn.invars[0], None, graph.made_by(eqn.invars[0])
         if eqn.primitive.name == "broadcast_in_dim":
             own = tuple(found[1][i] for i in eqn.params["broadcast_dimensions"])
-        elif eqn.primitive.name == "reshape" and is_made_by(graph, x, "broadcast_in_dim"):
+        elif eqn.primitive.name == "reshape" and maker is not None and maker.primitive.name == "broadcast_in_dim":
             own = parts.reshaped(found[1], x.aval.shape)
         if own is None:
             break
         found = x, varying(x, own)
     return found
-
-
-def is_made_by(graph: Graph, v: Any, name: str) -> bool:
-    eqn = graph.made_by(v)
-    return eqn is not None and eqn.primitive.name == name

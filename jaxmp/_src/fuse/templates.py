@@ -63,15 +63,10 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
-        graph.matches[activation, v] = find_function(graph, activation.function, (v,))
+        template = flat(activation.function, (v.aval,))
+        graph.matches[activation, v] = None if template is None else unify(graph, template, (v,))
     match: Match | None = graph.matches[activation, v]
     return match
-
-
-def find_function(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
-    """Finds the equations that compute `function` of these values."""
-    template = flat(function, tuple(v.aval for v in arguments))
-    return None if template is None else unify(graph, template, arguments)
 
 
 def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
@@ -100,7 +95,8 @@ def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -
     known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
     found: list[int] = []
     for wanted in template.eqns:
-        anchor = next((known[v] for v in wanted.invars if _is_value(v, known)), None)
+        given = [known[v] for v in wanted.invars if not jax_tracing.is_literal(v)]
+        anchor = next((x for x in given if not isinstance(x, (_Constant, frozenset))), None)
         if anchor is None:
             known |= dict.fromkeys(wanted.outvars, _Constant(wanted))
             continue
@@ -113,7 +109,7 @@ def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -
         eqn = graph.equations[i]
         for v in wanted.invars:
             if not jax_tracing.is_literal(v) and isinstance(known[v], frozenset):
-                known[v] = next(read for read in eqn.invars if _is_in(read, known[v]))
+                known[v] = next(x for x in eqn.invars if not jax_tracing.is_literal(x) and x in known[v])
         known |= zip(wanted.outvars, eqn.outvars, strict=True)
     (output,) = template.outvars
     if not found or output not in known:
@@ -121,19 +117,11 @@ def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -
     return Match(frozenset(found), known[output], tuple(known[v] for v in template.invars))
 
 
-def _is_in(v: Any, values: frozenset[Any]) -> bool:
-    return not jax_tracing.is_literal(v) and v in values
-
-
 @dataclasses.dataclass(frozen=True)
 class _Constant:
     """The result of an equation that reads literals only. A graph may have this equation several times."""
 
     equation: Any
-
-
-def _is_value(v: Any, known: dict[Any, Any]) -> bool:
-    return not jax_tracing.is_literal(v) and not isinstance(known[v], (_Constant, frozenset))
 
 
 # Returns the equation that makes a value, or None.

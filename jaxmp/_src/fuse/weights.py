@@ -93,7 +93,7 @@ def with_narrow_weights(graph: Graph, options: Options) -> Graph:
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:
     """Returns the equations of a jitted function that decodes an array; None for any other equation."""
-    if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
+    if eqn.primitive.name != "jit" or eqn.effects:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
     types = {getattr(getattr(v.aval, "dtype", None), "name", "") for v in jaxpr.invars}

@@ -272,8 +272,8 @@ def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
     """Sets the padding of d (or c) to zero: a block-cyclic part may be smaller than the largest one."""
     assert spec.distributions is not None
     shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
-    if not layout.is_padded(shape):
-        return d
+    if not any(n % (nb * p) for n, nb, p in zip(shape, layout.block, layout.grid, strict=True)):
+        return d  # every process holds as much as the largest part
     for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
         d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))

@@ -105,16 +105,6 @@ batching.primitive_batchers[collective_p] = _collective_batch_rule
 reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 
 
-def _reshard_abstract_eval(
-    x: jax.core.ShapedArray, *, mesh: Mesh, have: P, spec: P, is_explicit: bool
-) -> jax.core.ShapedArray:
-    return jax_compat.with_sharding(x, mesh, spec) if is_explicit else x
-
-
-def _reshard_transpose(ct: Tangent, x: Operand, *, have: P, spec: P, **params: Any) -> list[Tangent]:
-    return [reshard_p.bind(ct, have=spec, spec=have, **params)]
-
-
 def _reshard_batch_rule(
     operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
 ) -> tuple[jax.Array, int]:
@@ -128,8 +118,10 @@ def _reshard_batch_rule(
     return reshard_p.bind(x, have=have, spec=spec, is_explicit=is_explicit, **params), batch
 
 
-reshard_p.def_abstract_eval(_reshard_abstract_eval)
-ad.deflinear2(reshard_p, _reshard_transpose)
+reshard_p.def_abstract_eval(
+    lambda x, *, mesh, have, spec, is_explicit: jax_compat.with_sharding(x, mesh, spec) if is_explicit else x
+)
+ad.deflinear2(reshard_p, lambda ct, x, *, have, spec, **params: [reshard_p.bind(ct, have=spec, spec=have, **params)])
 batching.primitive_batchers[reshard_p] = _reshard_batch_rule
 
 # (x) -> x: whole on every device where XLA's partitioner would choose the sharding.

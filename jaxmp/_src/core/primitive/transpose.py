@@ -259,9 +259,8 @@ def activated_matmul_transpose_rule(
     if spec.contraction.is_reduced:
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
-    outputs = bind(
-        call.replace(epilog=epilogs.for_derivative(activation, wants_sums)), ct, w, {f"{activation}_aux": aux}
-    )
+    epilog = epilogs.Epilog[f"D{activation.upper()}{'_BGRAD' * wants_sums}"]
+    outputs = bind(call.replace(epilog=epilog), ct, w, {f"{activation}_aux": aux})
     axes = jax_compat.varying_axes(aux)  # t varies over the same axes; for the bias see `activated_matmul`
     dt, *sums = outputs.values()
     sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]

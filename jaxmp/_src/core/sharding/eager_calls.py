@@ -23,12 +23,8 @@ CAPACITY = 1024
 Entry = list[Any]
 
 
-def _empty(key: Hashable) -> Entry:
-    return []
-
-
 # Keyed also by JAX's configuration. Traced calls and parts of calls have their own cache and evict no eager calls.
-kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(_empty) for _ in range(2))
+kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(lambda key: list[Any]()) for _ in range(2))
 
 
 def operands_of(request: Request) -> dict[str, Any]:

@@ -84,11 +84,6 @@ RULES: dict[Epilog, EpilogRule] = {epilog: EpilogRule.of(epilog) for epilog in E
 TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
-def for_derivative(activation: str, has_gradient: bool) -> Epilog:
-    """The epilog that multiplies by the derivative of `activation`, with or without the bias gradient."""
-    return next(e for e, row in RULES.items() if row.derivative == activation and bool(row.gradient) == has_gradient)
-
-
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
     """The epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
     bits = sum(bit for bit, name in _ACTIVATIONS.items() if name == activation)

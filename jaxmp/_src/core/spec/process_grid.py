@@ -112,10 +112,6 @@ class BlockCyclic:
         found = [[local_to_global(i, block, iproc, source, nprocs) for i in local] for iproc in range(nprocs)]
         return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
 
-    def is_padded(self, shape: tuple[int, int]) -> bool:
-        """True if some process holds less than the largest part."""
-        return any(n % (nb * p) for n, nb, p in zip(shape, self.block, self.grid, strict=True))
-
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:

@@ -163,11 +163,11 @@ def lower_each_call(key: str) -> None:
         if primitive.name in _KEEPING:
             _wrap(primitive, _lowering_without_cache)
         if primitive.name in _BODIES:
-            _wrap(primitive, _lowering_body)
+            _wrap(primitive, in_body())
 
 
 # Primitives with rules that cache lowered functions in `cached_primitive_lowerings`.
-_KEEPING = ("jit", "core_call", "closed_call", "shard_map", "eval_jaxpr", "program_order")
+_KEEPING = ("jit", "closed_call", "shard_map", "eval_jaxpr", "program_order")
 _numbered: set[str] = set()
 
 
@@ -207,10 +207,6 @@ def in_body(is_body: bool = True) -> Iterator[None]:
         yield
     finally:
         _is_in_body.set(before)
-
-
-def _lowering_body(rule: LoweringRule) -> LoweringRule:
-    return in_body()(rule)
 
 
 def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:

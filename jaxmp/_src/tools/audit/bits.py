@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,7 +104,9 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
         max((one.ulps for one in own + copies), default=0),
         int(np.float64(max((one.absolute for one in own + copies), default=0.0)).view(np.uint64)),
     ]
-    records = _of_each(record) if across else [record]
+    records = [record]
+    if across:
+        records = [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(record, np.uint64))]
     # If each process has an array of its own, each counts all elements.
     total = sum if is_shared(actual) else max
     differing = total(one[0] for one in records) or max(one[1] for one in records)
@@ -157,11 +158,6 @@ def _is_nan(x: np.ndarray) -> np.ndarray:
 def first(host: np.ndarray) -> np.ndarray:
     """Returns the first process's host array, bit by bit."""
     return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
-
-
-def _of_each(numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the numbers, below 2**64, of each process."""
-    return [np.frombuffer(one, np.uint64).tolist() for one in _bytes_of_each(np.array(numbers, np.uint64))]
 
 
 def _bytes_of_each(host: np.ndarray) -> list[bytes]:

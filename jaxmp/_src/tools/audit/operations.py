@@ -16,16 +16,13 @@ LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
 _OURS = {primitive.name for primitive in (*PRODUCTS, *GROUPED)}
 # Equations with jaxprs that run once, as if they were written out.
-INLINED = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
+INLINED = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 _KINDS = {
-    "product": {"dot_general", "ragged_dot", "ragged_dot_general"},
+    "product": {"dot_general", "ragged_dot_general"},
     "sum": {
         *("reduce_sum", "reduce_prod", "reduce", "reduce_window", "reduce_window_sum", "cumsum", "cumprod"),
-        *("cumlogsumexp", "psum", "psum_invariant", "reduce_scatter", "scatter-add", "scatter_add", "scatter-mul"),
-        *("scatter_mul", "select_and_scatter_add", "reduce_and_scatter"),
+        *("cumlogsumexp", "psum", "psum_invariant", "reduce_scatter", "scatter-add", "scatter-mul"),
+        "select_and_scatter_add",
     },
     "convolution": {"conv_general_dilated"},
     "linear algebra": {
@@ -69,7 +66,7 @@ def our_equation(eqn: Any) -> Any:
     """The product of jaxmp that a call of one of its functions makes, or None; `shard_map` and `jit` are around it."""
     if eqn.primitive.name in _OURS:
         return eqn
-    if eqn.primitive.name not in ("jit", "pjit", "shard_map"):
+    if eqn.primitive.name not in ("jit", "shard_map"):
         return None
     if eqn.primitive.name != "shard_map" and not is_our_call(eqn):
         return None

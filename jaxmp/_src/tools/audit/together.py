@@ -65,7 +65,7 @@ def explained(
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
     """Returns small pieces of a program, or of a loop's body, that differ."""
-    pairs, found, makers = body.pairs, list[Together](), _makers(eqn for eqn, _ in body.pairs)
+    pairs, found, makers = body.pairs, list[Together](), {v: eqn for eqn, _ in body.pairs for v in eqn.outvars}
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
         lines = [jax_compat.traced_line(eqn) or line for eqn in equations]
@@ -135,11 +135,6 @@ def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
     found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
     found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
     return next((text for needed, text in _REWRITINGS if needed <= found), "")
-
-
-def _makers(equations: Iterable[Any]) -> dict[Any, Any]:
-    """Returns for each variable the equation that makes it."""
-    return {v: eqn for eqn in equations for v in eqn.outvars}
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:

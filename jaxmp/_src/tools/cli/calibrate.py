@@ -42,7 +42,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Explicit,), devices=devices)
         launch = _launch(mesh)
         on_step("launch")
-        bandwidth = _memory_bandwidth()
+        bandwidth, zeros = _memory_bandwidth(), jax.jit(functools.partial(jnp.zeros, _STREAM // 4, jnp.float32))
         link = _link_bandwidth(mesh) if len(devices) > 1 else bandwidth
         on_step("memory and links")
     network = _network() if jax.process_count() > 1 else {}
@@ -51,7 +51,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         "rates": rates,
         "xla_rates": xla_rates,
         "memory_bandwidth": bandwidth,
-        "new_memory_bandwidth": _new_memory_bandwidth(),
+        "new_memory_bandwidth": _STREAM / _seconds(zeros)[0],
         "link_bandwidth": link,
         "launch": launch,
         "is_shared": is_shared,
@@ -88,10 +88,6 @@ def _memory_bandwidth() -> float:
         return x
 
     return 2 * _STREAM / _seconds(again)[0]
-
-
-def _new_memory_bandwidth() -> float:
-    return _STREAM / _seconds(jax.jit(functools.partial(jnp.zeros, _STREAM // 4, jnp.float32)))[0]
 
 
 def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:

@@ -89,7 +89,9 @@ class _Causes(Search):
             is_conv = "conv" in name
             text = f"this {'convolution' if is_conv else 'product'} sums {self.which(dims)}"
             text = "the gradient of " * is_gradient + text
-            remedy = "keep the result sharded (out_sharding, reduce-scatter), or " * _has_reduce_scatters()
+            # On CPUs XLA all-reduces and slices.
+            is_cpu = jax_compat.default_platform() == "cpu"
+            remedy = "" if is_cpu else "keep the result sharded (out_sharding, reduce-scatter), or "
             remedy = self.shard_another(dims) if is_conv else f"{remedy}jaxmp.matmul, which hides the sum"
             needed = "needed" + "; jaxmp.matmul hides it" * (not is_conv)
             return Cause("gradient", text, needed, line) if is_gradient else Cause("product", text, remedy, line)
@@ -342,11 +344,6 @@ class _Causes(Search):
 
     def _over(self, axes: Collection[str]) -> Values:
         return Values(self.origins, tuple(sorted(axes)))
-
-
-def _has_reduce_scatters() -> bool:
-    """True if XLA turns a sum with a sharded result into a reduce-scatter. On CPUs it all-reduces and slices."""
-    return jax_compat.default_platform() != "cpu"
 
 
 def _who(found: Edge, name: str) -> str:

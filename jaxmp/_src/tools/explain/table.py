@@ -186,18 +186,11 @@ def _remarks(row: Row) -> str:
 
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
     """Returns the header and the cells without empty columns."""
-    columns = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS.items()]
-    kept = [
-        [header, *cells]
-        for header, cells in columns
-        if any(cells) and not (header == "by" and _has_one_implementation(rows))
-    ]
+    columns = _COLUMNS
+    if len({row.implementation for row in rows if _is_call(row)}) == 1:  # the notes below the table name it
+        columns = {header: cell for header, cell in _COLUMNS.items() if header != "by"}
+    kept = [[header, *cells] for header, cell in columns.items() if any(cells := [cell(row) for row in rows])]
     return [list(cells) for cells in zip(*kept, strict=True)]
-
-
-def _has_one_implementation(rows: tuple[Row, ...]) -> bool:
-    """True if one implementation computes every product; the notes below the table name it."""
-    return len({row.implementation for row in rows if _is_call(row)}) == 1
 
 
 def _operation(row: Row) -> str:
