@@ -62,6 +62,7 @@ def everything():
             has_the_bits_of_one_device(case.replace(dtype=dtype))
     operands_that_move()
     narrow_batches()
+    batches_at_a_level()
     narrow_weights()
     block_cyclic()
     gradients_of_a_layer()
@@ -147,6 +148,20 @@ def narrow_batches():
             for each in (product, jax.shard_map(product, in_specs=spec, out_specs=spec)):
                 compare(jax.jit(each)(*operands), (a @ b).astype(jnp.dtype(dtype)))
                 RAN["narrow batches"] += 1
+
+
+def batches_at_a_level():
+    """A batch at a level is a loop of local calls. It has no collective, because XLA does not order those of loops."""
+    rng, mesh = np.random.default_rng(7), jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((3, 6, 8), (3, 8, 10)))
+    operands = cases.put(a, mesh, P(None, "x", "y")), cases.put(b, mesh, P(None, "y"))
+    product = functools.partial(jnp.einsum, "eik,ekj->eij")
+    compiled = jax.jit(jaxmp.fuse(product, determinism="topology")).lower(*operands).compile()
+    compare(compiled(*operands), a @ b)
+    loops, entry = compiled.as_text().split("ENTRY")
+    assert " while(" in entry
+    assert " all-gather(" not in loops
+    RAN["batches at a level"] += 1
 
 
 def narrow_weights():

@@ -71,8 +71,8 @@ class Decision:
     Attributes:
       implementation, why: "host", "cublasmp", "host+xla", "xla" or the name of a user's function, and the rule that
         chose it.
-      form: for a product, the name of its form (`forms`). For a batch, "groups" or "xla" (one product for all of it) or
-        "each" (one call per index). For groups of rows, "local", "shared" (ranks read each other's rows), "exchange"
+      form: for a product, the name of its form (`forms`). For a batch, "groups" or "xla" (one product for all of it),
+        "each" (one call per index) or "together" (each collective for all of it, and one local call per index). For groups of rows, "local", "shared" (ranks read each other's rows), "exchange"
         (processes exchange rows) or "gather" (ranks gather matrices, or scatter their sums).
       transfers: the transfers that a rank receives per call.
       links: the same for devices that do not share memory.
@@ -121,15 +121,20 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
     types = a.dtype, b.dtype
-    choice, is_one_product = backend.choose_for_batch(spec, where.platform, where.unshared, types, work)
-    is_one_product = is_one_product and may_batch(spec)
+    choice, is_one_product = backend.choose_implementation(spec, where.platform, where.unshared, types), False
+    if may_batch(spec):
+        choice, is_one_product = backend.choose_for_batch(spec, where.platform, where.unshared, types, work)
     if is_one_product and choice.implementation != "xla" and is_known:
         moved = transfers(spec, a, b, "xla")
         return Decision(choice.implementation, choice.why, "groups", moved, moved)
     if is_one_product:
         choice = dataclasses.replace(choice, implementation="xla")
     call = _resolve(spec, a, b, choice)
-    return _decision("xla" if is_one_product else "each", spec, a, b, call)
+    if is_one_product:
+        return _decision("xla", spec, a, b, call)
+    # XLA keeps no order between the collectives of a loop over the batch and others of the program.
+    has_collectives = spec.group.nranks > 1 and isinstance(call, forms.Gathered | forms.Xla)
+    return _decision("together" if has_collectives and where.platform == "cpu" else "each", spec, a, b, call)
 
 
 def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:

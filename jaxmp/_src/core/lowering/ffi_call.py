@@ -70,7 +70,8 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
         given.append(mesh_position(spec.group.mesh))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
-        call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
+        aliases = _aliases(spec)
+        call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=aliases, vmap_method="sequential")
         call = functools.partial(call, **call_attributes(spec, a, b, devices, found))
         if spec.implementation == "cublasmp" and spec.group.nranks > 1:
             call = jax_lowering.on_stream_of_collectives(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.core.contraction.moves import WIDE, Narrow
 from jaxmp._src.core.lowering import decide, process_barrier, xla_matmul
 from jaxmp._src.core.lowering.decide import Decision
-from jaxmp._src.core.lowering.forms import Gathered, Xla
+from jaxmp._src.core.lowering.forms import Gathered, ResolvedCall, Xla
 from jaxmp._src.core.lowering.process_collectives import SharedMemory
 from jaxmp._src.core.primitive.collectives import place
 from jaxmp._src.core.primitive.grouped import batch_product
@@ -57,10 +57,7 @@ def _product(
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes, is_collective=isinstance(call, Xla))
 
     def lower(*operands: jax.Array) -> list[jax.Array]:
-        named, processes = dict(zip(spec.names, operands, strict=True)), None
-        for name, like in (("a", call.a), ("b", call.b)):
-            if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
-                named[name] = jax_compat.convert(named[name], like.dtype)
+        named, processes = _named(call, spec, operands), None
         if site:
             fields = process_barrier.fields(spec, named["a"], named["b"])
             barrier = functools.partial(site.barrier, spec.source_line, fields)
@@ -73,6 +70,15 @@ def _product(
         return [outputs[name] for name in spec.output_names]
 
     return lower
+
+
+def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """Returns the operands by name, in the types that the call multiplies."""
+    named = dict(zip(spec.names, operands, strict=True))
+    for name, like in (("a", call.a), ("b", call.b)):
+        if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
+            named[name] = jax_compat.convert(named[name], like.dtype)
+    return named
 
 
 def _batch(
@@ -101,7 +107,11 @@ def _batch(
         return jax.vmap(multiply)(a, b, *rest)
 
     def multiply(*operands: jax.Array) -> list[jax.Array]:
-        outputs = xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, platform, local)
+        if decision.form == "together":
+            assert decision.call is not None
+            outputs = decision.call.emit(_named(decision.call, spec, operands), platform=platform)
+        else:
+            outputs = xla_matmul.matmul(dict(zip(spec.names, operands, strict=True)), spec, platform, local)
         return [outputs[name] for name in spec.output_names]
 
     return lower

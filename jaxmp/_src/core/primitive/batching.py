@@ -68,12 +68,13 @@ def matmul_batch_rule(
         d = bind(spec, operands["a"], b)["d"]
         return [d.reshape(d.shape[0], batch, n)], [1]
     size = next(operands[name].shape[0] for name in names if name in batched)
+    is_known = not spec.distributions and not is_symbolic(*args)
     if _folds_into_rows(spec, batched):
         for name in spec.operand_names:
             if _folds(spec, name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
         outputs = bind_rows(spec.folded(size), operands)
-    elif may_batch(spec, *args) and batched.issuperset("ab"):
+    elif batched.issuperset("ab") and (may_batch(spec, *args) or (is_known and spec.group.nranks > 1)):
         whole = {
             name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
         }
