@@ -72,8 +72,9 @@ class Decision:
       implementation, why: "host", "cublasmp", "host+xla", "xla" or the name of a user's function, and the rule that
         chose it.
       form: for a product, the name of its form (`forms`). For a batch, "groups" or "xla" (one product for all of it),
-        "each" (one call per index) or "together" (each collective for all of it, and one local call per index). For groups of rows, "local", "shared" (ranks read each other's rows), "exchange"
-        (processes exchange rows) or "gather" (ranks gather matrices, or scatter their sums).
+        "each" (one call per index) or "together" (collectives of the whole batch, and one local call per index). For
+        groups of rows, "local", "shared" (ranks read each other's rows), "exchange" (processes exchange rows) or
+        "gather" (ranks gather matrices, or scatter their sums).
       transfers: the transfers that a rank receives per call.
       links: the same for devices that do not share memory.
       call: the resolved call of a product, or of one index of a batch; None for groups.
@@ -121,7 +122,9 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
     types = a.dtype, b.dtype
-    choice, is_one_product = backend.choose_implementation(spec, where.platform, where.unshared, types), False
+    # Such a call may not wait in a loop of a program of several processes.
+    unshared = where.unshared or process_barrier.IN_BODY * where.shares_memory
+    choice, is_one_product = backend.choose_implementation(spec, where.platform, unshared, types), False
     if may_batch(spec):
         choice, is_one_product = backend.choose_for_batch(spec, where.platform, where.unshared, types, work)
     if is_one_product and choice.implementation != "xla" and is_known:

@@ -91,6 +91,9 @@ def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int,
     return tuple(device.id for device in mesh.devices.flat)
 
 
+IN_BODY = "the call is in a loop or branch of a program of several processes"
+
+
 def unshared_reason(
     axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None, *, is_for_export: bool = False
 ) -> tuple[str, bool]:
@@ -109,7 +112,7 @@ def unshared_reason(
     if nprocesses > 1:
         return f"the ranks of a group live in {nprocesses} processes", shares_memory
     if jax_lowering.is_in_body():
-        return "the call is in a loop or branch of a program of several processes", shares_memory
+        return IN_BODY, shares_memory
     why = "processes communicate over gloo, in the order of XLA's program"
     return "" if shares_memory else why, shares_memory
 
