@@ -98,13 +98,12 @@ def rows_of(
         if eqn.primitive in MATMULS:
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = math.prod(a.shape[: spec.batch])
-            if spec.asked_of_library:  # one call per index
-                (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
+            is_of_xla = spec.batch and not spec.asked_of_library
             row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
-            if not spec.batch:
+            if not is_of_xla:
                 row = dataclasses.replace(row, why="; ".join([row.why, *later, *reasons.notes_in(names)]))
             is_open = spec.is_unsettled and not is_symbolic(*avals)
-            unsettled = UNSETTLED_BATCH if spec.batch else UNSETTLED
+            unsettled = UNSETTLED_BATCH if is_of_xla else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
             differ = varying[0], varying[-1]
