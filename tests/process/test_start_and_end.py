@@ -41,6 +41,8 @@ def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path):
     told = tuple(tells[0][name] for name in ("network_bandwidth", "network_latency", "network_load", "node"))
     assert told[3] == 2
     assert min(told) > 0
+    described = json.loads(ranks[0].log[ranks[0].log.index("{") : ranks[0].log.index("TELLS")])["job"]
+    assert (described["processes"], described["rounds of a barrier"]) == (2, 1)
     for given, want in ((caches, told), (dict(enumerate(reversed(caches.values()))), None)):
         job, ranks = run(tmp_path, "told", 2, env=given)
         assert [f"TOLD {want}" in rank.log for rank in ranks] == [True] * 2, job.all_logs()

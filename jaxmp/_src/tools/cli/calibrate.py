@@ -131,6 +131,22 @@ def _network() -> dict[str, Any]:
     }
 
 
+def time_of_small_call() -> float:
+    """Returns the median seconds of a small product that all devices of a job sum. All processes call this."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+    call = jax.jit(lambda a, b: matmul(a, b, out_sharding=P()))
+    shapes = {P(None, "x"): (8, mesh.size), P("x", None): (mesh.size, 8)}
+    of = [
+        jax.jit(functools.partial(jnp.ones, x), out_shardings=NamedSharding(mesh, spec))() for spec, x in shapes.items()
+    ]
+    turns = []
+    for _ in range(_TURNS + 1):  # as above
+        started = time.perf_counter()
+        call(*of).block_until_ready()
+        turns.append(time.perf_counter() - started)
+    return statistics.median(turns[1:])
+
+
 def _seconds(*calls: Callable[[], Any]) -> list[float]:
     """Returns the median seconds of each call, because predicted work will not run at its fastest either."""
     return list(interleaved({str(i): call for i, call in enumerate(calls)}, seconds=0.6, rounds=(5, 31)).values())

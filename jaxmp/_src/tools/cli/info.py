@@ -29,34 +29,39 @@ _PACKAGES = (
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
+# Up to so many processes tell each other directly that they have come to a call: csrc/barrier/circle.h.
+_DIRECT = 8
 # The number of CPU devices for measuring links.
 _CALIBRATED = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibrate", action="store_true", help='measure this machine\'s rates for hardware="this"')
+    parser.add_argument("--job", action="store_true", help="join the job that mpiexec or srun starts, and describe it")
     parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Always 0: what is missing is part of the answer."""
+    """Returns 0, because what is missing is part of the answer. In a job of processes the first one prints."""
+    _, nprocesses = (config.launcher() if options.job or options.calibrate else None) or ("", 1)
+    if nprocesses > 1:
+        distributed.initialize()
+    is_first = nprocesses == 1 or jax.process_index() == 0
     if options.calibrate:
-        _, nprocesses = config.launcher() or ("", 1)
-        if nprocesses > 1:  # a job: its network is measured too
-            distributed.initialize()
-        else:
+        if nprocesses == 1:
             make_cpu_devices(_CALIBRATED)
-        is_first = jax.process_index() == 0
         with progress("calibrate", 6, is_quiet=options.json or not is_first) as step:
             measured = calibrate.measure(step)
-        if not is_first:
-            return 0
-        calibration.save(measured)
-    if options.json:
-        print_json(facts())
+        if is_first:
+            calibration.save(measured)
+    if not options.json:
+        rich("table")  # raises before the work where rich is missing
+    found = facts()
+    if options.json or not is_first:
+        if is_first:
+            print_json(found)
         return 0
-    rich("table")  # raises before the work where rich is missing
-    for title, section in facts().items():
+    for title, section in found.items():
         rows = [(name, _text(value)) for name, value in section.items()]
         print_table(title, ("", ""), rows)
     return 0
@@ -66,7 +71,8 @@ def facts() -> dict[str, dict[str, Any]]:
     """Returns everything that `info` prints, by section; plain values for JSON."""
     choices = {name: _choice(name) for name in _TYPES}
     available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
-    return {
+    job = {"job": _job()} if jax.process_count() > 1 else {}
+    return job | {
         "versions": _versions(),
         "processor": dataclasses.asdict(processor()),
         "host implementation": _host(),
@@ -110,6 +116,20 @@ def _devices() -> dict[str, Any]:
         "platform": jax.default_backend(),
         "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         "processes": jax.process_count(),
+    }
+
+
+def _job() -> dict[str, Any]:
+    """Describes the job of this process, and times a small call of all devices. All processes call this."""
+    n = jax.process_count()
+    rounds = (n - 1).bit_length() if n > _DIRECT else 1
+    return {
+        "processes": n,
+        "processes that share memory with this one": len(native.shared_processes),
+        "connections of this process": sum(not peer["gone"] for peer in native.extension().peers().values()),
+        "rounds of a barrier": rounds,
+        "messages of a process for a call of all": n - 1 if n <= _DIRECT else rounds,
+        "time of a small call of all": f"{calibrate.time_of_small_call() * 1e6:.0f} us",
     }
 
 
