@@ -100,7 +100,11 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns `fn` as a function of a list of its arrays, and that list."""
+    """Returns (`fn` as a function of a list of its arrays, that list). Results that are no arrays become None.
+
+    Refuses tracers and shapes without values (TypeError), and arrays that other processes hold a part of, unless
+    `is_of_processes` (ValueError).
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
@@ -130,7 +134,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
-    """Runs the reference, which comes first, and each variant."""
+    """Compares each of `sides` with the first, the reference. If outputs of the whole program differ, explains them."""
     report, outputs, differing = Report(), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
@@ -165,7 +169,7 @@ def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
 def _batches(
     trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> Iterator[tuple[Variation, Side]]:
-    """Returns the batch unchanged, and in other sizes."""
+    """Yields (variation, side) of the batch unchanged, and in other sizes. Raises ValueError if `fn` takes no other."""
     is_batched, nrows, argnums = _batched_arrays(args, argnums)
     batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
     mesh = jax_compat.ambient_mesh()
@@ -188,7 +192,10 @@ def _batches(
 def _batched_arrays(
     args: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> tuple[list[bool], int, tuple[int, ...]]:
-    """(of each array whether it has the batch in front, the number of rows, the arguments that have it)."""
+    """Returns (for each array whether it is of the batch, number of rows, numbers of the arguments of the batch).
+
+    Raises ValueError unless all arrays of these arguments begin with one extent of at least 2.
+    """
     extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
     if not args or not any(extents):
         raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')

@@ -31,7 +31,7 @@ class Difference:
     absolute: float
 
     def merge(self, other: Difference) -> Difference:
-        """Returns the worse of two differences."""
+        """Returns the counts of the larger share of differing elements, with the larger `ulps` and `absolute`."""
         worse = max(self, other, key=lambda one: one.differing / max(one.elements, 1))
         return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
 
@@ -47,7 +47,10 @@ def is_key(x: Any) -> bool:
 
 
 def pull(x: Any) -> np.ndarray:
-    """Copies an array to the host; for random keys, their data, which has more dimensions at the end."""
+    """Copies an array to the host; for random keys, their data, which has more dimensions at the end.
+
+    If several processes hold parts of it, each of them has to call this, and gets the whole array.
+    """
     x = jax.random.key_data(x) if is_key(x) else x
     if not is_shared(x):
         return np.asarray(x)
@@ -59,6 +62,7 @@ def pull(x: Any) -> np.ndarray:
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
     """Puts `host` on the devices of the array `like`, with its sharding.
 
+    Random keys are made from their data. These, and arrays for an uncommitted `like`, go to JAX's default device.
     `leading`: the number of dimensions that it has before the dimensions of `like`; negative if it has fewer.
     """
     if is_key(like):
@@ -79,7 +83,7 @@ def place(host: np.ndarray, sharding: Any) -> Any:
 
 
 def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
-    """A sharding of `ndim` dimensions for arrays with more or less dimensions in front."""
+    """Returns a sharding of `ndim` dimensions for arrays with `leading` more, or fewer, dimensions in front."""
     if not isinstance(sharding, NamedSharding):
         return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
     spec = sharding.spec
@@ -88,9 +92,10 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
-    """Compares an array with what it should be, on every device that holds a part or a copy of it; None if not.
+    """Compares an array with what it should be, on every device with a part or a copy of it; None if bits are equal.
 
-    `across`: on the devices of all processes; each asks about the same array and gets the same answer.
+    `across`: on the devices of all processes; each asks about the same array and gets the same answer. Raises
+    AssertionError if shapes or types differ.
     """
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
     if len(shards) <= 1 and not is_shared(actual):
@@ -117,7 +122,7 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
 
 
 def ascending(x: np.ndarray) -> np.ndarray:
-    """Sorts the numbers of an array, equal ones by their bits; a complex number counts as two."""
+    """Returns the numbers of an array in one dimension, sorted, -0 before 0; a complex number counts as two."""
     numbers = np.ascontiguousarray(x).reshape(-1)
     numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
     return np.asarray(numbers[np.argsort(places(numbers)[:, 0])])
@@ -156,7 +161,7 @@ def _is_nan(x: np.ndarray) -> np.ndarray:
 
 
 def first(host: np.ndarray) -> np.ndarray:
-    """Returns the first process's host array, bit by bit."""
+    """Returns the first process's array, bit by bit. Every process has to call this, with an array of one type."""
     return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
 
 

@@ -17,7 +17,10 @@ from jaxmp._src.tools.audit.variation import Variation
 
 
 def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """One device, and on up to the mesh of the operands."""
+    """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands, or the set mesh.
+
+    Raises ValueError if that mesh has fewer than 2 devices, or `fn` cannot be traced on a smaller one.
+    """
     mesh = _mesh_of(arrays)
     if mesh is None or mesh.size < 2:
         raise ValueError(
@@ -30,7 +33,10 @@ def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tu
 
 
 def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """Devices of this process alone, as many as it has and the mesh of the operands may have; and that mesh."""
+    """Yields (variation, side) for devices of this process alone, as many as fit, and for the mesh of the operands.
+
+    Raises ValueError unless that mesh has devices of every process of a job of several.
+    """
     mesh = _mesh_of(arrays)
     owners = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
     if len(owners) < 2 or len(owners) < jax.process_count():
@@ -48,7 +54,7 @@ def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Itera
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
-    """Returns the single mesh of the operands, or the mesh of `jax.set_mesh`."""
+    """Returns the mesh of the operands, or else of `jax.set_mesh`, or None. Raises ValueError for several meshes."""
     found = {x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)}
     if len(found) > 1:
         raise ValueError(
@@ -87,7 +93,7 @@ def _name(mesh: Mesh) -> str:
 
 
 def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The mesh of one device, and so on up to these sizes: each divided by its least prime factor, time and again."""
+    """Returns sizes from all ones up to `sizes`: the step before divides each size by its least prime factor."""
     found = [sizes]
     while max(found[0]) > 1:
         found.insert(0, tuple(size // _least_factor(size) for size in found[0]))

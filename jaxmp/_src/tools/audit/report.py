@@ -75,7 +75,10 @@ class Report:
     def differs(
         self, eqn: Any, line: str, variant: str, found: Difference, output: int = 0, *, is_other: bool = False
     ) -> None:
-        """Adds a difference of an output; `is_other`: the variant has not the same equations there."""
+        """Adds the difference `found` in one output of an equation's last run; a run with several of them counts once.
+
+        `is_other`: the variant has other equations there. Such differences have a row of their own.
+        """
         key = (_key(eqn, line), is_other)
         row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
         variants = row.variants if variant in row.variants else (*row.variants, variant)
@@ -100,7 +103,7 @@ class Report:
         )
 
     def skips(self, eqn: Any, line: str, why: str) -> None:
-        """Notes an operation that cannot be compared."""
+        """Notes an operation that cannot be compared, and why; equal notes count once."""
         self._uncompared[Uncompared(line, operations.name_of(eqn), why)] = None
 
     @property

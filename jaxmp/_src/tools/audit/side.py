@@ -44,7 +44,7 @@ class Value:
 
     @functools.cached_property
     def host(self) -> np.ndarray:
-        """Returns a copy on the host."""
+        """Returns a copy on the host, made once; for random keys, their data."""
         return bits.pull(self.array)
 
 
@@ -55,6 +55,7 @@ class Side:
       fn: the program, a function of a list of arrays.
       jaxpr: its trace, closed over its constants.
       arrays: what it is called with; options: of the compiler.
+      mesh: is set while the program is traced and runs, unless it is None.
       inlined: a function that returns a jaxpr with its calls written out, and its constants.
     """
 
@@ -77,13 +78,16 @@ class Side:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def whole(self, fn: Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None) -> list[Any]:
-        """Runs the whole program, or `fn` for it, compiled in one piece, with these options of the compiler too."""
+        """Compiles the whole program, or `fn` instead of it, in one piece, and returns its results as a list of leaves.
+
+        `options`: options of the compiler, added to the options of this side.
+        """
         options = {**self.options, **(options or {})} or None
         with self.scope():
             return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
 
     def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
-        """Runs equations, compiled in one piece, on these values, and returns what they `made`."""
+        """Compiles equations in one piece, runs them on `values`, and returns the arrays of the variables `made`."""
         inside = {v for eqn in equations for v in eqn.outvars}
         read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
 
@@ -96,7 +100,7 @@ class Side:
             return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """Runs one equation, compiled alone."""
+        """Returns the results of one equation on these arrays. Equal equations share one compiled function."""
         # An operand that is a literal of the program stays a literal.
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)
@@ -117,7 +121,10 @@ def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _key(eqn: Any) -> Any:
-    """Returns a key of the computation: equal for equal equations; the layers of a model repeat most of theirs."""
+    """Returns a key of primitive, parameters, literals, number of operands and context, but not of operand types.
+
+    Layers of a model repeat most keys. If a part of the key has no hash, it is the `id` of the equation instead.
+    """
     literals = tuple((i, repr(v.val), str(v.aval)) for i, v in enumerate(eqn.invars) if jax_tracing.is_literal(v))
     params = tuple((name, type(value), _exact(value)) for name, value in sorted(eqn.params.items()))
     key = (eqn.primitive, params, literals, len(eqn.invars), id(eqn.ctx))
@@ -129,7 +136,7 @@ def _key(eqn: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Returns a parameter as part of a key: 0.0 and -0.0 are equal, and so are 1 and True."""
+    """Returns a parameter as part of a key that tells 0.0 from -0.0 and 1 from True, which are equal in Python."""
     if isinstance(value, float | complex | bool):
         return repr(value)
     return tuple((type(one), _exact(one)) for one in value) if isinstance(value, tuple) else value

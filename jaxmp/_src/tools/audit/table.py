@@ -24,7 +24,7 @@ class Audit:
     Attributes:
       vary: "batch", "mesh" or "processes".
       reference, variants: what was compared: "64 rows" with ("1 row", "32 rows", "67 rows").
-      rows: a row for each operation that differs, in the order of the program.
+      rows: a row for each operation that differs, in the order in which the variants, one by one, show them.
       uncompared: the operations that could not be compared, and why.
       outputs: the outputs of the whole program, compiled in one piece, that differ.
       compared: how many operations were compared; operations with one line and one shape count once.
@@ -55,7 +55,7 @@ class Audit:
         return as_html(self._tables(), [self._total(), *self._notes()])
 
     def _tables(self) -> list[list[list[str]]]:
-        """Returns one table, or none."""
+        """Returns a list of one table with its header, or an empty list if no operation differs."""
         cells = ([cell(row) for cell in _COLUMNS.values()] for row in self.rows)
         return [[list(_COLUMNS), *cells]] if self.rows else []
 
@@ -102,7 +102,7 @@ _SHOWN = 8
 
 
 def _places(found: Sequence[Uncompared]) -> str:
-    """Returns the operations with their lines."""
+    """Returns the operations with their lines as text, at most `_SHOWN` of them."""
     return _first(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
 
 

@@ -52,7 +52,8 @@ def explained(
 ) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
     """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
 
-    `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only.
+    `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only. `vary`: sets the
+    level that `fuse` gets. `line`: the line of equations without one.
     """
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
     found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
@@ -64,7 +65,7 @@ def explained(
 
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
-    """Returns small pieces of a program, or of a loop's body, that differ."""
+    """Returns at most `most` small pieces of a program, or of a loop's body, that differ; for a loop, pieces in it."""
     pairs, found, makers = body.pairs, list[Together](), {v: eqn for eqn, _ in body.pairs for v in eqn.outvars}
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
@@ -101,7 +102,10 @@ def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list
 
 
 def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
-    """Compiles some pairs of equations together, runs both sides on equal values, and compares their results."""
+    """True if some equations, compiled together on each side and run on equal values, give other bits.
+
+    Compares only results that are read elsewhere and are comparable.
+    """
     inside, (_, values) = {id(eqn) for eqn, _ in some}, body.environments
     read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in jax_tracing.variables(eqn)}
     read |= {v for v in body.outvars if not jax_tracing.is_literal(v)}
@@ -138,7 +142,7 @@ def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable by which an equation divides, before it is broadcast; None for all other divisions."""
+    """Returns the variable, before its broadcast, that an equation divides by, if smaller or a square root; else None."""
     if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
         return None
     v = eqn.invars[1]
@@ -159,7 +163,10 @@ _OPTIONS = (
 
 
 def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
-    """Tries remedies on the whole program until no output differs."""
+    """Yields a trial of each remedy on the whole program, until with one of them no output differs.
+
+    A remedy that the compiler or `fuse` refuses leaves all outputs, and has the error in its text.
+    """
     differing = count = len(walks[0].results)
     for remedy, run in remedies:
         try:
@@ -178,7 +185,7 @@ def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side]
 def _remedies(
     walk: Walk, level: Any, options: Sequence[dict[str, str]]
 ) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
-    """Yields (a remedy, how a side runs the whole program with it), and no option that the program has already."""
+    """Yields (remedy, a function that runs a side with it): `fuse` at `level`, and compiler options that are new."""
     yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
     given = walk.sides[0].options
     for each in options:

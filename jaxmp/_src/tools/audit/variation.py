@@ -24,12 +24,12 @@ class Rows:
     inner: int = 1
 
     def apart(self, x: np.ndarray, nrows: int) -> np.ndarray:
-        """Returns `x` with the rows in front."""
+        """Returns `x` with the rows as first dimension; dimension `dim` becomes two, of `outer` and of `inner`."""
         shape = (*x.shape[: self.dim], self.outer, nrows, self.inner, *x.shape[self.dim + 1 :])
         return np.moveaxis(x.reshape(shape), self.dim + 1, 0)
 
     def take(self, x: np.ndarray, nrows: int, rows: np.ndarray) -> np.ndarray:
-        """Returns `x`, of `nrows` rows, with these `rows` instead."""
+        """Returns `x`, of `nrows` rows, with the rows of these numbers instead, in their order; they may repeat."""
         shape = (*x.shape[: self.dim], self.outer * len(rows) * self.inner, *x.shape[self.dim + 1 :])
         taken = np.moveaxis(self.apart(x, nrows)[rows], 0, self.dim + 1)
         return np.ascontiguousarray(taken).reshape(shape)
@@ -61,7 +61,11 @@ class Variation:
     across: bool = False
 
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
-        """Returns how arrays of these shapes may relate, likeliest first; nothing if no dimension holds the batch."""
+        """Returns how arrays of these shapes may relate, likeliest first: only "same" for equal shapes.
+
+        Other shapes have the rows in the one dimension that differs. The result is empty if several dimensions differ,
+        if the extents are no multiples of the numbers of rows, or if the batch does not vary.
+        """
         if reference == variant:
             return ["same"]
         if self.rows is None or len(reference) != len(variant):
@@ -74,25 +78,26 @@ class Variation:
         return [Rows(dim, each // inner, inner) for inner in range(each, 0, -1) if each % inner == 0]
 
     def expected(self, reference: np.ndarray, relation: Relation) -> np.ndarray:
-        """Returns the array that the variant should have."""
+        """Returns the array that the variant should have: the reference's rows for `Rows`, else the reference."""
         if isinstance(relation, Rows):
             assert self.rows is not None
             return relation.take(reference, self.nrows, np.array(self.rows))
         return reference
 
     def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
-        """Compares an array of the variant with its expected value."""
+        """Compares an array of the variant with its expected value; None if the bits are equal."""
         return bits.difference(array, self.expected(reference, relation), across=self.across)
 
     def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
-        """True if an array has the bits of the reference's elements in another order, each once or equally often."""
+        """True if an array has the bits of the reference's elements in any order, each once or equally often."""
         is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 
     def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
-        """Returns how two arrays of one shape in different orders differ; None if their orders are the same.
+        """Returns the difference of the sorted arrays if these are closer by a factor `_CLOSER`; else None.
 
-        It is the difference of the sorted arrays: no order brings all elements closer than that.
+        Then the arrays have different orders, and no order brings all elements closer. The arrays have one shape, and
+        differ both as they are and sorted.
         """
         found, least = self.difference(array, reference, "same"), self._sorted_difference(array, reference)
         assert found is not None
@@ -104,13 +109,13 @@ class Variation:
         return bits.difference(bits.ascending(array), np.repeat(bits.ascending(reference), copies), across=self.across)
 
     def decision(self, reference: np.ndarray) -> np.ndarray:
-        """Returns a value that decides how the program goes on, the same on all processes."""
+        """Returns a value that decides how the program goes on: the first process's if arrays are on several."""
         return bits.first(reference) if self.across else reference
 
 
 def batches(nrows: int, multiple: int) -> list[Variation]:
-    """The variants of a batch of `nrows`: a few rows, about half of them, and some more; from the last row on down, so
-    that rows have other places. Their sizes are multiples of `multiple`."""
+    """Returns variants of a batch of `nrows`: `multiple` rows, about half of them, and 3 `multiple` more; none has
+    `nrows`. Rows are taken from the last one down, and then again, so that they have other places."""
     half = multiple * math.ceil(nrows / 2 / multiple)
     found = []
     for size in dict.fromkeys((multiple, half, nrows + 3 * multiple)):

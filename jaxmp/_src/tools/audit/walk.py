@@ -57,7 +57,7 @@ class Walk:
         self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
     def follow(self, line: str) -> None:
-        """Follows the program to its outputs, and reports all between."""
+        """Runs both sides equation by equation, reports differences, and sets `results`. `line`: if one is unknown."""
         reference, variant = self.sides
         inputs = [Value(x) for x in reference.arrays]
         others = [Value(x) for x in variant.arrays]
@@ -66,7 +66,7 @@ class Walk:
         self.results = self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
 
     def differences(self, ones: Sequence[Any], others: Sequence[Any]) -> list[bits.Difference | None]:
-        """Compares outputs of the whole program on both sides."""
+        """Compares outputs of the whole program on both sides; None for an output that is equal or not comparable."""
         return [
             None
             if relation in ("other", "packed") or value.is_mixed
@@ -111,7 +111,11 @@ class Walk:
             environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
     def _join(self, one: Value, other: Value) -> Pair:
-        """Returns these two values; from here on the variant's value has the bits of the reference."""
+        """Returns two values and their relation; the variant's value gets the bits that the reference's value implies.
+
+        If they do not correspond, a difference is reported, or that they were not compared. They stay as they are, with
+        the relation "other", if no equation of one side alone made one, or if their shapes do not relate or orders differ.
+        """
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -131,7 +135,7 @@ class Walk:
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
-        """Returns True if they correspond; then, they are twins from here on."""
+        """Returns True if they correspond, trying the relation `first` first; `other` then keeps twin and relation."""
         if other.twin is one:
             return True
         relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
@@ -148,7 +152,7 @@ class Walk:
         return value.is_by_device and self.variation.rows is None
 
     def _reordered(self, one: Value, other: Value) -> bits.Difference | None:
-        """Returns how two values of one shape in different orders differ; None if their orders are the same."""
+        """Returns `least_difference` if `other` may be in the order of the devices; else None."""
         return self.variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
 
     def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
@@ -184,7 +188,7 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """Walks the steps of a scan in order; None if the steps are rows, or differ in the variant."""
+        """Walks the steps of a scan in order; None without steps, or if the variant has another number of them (rows)."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None
@@ -253,7 +257,11 @@ class Walk:
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Returns output `i` of both sides, the variant's with equal bits; reports a difference."""
+        """Returns output `i` of both sides; reports a difference, or why the output cannot be compared.
+
+        The variant then goes on with the reference's bits, but keeps its own value if no dimension is the batch, if the
+        order differs, or where `_of_size` keeps it.
+        """
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -288,8 +296,9 @@ class Walk:
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
         """Returns the value with which the variant continues if operands or the equation depend on the batch size.
 
-        An iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For noise
-        that is added to the rows the reference's values are used, or nothing after it could be compared.
+        An iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For
+        floats that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, the
+        reference's values are used, or nothing after them could be compared; the report says that these were not.
         """
         if not other.is_of_batch and self.variation.rows is not None:
             return other
@@ -338,7 +347,7 @@ def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
 
 
 def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
-    """Returns a value that was computed from these."""
+    """Marks `value` as of the batch, or as mixed, if one of its operands is; returns it."""
     value.is_of_batch |= any(x.is_of_batch for x in operands)
     value.is_mixed |= any(x.is_mixed for x in operands)
     return value
@@ -359,7 +368,10 @@ def _live_equations(jaxpr: Any, line: str) -> list[Any]:
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs of equal equations of both traces, in an order in which both can run."""
+    """Yields the equations of both traces in pairs that look equal (`_likeness`), in an order in which both can run.
+
+    An equation that only one trace has comes with None.
+    """
     names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
     if names == other_names:
         yield from zip(equations, others, strict=True)

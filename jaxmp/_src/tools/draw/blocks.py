@@ -1,4 +1,4 @@
-"""The blocks of the matrices of a call: which devices hold each, and which of them a device needs."""
+"""The blocks of the matrices of a call: which devices hold each block, and which blocks device 0 receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxmp._src.tools.explain.row import Row
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block by its place, and the devices that hold it, in the order of the mesh."""
+    """A block: its row and column among the blocks of a matrix, and the positions in the mesh of its devices."""
 
     row: int
     column: int
@@ -22,7 +22,10 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a call: its name and shape, its blocks by rows, and the blocks that device 0 receives."""
+    """A matrix of a call. `grid`: the numbers of rows and of columns of blocks. `blocks`: row by row.
+
+    `received`: (row, column) of each block that device 0 receives from other devices.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -32,7 +35,10 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; nothing for a collective or an unknown mesh."""
+    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown.
+
+    A `ragged_dot` has an array with a matrix per group: it is drawn as a matrix with a row for each group.
+    """
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -55,7 +61,7 @@ def _grid(dims: tuple[Dim, Dim], sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Block, ...]:
-    """Returns the blocks of a matrix with rows and columns sharded over these axes."""
+    """Returns the blocks, row by row, of a matrix with rows and columns sharded over the axes `dims`."""
     holders: dict[tuple[int, int], list[int]] = {}
     for device, place in enumerate(itertools.product(*(range(size) for _, size in mesh))):
         coordinates = dict(zip((name for name, _ in mesh), place, strict=True))
@@ -64,7 +70,7 @@ def _blocks(dims: tuple[Dim, Dim], mesh: Sequence[tuple[str, int]]) -> tuple[Blo
 
 
 def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the block of the device at these mesh coordinates."""
+    """Returns (row, column) of the block that the device at these mesh coordinates holds."""
     place = []
     for dim in dims:
         index = 0
@@ -78,7 +84,7 @@ def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
     """Returns the blocks that device 0, which holds each matrix' first block, gets from others, by matrix.
 
     An all-gather gathers the rows of A in its group, a grid the blocks of A in its row and the blocks of B in its
-    column. If the result is a partial sum, no operand is received.
+    column. The result is empty for all other patterns.
     """
     if row.pattern not in ("all_gather", "grid"):
         return {}
@@ -92,7 +98,7 @@ def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
 
 
 def label(devices: Sequence[int], total: int) -> str:
-    """Devices in short: "0", "0-3", "0 2", "all"."""
+    """Returns devices as short text: "0-3" for neighbours, "0 2 ... 9" for more than 4, "all" for all `total`."""
     if len(devices) == total and total > 1:
         return "all"
     if len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1:
@@ -101,7 +107,7 @@ def label(devices: Sequence[int], total: int) -> str:
 
 
 def shown(count: int, most: int) -> list[int | None]:
-    """The blocks along one dimension that are drawn: all, or the first ones, None for those left out, and the last."""
+    """Returns the indices of the blocks that are drawn: all, or at most `most` entries with None for a gap."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]

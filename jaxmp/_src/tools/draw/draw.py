@@ -20,7 +20,7 @@ class Drawing:
     """Pictures of the calls of a program: `str` for a terminal, `.svg` for a file; notebooks show it.
 
     Attributes:
-      rows: the calls, as `explain` has them; equal ones are drawn once.
+      rows: the calls, as `explain` has them, without collectives; equal ones are one row, with their counts added.
       svg: the picture as the text of an SVG file.
     """
 
@@ -41,7 +41,7 @@ class Drawing:
 
 @public
 def draw(fn: Callable[..., Any]) -> Callable[..., Drawing]:
-    """Draw which device holds which block of each product of `fn`, and which blocks a device receives.
+    """Draw which device holds which block of each jaxmp call of `fn`, and which blocks a device receives.
 
     `draw(fn)(*args, **kwargs)` traces `fn` as `explain` does and runs nothing.
 

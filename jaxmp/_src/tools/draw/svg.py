@@ -18,7 +18,7 @@ _INK = "#808080"  # legible on white and on black
 
 
 def svg_of(rows: Sequence[Row]) -> str:
-    """Returns one picture of all calls, one below the other."""
+    """Returns one SVG picture of all calls, one below the other."""
     parts, top, width = [], _MARGIN, 0.0
     for row in rows:
         part, right, bottom = _call(row, top)
@@ -32,7 +32,7 @@ def svg_of(rows: Sequence[Row]) -> str:
 
 
 def _call(row: Row, top: float) -> tuple[str, float, float]:
-    """(the elements, their right end, their lower end) of one call."""
+    """Returns (SVG elements of one call, drawn from `top` down; their right end; their lower end), in pixels."""
     found, head = matrices(row), title(row)
     parts = [_text(head, _MARGIN, top + 12, "start", bold=True)]
     left, right, top = float(_MARGIN), _MARGIN + 7.5 * len(head), top + 2 * _LINE

@@ -11,7 +11,7 @@ _MOST = 6  # blocks that are drawn along a dimension
 
 
 def text_of(row: Row) -> str:
-    """Returns the matrices of a call side by side, with the devices that hold each block."""
+    """Returns the matrices of a call next to each other, with each block's devices; only a note if XLA places them."""
     found = matrices(row)
     if not found:
         return f"{title(row)}\n  (XLA decides which device holds what)"
@@ -31,7 +31,7 @@ def title(row: Row) -> str:
 
 
 def _lines(matrix: Matrix, ndevices: int) -> list[str]:
-    """The matrix as a table of its blocks' devices; a block that device 0 receives stands in brackets."""
+    """Returns the lines of a table of a matrix: each block's devices, in brackets if device 0 receives the block."""
     rows, columns = (shown(count, _MOST) for count in matrix.grid)
     devices = {(block.row, block.column): block.devices for block in matrix.blocks}
     cells = []

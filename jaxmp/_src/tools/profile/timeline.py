@@ -15,9 +15,10 @@ _INK = "#808080"  # legible on white and on black
 
 
 def text_of(events: Sequence[Event], seconds: float) -> list[str]:
-    """Returns a row for each device: a letter is a call, "." another operation, and a blank nothing.
+    """Returns the lines of a timeline of `seconds`: a row for each device, and a legend.
 
-    If several share a column, the longest is shown, and a call before other operations.
+    A letter is a kind of call, "." another operation, and a blank nothing. If several share a column, a call is shown
+    before other operations, and then the longest.
     """
     marks = _marks(events)
     lines = []
@@ -38,13 +39,13 @@ def _column(time: float, seconds: float) -> int:
 
 
 def _marks(events: Sequence[Event]) -> dict[str, str]:
-    """A letter for each kind of call, by first appearance; "*" after the last letter."""
+    """Returns a letter for each kind of call, in the order of `events`; "*" from the 27th kind on."""
     names = dict.fromkeys(event.name for event in events if event.is_call)
     return {name: _MARKS[i] if i < len(_MARKS) else "*" for i, name in enumerate(names)}
 
 
 def svg_of(events: Sequence[Event], seconds: float) -> str:
-    """The same as a picture, with the names and times of operations where a mouse points at them."""
+    """Returns a timeline as SVG, with an axis and a legend; a mouse shows the name and times of an operation."""
     marks, devices = _marks(events), sorted({event.device for event in events})
     names = list(marks)
     axis = len(devices) * _HEIGHT
@@ -76,7 +77,7 @@ def svg_of(events: Sequence[Event], seconds: float) -> str:
 
 
 def _ticks(seconds: float) -> list[float]:
-    """Returns some five round times."""
+    """Returns at most seven round times from 0 to `seconds`; none if that is 0."""
     if seconds <= 0:
         return []
     step = 10.0 ** math.floor(math.log10(seconds / 2))

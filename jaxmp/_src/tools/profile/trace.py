@@ -44,7 +44,10 @@ class Event:
 
 
 def ranges_of(program: str) -> dict[str, str]:
-    """Returns the ranges of jaxmp's calls, by instruction, from a compiled program's text."""
+    """Returns a name for each jaxmp call in a compiled program's text, by instruction.
+
+    The name is the range that jaxmp put around the call, or `_described` if XLA has dropped the range.
+    """
     found = {}
     for line in map(str.strip, program.splitlines()):
         if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
@@ -54,7 +57,7 @@ def ranges_of(program: str) -> dict[str, str]:
 
 
 def _described(line: str) -> str:
-    """Describes a call by its attributes, because XLA's partitioner drops the ranges; calls of groups by types."""
+    """Describes a call without a range by its attributes, or a product of groups by the types of its arrays."""
     of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
@@ -65,7 +68,11 @@ def _described(line: str) -> str:
 
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
-    """Returns the operations of the devices in `call()`, which runs the program `compiled`, by start."""
+    """Runs `call()`, which runs the program `compiled`, under JAX's profiler. Returns its operations, sorted by start.
+
+    Leaves out loops, branches and calls, because the operations in them are there. Raises RuntimeError if the profiler
+    writes nothing.
+    """
     ranges = ranges_of(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
