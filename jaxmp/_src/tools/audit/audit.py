@@ -100,11 +100,9 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns (`fn` as a function of a list of its arrays, that list). Results that are no arrays become None.
-
-    Refuses tracers and shapes without values (TypeError), and arrays that other processes hold a part of, unless
-    `is_of_processes` (ValueError).
-    """
+    """Returns (`fn` as a function of a list of its arrays, that list). Results that are no arrays become None. Refuses
+    tracers and shapes without values (TypeError), and arrays that other processes hold a part of, unless
+    `is_of_processes` (ValueError)."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
@@ -193,9 +191,7 @@ def _batched_arrays(
     args: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> tuple[list[bool], int, tuple[int, ...]]:
     """Returns (for each array whether it is of the batch, number of rows, numbers of the arguments of the batch).
-
-    Raises ValueError unless all arrays of these arguments begin with one extent of at least 2.
-    """
+    Raises ValueError unless all arrays of these arguments begin with one extent of at least 2."""
     extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
     if not args or not any(extents):
         raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')

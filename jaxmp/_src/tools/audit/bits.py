@@ -47,10 +47,8 @@ def is_key(x: Any) -> bool:
 
 
 def pull(x: Any) -> np.ndarray:
-    """Copies an array to the host; for random keys, their data, which has more dimensions at the end.
-
-    If several processes hold parts of it, each of them has to call this, and gets the whole array.
-    """
+    """Copies an array to the host; for random keys, their data, which has more dimensions at the end. If several
+    processes hold parts of it, each of them has to call this, and gets the whole array."""
     x = jax.random.key_data(x) if is_key(x) else x
     if not is_shared(x):
         return np.asarray(x)
@@ -60,11 +58,9 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """Puts `host` on the devices of the array `like`, with its sharding.
-
-    Random keys are made from their data. These, and arrays for an uncommitted `like`, go to JAX's default device.
-    `leading`: the number of dimensions that it has before the dimensions of `like`; negative if it has fewer.
-    """
+    """Puts `host` on the devices of the array `like`, with its sharding. Random keys are made from their data. These,
+    and arrays for an uncommitted `like`, go to JAX's default device. `leading`: the number of dimensions that it has
+    before the dimensions of `like`; negative if it has fewer."""
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
@@ -93,10 +89,8 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
     """Compares an array with what it should be, on every device with a part or a copy of it; None if bits are equal.
-
     `across`: on the devices of all processes; each asks about the same array and gets the same answer. Raises
-    AssertionError if shapes or types differ.
-    """
+    AssertionError if shapes or types differ."""
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
     if len(shards) <= 1 and not is_shared(actual):
         parts = [(True, _difference(pull(actual), expected))]

@@ -18,9 +18,7 @@ from jaxmp._src.tools.audit.variation import Variation
 
 def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
     """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands, or the set mesh.
-
-    Raises ValueError if that mesh has fewer than 2 devices, or `fn` cannot be traced on a smaller one.
-    """
+    Raises ValueError if that mesh has fewer than 2 devices, or `fn` cannot be traced on a smaller one."""
     mesh = _mesh_of(arrays)
     if mesh is None or mesh.size < 2:
         raise ValueError(
@@ -34,9 +32,7 @@ def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tu
 
 def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
     """Yields (variation, side) for devices of this process alone, as many as fit, and for the mesh of the operands.
-
-    Raises ValueError unless that mesh has devices of every process of a job of several.
-    """
+    Raises ValueError unless that mesh has devices of every process of a job of several."""
     mesh = _mesh_of(arrays)
     owners = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
     if len(owners) < 2 or len(owners) < jax.process_count():

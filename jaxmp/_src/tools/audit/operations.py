@@ -35,10 +35,8 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def inlined_body(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation of `INLINED` runs once, as if it was written out.
-
-    None for other equations, for calls of jaxmp, and if the jaxpr has another number of operands.
-    """
+    """Returns the jaxpr that an equation of `INLINED` runs once, as if it was written out. None for other equations,
+    for calls of jaxmp, and if the jaxpr has another number of operands."""
     if eqn.primitive.name not in INLINED or our_equation(eqn) is not None:
         return None
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -67,9 +65,7 @@ def kind_of(eqn: Any) -> str:
 
 def our_equation(eqn: Any) -> Any:
     """Returns jaxmp's product in an equation: the equation, or the first one in a `shard_map` or in a `jit` of jaxmp.
-
-    None for other equations, and for a user's `shard_map` that also has a product or sum of JAX.
-    """
+    None for other equations, and for a user's `shard_map` that also has a product or sum of JAX."""
     if eqn.primitive.name in _OURS:
         return eqn
     if eqn.primitive.name not in ("jit", "shard_map"):
@@ -83,7 +79,7 @@ def our_equation(eqn: Any) -> Any:
 
 
 def is_packed(eqn: Any, dtype: np.dtype) -> bool:
-    """True if an output of this type is a relu mask of jaxmp; its bytes are arranged by the shape of a device's part."""
+    """True if an output of this type is jaxmp's relu mask; its bytes are arranged by the shape of a device's part."""
     return dtype == np.uint8 and our_equation(eqn) is not None
 
 

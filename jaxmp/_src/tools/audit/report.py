@@ -76,9 +76,7 @@ class Report:
         self, eqn: Any, line: str, variant: str, found: Difference, output: int = 0, *, is_other: bool = False
     ) -> None:
         """Adds the difference `found` in one output of an equation's last run; a run with several of them counts once.
-
-        `is_other`: the variant has other equations there. Such differences have a row of their own.
-        """
+        `is_other`: the variant has other equations there. Such differences have a row of their own."""
         key = (_key(eqn, line), is_other)
         row = self._rows.get(key) or self._row(eqn, line, found, output, is_other)
         variants = row.variants if variant in row.variants else (*row.variants, variant)

@@ -79,9 +79,7 @@ class Side:
 
     def whole(self, fn: Callable[..., Any] | None = None, options: Mapping[str, Any] | None = None) -> list[Any]:
         """Compiles the whole program, or `fn` instead of it, in one piece, and returns its results as a list of leaves.
-
-        `options`: options of the compiler, added to the options of this side.
-        """
+        `options`: options of the compiler, added to the options of this side."""
         options = {**self.options, **(options or {})} or None
         with self.scope():
             return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
@@ -122,9 +120,7 @@ def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _key(eqn: Any) -> Any:
     """Returns a key of primitive, parameters, literals, number of operands and context, but not of operand types.
-
-    Layers of a model repeat most keys. If a part of the key has no hash, it is the `id` of the equation instead.
-    """
+    Layers of a model repeat most keys. If a part of the key has no hash, it is the `id` of the equation instead."""
     literals = tuple((i, repr(v.val), str(v.aval)) for i, v in enumerate(eqn.invars) if jax_tracing.is_literal(v))
     params = tuple((name, type(value), _exact(value)) for name, value in sorted(eqn.params.items()))
     key = (eqn.primitive, params, literals, len(eqn.invars), id(eqn.ctx))

@@ -51,10 +51,8 @@ def explained(
     walks: Sequence[Walk], vary: str, line: str, *, has_rows: bool
 ) -> tuple[tuple[Together, ...], tuple[Trial, ...]]:
     """Returns the pieces that differ in the first variant, and the remedies that were tried in the variants `walks`.
-
     `has_rows`: operations differ alone. Then it looks for no pieces, and tries `jaxmp.fuse` only. `vary`: sets the
-    level that `fuse` gets. `line`: the line of equations without one.
-    """
+    level that `fuse` gets. `line`: the line of equations without one."""
     program = jax_tracing.open_jaxpr(walks[0].sides[0].jaxpr)[0]
     found = () if has_rows else pieces(walks[0], walks[0].bodies[program], line)
     remedies = _remedies(walks[0], operations.LEVELS[vary], () if has_rows else _OPTIONS)
@@ -102,10 +100,8 @@ def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list
 
 
 def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
-    """True if some equations, compiled together on each side and run on equal values, give other bits.
-
-    Compares only results that are read elsewhere and are comparable.
-    """
+    """True if some equations, compiled together on each side and run on equal values, give other bits. Compares only
+    results that are read elsewhere and are comparable."""
     inside, (_, values) = {id(eqn) for eqn, _ in some}, body.environments
     read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in jax_tracing.variables(eqn)}
     read |= {v for v in body.outvars if not jax_tracing.is_literal(v)}
@@ -142,7 +138,7 @@ def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable, before its broadcast, that an equation divides by, if smaller or a square root; else None."""
+    """Returns the variable that an equation divides by, before its broadcast; None if neither smaller nor a root."""
     if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
         return None
     v = eqn.invars[1]
@@ -163,10 +159,8 @@ _OPTIONS = (
 
 
 def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
-    """Yields a trial of each remedy on the whole program, until with one of them no output differs.
-
-    A remedy that the compiler or `fuse` refuses leaves all outputs, and has the error in its text.
-    """
+    """Yields a trial of each remedy on the whole program, until with one of them no output differs. A remedy that the
+    compiler or `fuse` refuses leaves all outputs, and has the error in its text."""
     differing = count = len(walks[0].results)
     for remedy, run in remedies:
         try:

@@ -112,10 +112,9 @@ class Walk:
 
     def _join(self, one: Value, other: Value) -> Pair:
         """Returns two values and their relation; the variant's value gets the bits that the reference's value implies.
-
         If they do not correspond, a difference is reported, or that they were not compared. They stay as they are, with
-        the relation "other", if no equation of one side alone made one, or if their shapes do not relate or orders differ.
-        """
+        the relation "other", if no equation of one side alone made one, or if their shapes do not relate or orders
+        differ."""
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -188,7 +187,7 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """Walks the steps of a scan in order; None without steps, or if the variant has another number of them (rows)."""
+        """Walks the steps of a scan in order. None without steps, or if the variant has another number (steps are rows)."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None
@@ -257,11 +256,9 @@ class Walk:
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
-        """Returns output `i` of both sides; reports a difference, or why the output cannot be compared.
-
-        The variant then goes on with the reference's bits, but keeps its own value if no dimension is the batch, if the
-        order differs, or where `_of_size` keeps it.
-        """
+        """Returns output `i` of both sides; reports a difference, or why the output cannot be compared. The variant
+        then goes on with the reference's bits, but keeps its own value if no dimension is the batch, if the order
+        differs, or where `_of_size` keeps it."""
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -294,12 +291,10 @@ class Walk:
         return one, self._replaced(one, other, kept)
 
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
-        """Returns the value with which the variant continues if operands or the equation depend on the batch size.
-
-        An iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For
-        floats that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, the
-        reference's values are used, or nothing after them could be compared; the report says that these were not.
-        """
+        """Returns the value with which the variant continues if operands or the equation depend on the batch size. An
+        iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For floats
+        that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, the
+        reference's values are used, or nothing after them could be compared; the report says that these were not."""
         if not other.is_of_batch and self.variation.rows is not None:
             return other
         if not jnp.issubdtype(one.array.dtype, jnp.inexact):
@@ -368,10 +363,8 @@ def _live_equations(jaxpr: Any, line: str) -> list[Any]:
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of both traces in pairs that look equal (`_likeness`), in an order in which both can run.
-
-    An equation that only one trace has comes with None.
-    """
+    """Yields the equations of both traces in pairs that look equal (`_likeness`), in an order in which both can run. An
+    equation that only one trace has comes with None."""
     names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
     if names == other_names:
         yield from zip(equations, others, strict=True)

@@ -22,10 +22,8 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a call. `grid`: the numbers of rows and of columns of blocks. `blocks`: row by row.
-
-    `received`: (row, column) of each block that device 0 receives from other devices.
-    """
+    """A matrix of a call. `grid`: the numbers of rows and of columns of blocks. `blocks`: row by row. `received`: (row,
+    column) of each block that device 0 receives from other devices."""
 
     name: str
     shape: tuple[int, int]
@@ -35,10 +33,8 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown.
-
-    A `ragged_dot` has an array with a matrix per group: it is drawn as a matrix with a row for each group.
-    """
+    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown. A
+    `ragged_dot` has an array with a matrix per group: it is drawn as a matrix with a row for each group."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents

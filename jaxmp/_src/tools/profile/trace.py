@@ -44,10 +44,8 @@ class Event:
 
 
 def ranges_of(program: str) -> dict[str, str]:
-    """Returns a name for each jaxmp call in a compiled program's text, by instruction.
-
-    The name is the range that jaxmp put around the call, or `_described` if XLA has dropped the range.
-    """
+    """Returns a name for each jaxmp call in a compiled program's text, by instruction. The name is the range that jaxmp
+    put around the call, or `_described` if XLA has dropped the range."""
     found = {}
     for line in map(str.strip, program.splitlines()):
         if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
@@ -69,10 +67,8 @@ def _described(line: str) -> str:
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
     """Runs `call()`, which runs the program `compiled`, under JAX's profiler. Returns its operations, sorted by start.
-
     Leaves out loops, branches and calls, because the operations in them are there. Raises RuntimeError if the profiler
-    writes nothing.
-    """
+    writes nothing."""
     ranges = ranges_of(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
