@@ -30,7 +30,8 @@ Value = tuple[list[int], int]
 
 
 class Dimensions:
-    """The classes of a jaxpr's dimensions. `types` has the operands' type of the products of each line."""
+    """The classes of a jaxpr's dimensions. `types`: by line, the type of its product's first operand. `arguments`: the
+    classes of each argument's dimensions."""
 
     def __init__(self, jaxpr: Any) -> None:
         self._parents: list[int] = []
@@ -46,7 +47,8 @@ class Dimensions:
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
-        """Classes that a product sums where both operands depend on some of these arguments."""
+        """Returns the classes that a product sums if both operands depend on one of these arguments (a bit for
+        each)."""
         return {self._find(dim) for dim, a, b in self._sums if a & arguments and b & arguments}
 
     def _find(self, dim: int) -> int:
@@ -60,7 +62,7 @@ class Dimensions:
         return dims[0]
 
     def _new(self, v: Any, dims: Classes | None = None) -> list[int]:
-        """Returns new classes for a variable's dimensions."""
+        """Returns classes for a variable's dimensions: `dims`, with new ones for None; all are new without `dims`."""
         found = [None] * len(_shape(v)) if dims is None else dims
         first = len(self._parents)
         self._parents += range(first, first + len(found))
@@ -126,7 +128,8 @@ class Dimensions:
         return [*carry, *([None, *dims] for dims, _ in results[ncarry:])]
 
     def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Classes | None]:
-        """The results of what an equation calls with its last operands; a loop's are what it carries."""
+        """Returns the classes of the results of an equation's bodies, which take its last operands; for a while loop,
+        of what it carries. Merges the bodies' classes; skips bodies with other shapes."""
         found = [[dims for dims, _ in values[-len(shapes) :]]] if eqn.primitive.name == "while" else []
         for body in jax_compat.subjaxprs(eqn.params):
             first = len(values) - len(body.invars)
@@ -157,7 +160,7 @@ def _shape(v: Any) -> tuple[int, ...]:
 
 
 def _product(eqn: Any) -> Sequence[str] | None:
-    """Returns the indices of a product's operands and result; None for another equation."""
+    """Returns the indices of a product's two operands and result, a letter per dimension; None for other equations."""
     if eqn.primitive in PRODUCTS:
         batch = "i" if eqn.outvars[0].aval.ndim == 3 else ""
         return in_no_layout(*(batch + indices for indices in eqn.params["spec"].contraction.indices)).indices
@@ -172,7 +175,7 @@ def _product(eqn: Any) -> Sequence[str] | None:
 
 
 def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
-    """Dimensions that begin at one element are the same, if their extents have a common factor.
+    """Returns the classes of a reshape's result: those of operand dimensions with equal strides and a common factor.
 
     Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1.
     """

@@ -157,7 +157,9 @@ class ProgramAdvice(Ranking[Plan]):
 
 
 def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
-    """`advise(fn, devices=...)`."""
+    """Returns the function that `advise(fn, devices=...)` returns. It compiles a plan for each recipe, prints the table
+    unless `quiet`, and leaves out plans that raise. If all do, it raises the first error; ValueError without a product
+    that has a predicted time, or if the mesh that is set has another number of devices."""
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn, updated=())
@@ -214,7 +216,8 @@ def _plan(
 
 
 def _mesh(axes: Mesh) -> jax.sharding.Mesh:
-    """A mesh of the devices of the mesh that is set, of others if there are enough, or of such as only compile."""
+    """Returns a mesh of the devices of the set mesh, or else of all; if there are too few, of some that only
+    compile."""
     ambient, kinds = jax_compat.ambient_mesh(), jax.sharding.get_abstract_mesh().axis_types
     names, sizes = zip(*axes, strict=True)
     devices = jax.devices() if ambient is None else list(ambient.devices.flat)
@@ -227,7 +230,8 @@ def _mesh(axes: Mesh) -> jax.sharding.Mesh:
 def _steps(
     explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Iterator[PlanStep]:
-    """Returns the steps of a program; `types` has the type of the products of a line, which XLA widens on CPUs."""
+    """Yields the steps of a program: XLA's products, one per `round` of collectives, and jaxmp's calls. `types`: the
+    type of the products of a line, because XLA widens types on CPUs."""
     ndevices = math.prod(mesh.values())
     rounds: dict[Any, list[Operation]] = {}
     for row in explanation.rows:

@@ -45,7 +45,9 @@ class Leaf(NamedTuple):
 def recipes(
     dimensions: Dimensions, types: Sequence[Any], nparameters: int, devices: int, mesh: Mesh
 ) -> Iterator[Recipe]:
-    """Returns the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
+    """Yields the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
+
+    Leaves out recipes with a part that shards nothing, and repetitions; if none is left, yields "whole".
 
     Args:
       types: of the program's arguments.
@@ -94,7 +96,7 @@ class _Classes:
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Returns Megatron's hidden dimensions: the largest first, except where an earlier one has the same matrix.
+        """Returns Megatron's hidden dimensions that `size` divides: largest first, but only one of a matrix.
 
         In two consecutive layers the first has its columns sharded and the second its rows.
         """
@@ -107,7 +109,8 @@ class _Classes:
     def specs(
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
-        """The sharding of each argument by recipes over some axes each; None where one shards nothing."""
+        """Returns the sharding of each argument by `parts`, (recipe, its mesh axes); None if one of them shards
+        nothing."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave
@@ -126,7 +129,8 @@ class _Classes:
         )
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
-        """Returns the dimensions of an argument that may be sharded, the best one first."""
+        """Returns the dimensions of an argument that may be sharded for `kind` of `RECIPES`, the best one first.
+        "batch" and "sequence" are for arguments of the batch, the others for parameters. Only "hidden" uses `size`."""
         if kind in ("batch", "sequence"):
             wanted = self._batch if kind == "batch" else self._sequence
             return [i for i, dim in enumerate(leaf.dims) if dim in wanted and leaf.is_batch]

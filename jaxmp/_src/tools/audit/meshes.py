@@ -17,7 +17,7 @@ from jaxmp._src.tools.audit.variation import Variation
 
 
 def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands, or the set mesh.
+    """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands (`_mesh_of`).
     Raises ValueError if that mesh has fewer than 2 devices, or `fn` cannot be traced on a smaller one."""
     mesh = _mesh_of(arrays)
     if mesh is None or mesh.size < 2:

@@ -57,7 +57,7 @@ class Walk:
         self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
     def follow(self, line: str) -> None:
-        """Runs both sides equation by equation, reports differences, and sets `results`. `line`: if one is unknown."""
+        """Runs both sides equation by equation, reports differences, sets `results`. `line`: the default."""
         reference, variant = self.sides
         inputs = [Value(x) for x in reference.arrays]
         others = [Value(x) for x in variant.arrays]
@@ -187,7 +187,7 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """Walks the steps of a scan in order. None without steps, or if the variant has another number (steps are rows)."""
+        """Walks the steps of a scan in order. None without steps, or if the variant has another number, as for rows."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 if a check fails."""
+    """Runs all checks in one process, then in one per GPU; writes the JSON file, prints a table. Returns 1 if one
+    fails."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
@@ -76,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any]:
-    """Runs all checks in so many processes. A check that ends its process has failed, and the next ones still run."""
+    """Returns the results of all checks in `nranks` processes, until `end`. A check that ends its process has failed,
+    and the next ones still run. Raises CommandError without CUDA devices."""
     found: dict[int, dict[str, Any]] = {}
     first, total, is_over, head = 0, 1, False, {}
     while first < total and not is_over:
@@ -108,7 +110,7 @@ def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any
 
 
 def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) -> list[int | None]:
-    """Returns the statuses of all processes: None where the time was over."""
+    """Runs the checks from `first` on in new processes. Returns their exit statuses; None if killed at `end`."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -288,7 +290,7 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
 
 
 def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
-    """Measures TFLOP/s of jaxmp's product and of XLA's. Every rank dispatches `_IN_FLIGHT` calls, and then waits."""
+    """Returns TFLOP/s of jaxmp's and XLA's product, once they agree. Each rank waits after every `_IN_FLIGHT` calls."""
     calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)
@@ -298,7 +300,7 @@ def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
 
 
 def _check_death(layout: Layout) -> int:
-    """Ends the last rank between two products: every other rank has to end with the reason."""
+    """Kills the last rank between two products: every other rank has to end with the reason, so none returns."""
     product, ones = _product_of(layout), np.ones((64, 64), np.float32)
     jax.block_until_ready(product(ones, ones))
     if jax.process_index() == jax.process_count() - 1:

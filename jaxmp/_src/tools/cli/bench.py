@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 if the two results do not agree."""
+    """Times jaxmp's and XLA's product of each pattern if their results agree, and prints. Returns 1 if some do not."""
     if not options.json:
         rich("progress")  # raises before the work where rich is missing
     dtype, names = dtype_of(options.dtype), _patterns(options)
@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> list[str]:
-    """Returns the patterns to time; for all, every pattern that the extents and the number of devices allow."""
+    """Returns the patterns to time: the one asked for, or all that the shapes allow. Raises CommandError without
+    any."""
     if options.mesh < 1 or min(options.m, options.k, options.n) < 1:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":
@@ -100,7 +101,7 @@ def _why_not(name: str, options: argparse.Namespace) -> str:
 
 
 def _grid(name: str, ndevices: int) -> tuple[int, ...]:
-    """The mesh: a line, or for a grid the one nearest to a square, with more rows than columns."""
+    """Returns the shape of the mesh: a line, or for a grid the nearest to a square, with more rows than columns."""
     if name != "grid":
         return (ndevices,)
     columns = max(i for i in range(1, math.isqrt(ndevices) + 1) if ndevices % i == 0)
@@ -115,7 +116,8 @@ def _mesh(name: str, devices: list[jax.Device]) -> Mesh:
 def contenders(
     name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
-    """Returns jaxmp's product and XLA's, without arguments, and what computes jaxmp's."""
+    """Returns ({"jaxmp" and "xla": its compiled product of drawn operands, without arguments}, jaxmp's
+    implementation)."""
     (m, k, n), (of_a, of_b, of_d), mesh = extents, PATTERNS[name], _mesh(name, devices)
     operands = [
         _operand(shape, dtype, NamedSharding(mesh, spec), seed)
@@ -136,7 +138,7 @@ def contenders(
 
 
 def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: int) -> jax.Array:
-    """Values from -1 to 1, made on the devices in their sharding."""
+    """Returns random values from -1 to 1, made on the devices in their sharding."""
     key = jax.random.key(seed)
     drawn = jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else jnp.finfo(dtype).dtype
     draw = jax.jit(lambda: jax.random.uniform(key, shape, drawn, -1, 1).astype(dtype), out_shardings=sharding)
@@ -145,7 +147,7 @@ def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: 
 
 
 def disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
-    """Explains a difference of the two results, on this process's devices, that is more than rounding.
+    """Explains a difference of the two results, on this process's devices, that is more than rounding; "" if none is.
 
     Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|.
     """

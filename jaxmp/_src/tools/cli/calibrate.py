@@ -28,7 +28,8 @@ _FLOAT8 = "float8_e4m3fn"
 
 
 def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """The fields of a `Hardware` for the devices of this process, measured in some ten seconds."""
+    """Measures this process's devices in some ten seconds, and a job's network. Returns the fields of a `Hardware`.
+    `on_step(name)` is called after each step."""
     devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
     rates: dict[str, float] = {}
     xla_rates: dict[str, float] = {}
@@ -61,7 +62,7 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
 
 
 def _rates(dtype: str) -> tuple[float, float]:
-    """Operations per second of jaxmp's product and of XLA's on one device, which on a CPU has all cores."""
+    """Returns operations per second of jaxmp's product and of XLA's on one device, which on a CPU has all cores."""
     a, b = (jax.random.uniform(jax.random.key(i), (_LARGE, _LARGE), jnp.float32).astype(dtype) for i in range(2))
     product: Callable[..., Any] = matmul
     if dtype == _FLOAT8:
@@ -71,7 +72,7 @@ def _rates(dtype: str) -> tuple[float, float]:
 
 
 def _launch(mesh: jax.sharding.Mesh) -> float:
-    """Seconds of a call with next to nothing to do, on all devices."""
+    """Returns the seconds of a call with next to nothing to do, on all devices."""
     ones = np.ones((_SMALL * mesh.size,) * 2, np.float32)
     a, b = (jax.device_put(ones, NamedSharding(mesh, spec)) for spec in (P("x", None), P(None, "x")))
     call = jax.jit(functools.partial(matmul, out_sharding=NamedSharding(mesh, P(None, "x"))))
@@ -79,7 +80,7 @@ def _launch(mesh: jax.sharding.Mesh) -> float:
 
 
 def _memory_bandwidth() -> float:
-    """Bytes per second of a pass over memory, read and written together; in place, for new pages take longer."""
+    """Returns bytes per second, read and written together, of a pass over memory in place: new pages take longer."""
     call, x = jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros(_STREAM // 4, jnp.float32)
 
     def again() -> Any:
@@ -91,7 +92,7 @@ def _memory_bandwidth() -> float:
 
 
 def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
-    """Bytes per second that devices receive in an all-gather: each, or where they share a processor, all together."""
+    """Returns bytes per second that a device receives in an all-gather; on CPUs, all devices together."""
     nbytes = min(_STREAM // mesh.size, 2**25)
     x = jax.device_put(np.zeros(nbytes // 4, np.float32), NamedSharding(mesh, P("x")))
     call = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(None))))
@@ -100,8 +101,8 @@ def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
 
 
 def _network() -> dict[str, Any]:
-    """Measures a job's network: bytes per second that a process receives in XLA's all-gather, the fraction of the
-    processor that this takes, and seconds of a step."""
+    """Returns `Hardware` fields of a job's network: devices per process, bytes per second that a process receives in
+    XLA's all-gather, the part of the processor that this takes, and seconds of a step."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
 
     def gather(x: jax.Array) -> jax.Array:

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
-    """The rows; of a compiled program also its memory, and the rows of its calls."""
+    """Returns the rows as dicts; for a compiled program a dict of "rows", "memory", and "calls", the rows of its
+    calls."""
     rows = [dataclasses.asdict(row) for row in explanation.rows]
     if isinstance(explanation, Explanation):
         return rows
@@ -65,7 +66,7 @@ def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
 def program(
     place: str, types: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """The function at "FILE.py:NAME", and arguments of these types; an error if it takes another number of them."""
+    """Returns (function at "FILE.py:NAME", arguments of these types). Raises CommandError if it does not take them."""
     function, arguments = _load(place), [argument_of(text, mesh) for text in types]
     try:
         inspect.signature(function).bind(*arguments)
@@ -77,7 +78,7 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """Runs the file as a module, with its folder on the import path."""
+    """Runs the file, with its folder on the import path, and returns the function. Raises CommandError without one."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
@@ -103,7 +104,8 @@ def _load(place: str) -> Callable[..., Any]:
 
 
 def mesh_of(text: str) -> Mesh | None:
-    """Returns a mesh of explicit axes from "x=2,y=2"; None from ""."""
+    """Returns a mesh of explicit axes from "x=2,y=2"; None from "". Makes CPU devices for it, if JAX has not
+    started."""
     if not text:
         return None
     if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):
@@ -115,7 +117,7 @@ def mesh_of(text: str) -> Mesh | None:
 
 
 def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    """A type from JAX's notation of it: f32[8@x,16], float32[8@(x,y),16], bfloat16[]."""
+    """Returns a type from JAX's notation, f32[8@x,16] or bfloat16[8@(x,y),16]. Raises CommandError for other text."""
     found = re.fullmatch(r"(\w+)\[([^\[\]]*)\]", text.replace(" ", ""))
     dims = re.findall(r"(\d+)(?:@(\w+|\([\w,]+\)))?(?:,|$)", found[2]) if found else []
     if not found or ",".join(f"{n}@{axes}" if axes else n for n, axes in dims) != found[2]:

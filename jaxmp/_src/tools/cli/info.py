@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0, because what is missing is part of the answer. In a job of processes the first one prints."""
+    """Prints `facts` and returns 0 always. --calibrate measures and stores first. In a job the first process prints."""
     _, nprocesses = (config.launcher() if options.job or options.calibrate else None) or ("", 1)
     if nprocesses > 1:
         distributed.initialize()
@@ -134,7 +134,7 @@ def _job() -> dict[str, Any]:
 
 
 def _libraries() -> dict[str, Any]:
-    """cuBLASMp and what it needs: where they would be opened, and why not where they cannot."""
+    """Returns where cuBLASMp and what it needs would be opened, or why not. With a CUDA device it also opens them."""
     try:
         paths = dataclasses.asdict(cuda_libraries.find())
     except RuntimeError as error:
@@ -147,7 +147,7 @@ def _libraries() -> dict[str, Any]:
 
 
 def _calibration() -> dict[str, Any]:
-    """The rates that `hardware="this"` has, in operations and bytes per second."""
+    """Returns the rates of `hardware="this"`, in operations and bytes per second, or that they are not measured."""
     found = calibration.load()
     if found is None:
         return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
@@ -159,7 +159,7 @@ def _calibration() -> dict[str, Any]:
 
 
 def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
-    """Returns what computes a product that several devices of one process share, and why; "" if nothing does."""
+    """Returns (what computes an all-gather product of 2 devices, or "", why); `implementation`: the one asked for."""
     operand = jnp.dtype(dtype)
     out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
     group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))

@@ -49,7 +49,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Lines of text, folded at spaces where standard output is a terminal."""
+    """Prints lines of text, folded at spaces if standard output is a terminal."""
     console = rich("console").Console()
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
@@ -81,7 +81,8 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr of `total` steps; what it yields ends a step and names the next one."""
+    """A context with a progress bar on stderr. It yields a function that ends a step and shows the name that it
+    gets."""
     if is_quiet:
         yield lambda _: None
         return

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 1 if a check fails."""
+    """Runs the checks and prints their results. Returns 1 if one fails, else 0."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
-    """Yields every pattern and type once for placement and for rounding, and the promises about bits."""
+    """Yields every pattern and type for placement and rounding; on CPUs, or by request, the promises about bits."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))

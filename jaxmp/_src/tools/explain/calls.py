@@ -23,7 +23,7 @@ _SAME_READS = "needed where every device uses the result; if the result is shard
 
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
-    """Yields the calls that read data of other devices, with their causes."""
+    """Yields the calls by these `implementations` that read data of other devices, with their causes."""
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:
@@ -33,7 +33,8 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
-    """Returns the cause of a collective that jaxmp added to a call, from the row of the collective or of the call."""
+    """Returns the cause of a collective that jaxmp added to a call, from the row of the collective or of the call; the
+    cause `found` so far if there is no such row."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):

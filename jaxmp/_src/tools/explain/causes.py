@@ -41,7 +41,7 @@ _EXTENTS = "take extents that the axis divides, as of heads, or shard another di
 
 
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
-    """Returns why a collective of the compiled program moves one of its operands."""
+    """Returns why a collective of the compiled program moves operand number `operand`."""
     program = origins.program
     module, axes = program.compiled, program.axes(collective)
     if collective.primitive in _WRITTEN:
@@ -123,7 +123,7 @@ class _Causes(Search):
         )
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
-        """Returns the sharded dimensions that the likeliest product sums."""
+        """Returns the sharded dimensions that the likeliest product sums; all that it sums if none is sharded."""
         products = [place for place in places if place[1].opcode in _PRODUCTS]
         # Another product of this name may have a result of other extents.
         for found in (products, self.program.named(self.source)):
@@ -200,7 +200,8 @@ class _Causes(Search):
     # Operations along a dimension --------------------------------------------------------------------------------
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
-        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop."""
+        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop;
+        None if the operation needs no sharded dimension whole. `leaves`: the program returns it sharded as it is."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
@@ -288,7 +289,7 @@ class _Causes(Search):
     # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """Returns the cause if a constraint, a loop or the program's results ask for an operation's sharding."""
+        """Returns the cause if a constraint, a loop or the results ask for an operation's sharding; else None."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None

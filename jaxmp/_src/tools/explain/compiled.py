@@ -162,7 +162,7 @@ class CompiledExplanation:
 
 
 def compile_program(lowered: Any) -> tuple[Any, Program]:
-    """Compiles a `jax.stages.Lowered`. Returns it, and its program, also from before and after XLA's partitioner."""
+    """Compiles a `jax.stages.Lowered`. Returns (compiled program, its text with those around XLA's partitioner)."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
@@ -170,8 +170,8 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
 
 
 def settled_program(lowered: Any) -> Module | None:
-    """Returns a `jax.stages.Lowered` with the shardings that XLA settles; its first call stops the compilation
-    (`partitioner.explaining`)."""
+    """Returns the program before XLA's partitioner, with the shardings that XLA settles; None if no partitioner ran.
+    The first call that the partitioner asks about stops the compilation (`partitioner.explaining`)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _compile(lowered, folder)
@@ -240,7 +240,7 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
-    """Returns (type, bytes that a device receives) of each array of a collective; XLA combines several arrays in one.
+    """Returns (type, bytes that a device receives) of each array of a collective; an all-to-all has one.
 
     Bytes are counted for a ring or direct sends; an all-reduce counts as a reduce-scatter and an all-gather.
     """
@@ -304,7 +304,7 @@ class _Independent:
         return tuple(dict.fromkeys(filter(None, lines)))
 
     def in_flight(self, collective: Instruction) -> tuple[bool, tuple[str, ...]]:
-        """Returns if work is between a collective's start and end, and the lines of jaxmp's calls between devices."""
+        """Returns (True if work is between its start and end, the lines of jaxmp's calls between devices there)."""
         if not collective.opcode.endswith("-start"):
             return False, ()
         at = self._place[collective.name]
@@ -316,7 +316,7 @@ class _Independent:
 
 
 def _multiplies(module: Module, each: Instruction) -> bool:
-    """True if an instruction is a product, or a fusion with a product."""
+    """True if an instruction is a product, a fusion with a product, or a call of jaxmp."""
     if each.opcode == "fusion":
         return any(module.computations[name].multiplies for name, _ in hlo.called_by(each))
     return each.is_product or (each.opcode == "custom-call" and "jaxmp" in each.attribute("custom_call_target"))
@@ -355,7 +355,7 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def _narrow(table: list[list[str]]) -> list[list[str]]:
-    """Shortens names of lines and types so that the table has 80 columns if possible; each keeps 12 characters."""
+    """Shortens names of lines and types in place, to 80 columns if possible; each keeps 12 characters."""
     for column, least in ((0, 12), (3, 12)):
         width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
         most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))

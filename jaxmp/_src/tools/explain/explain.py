@@ -92,8 +92,8 @@ def assert_no_collectives(
       fn: a function of arrays, jitted or not.
       allowed: kinds of collectives, "all-reduce", or kinds with the only mesh axis that they may use,
         ("all-reduce", "data").
-      inside: "loop" checks only what a loop repeats, jaxmp's calls between devices included. One value, such as a
-        loss, may be summed there.
+      inside: "loop" checks only what a loop repeats, and also jaxmp's calls between devices, which are allowed
+        otherwise. One value, such as a loss, may be summed there.
 
     Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
       `CompiledExplanation`.

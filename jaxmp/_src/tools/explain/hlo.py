@@ -309,7 +309,7 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """Keeps one frame per function, because JAX repeats the frames around a loop for operations in its body.
+    """Keeps one frame per function outside libraries of layers; JAX repeats frames around a loop for its body.
 
     A call of an exported function has the frames of the export inside its own; of a function in both, it keeps its own.
     """

@@ -16,7 +16,7 @@ _HOW = "jax.sharding.reshard, or jax.lax.pcast in shard_map; on automatic axes i
 
 
 def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
-    """Returns the cause of a gradient's sum over `values.axes`, with a remedy if a loop adds the gradients up.
+    """Returns `why`, the cause of a gradient's sum over `values.axes`, with a remedy if a loop adds the gradients up.
 
     `sites`: what may compute the gradient, in the program before XLA's partitioner.
     """
@@ -34,8 +34,8 @@ def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
 
 
 def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Collection[Dim]]:
-    """Returns the outermost loop that adds the site's result to a value that it carries and uses nowhere else, and the
-    dimensions that the result passes."""
+    """Returns the outermost loop, or None, that adds the site's result to a value that it carries and uses nowhere
+    else, and the dimensions that the result passes."""
     found, (place, each) = None, site
     waiting = [Dim(place, each, str(i) * (len(each.shapes) > 1), 0) for i in range(len(each.shapes))]
     seen = dict.fromkeys(waiting)
@@ -68,7 +68,8 @@ def _is_carry(at: Dim) -> bool:
 
 
 def _weight(values: Values, line: str, gradient: Iterable[Dim]) -> str:
-    """Names the operand that a gradient belongs to: of a product of this line, and not sharded over the axes."""
+    """Names the operand that a gradient belongs to: of a product of this line, with the gradient's extents, and not
+    sharded over the axes; else "the weight"."""
     whole, extents = values.program.whole, {tuple(sorted(at.extents)) for at in gradient}
     assert whole is not None
     for place in whole.computations.values():

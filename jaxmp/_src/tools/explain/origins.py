@@ -99,8 +99,8 @@ class Origins:
         return ()
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
-        """Returns what the value meets first on its way to the results: an operand with this axis, a constraint or a
-        result. `where`: add the line where it meets an operand."""
+        """Returns what the value meets first on its way to the results: an operand with this axis, a constraint, or a
+        result ("out_shardings"); () if nothing. `where`: add the line where it meets an operand."""
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""

@@ -93,7 +93,7 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array."""
+        """Returns the axes that shard each dimension of a whole array; () if none, or of a tuple without its `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
@@ -103,7 +103,7 @@ class Program:
         return self._dims[text, part]
 
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
-        """Returns the collective after the partitioner that became one of the compiled program, or None; by names."""
+        """Returns the collective after the partitioner that became one of the compiled program, by names, or None."""
         size = computation.operands(collective)[operand].nbytes
 
         # The products in a layer's gradient have the same name.
@@ -131,7 +131,7 @@ class Program:
 
 
 def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
-    """Returns the instructions by (name in JAX, opcode), and by (name in JAX, "")."""
+    """Returns the instructions with a name, by (name in JAX, opcode), and by (name in JAX, "")."""
     found: dict[tuple[str, str], list[Place]] = {}
     for computation in module.computations.values() if module else ():
         for each in computation.instructions.values():
@@ -156,7 +156,8 @@ def keys(computation: Computation, collective: Instruction, operand: int) -> lis
 
 
 def source(computation: Computation, collective: Instruction, operand: int) -> Instruction:
-    """Returns the operation that computes a collective's operand; the collective itself if that is an argument."""
+    """Returns the operation that computes a collective's operand, looking through moves, selects and collectives; the
+    collective itself if that is an argument or has no name."""
     at = collective
     part = operand
     while at is collective or at.opcode in MOVES | {"select"} or at.kind in COLLECTIVES:
@@ -201,7 +202,8 @@ def split(text: str) -> Iterator[str]:
 
 
 def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of devices that communicate with each other, by their numbers in the program."""
+    """Returns the groups of devices that communicate with each other, by their numbers in the program; (from, to) for a
+    permute, one group of all devices if the text lists none, () if it says nothing."""
     if pairs := instruction.attribute("source_target_pairs"):
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", "{" + pairs + "}") if a != b)
     found = re.search(
@@ -230,7 +232,7 @@ def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...],
 
 
 def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
-    """Returns the mesh axes that shard each dimension, from the sharding of an instruction; None if it has none.
+    """Returns the mesh axes that shard each dimension, from the text of a sharding; () if replicated, None if unknown.
 
     A tuple has no such list; ask for the sharding of one of its parts.
     """
@@ -250,7 +252,7 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
 
 
 def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which the devices of a group or pair differ; None if the mesh lacks a device."""
+    """Returns the mesh axes along which devices of a group or pair differ; None without groups or a device's place."""
     size = math.prod(mesh.values())
     if not found or not mesh or any(device >= size for group in found for device in group):
         return None
@@ -259,7 +261,7 @@ def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[st
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns device numbers from "[2,4]T(1,0)": an iota of this shape, transposed."""
+    """Returns device numbers from "[2,4]T(1,0)": an iota of this shape, transposed, in one dimension."""
     shape, _, order = text.partition("T")
     dims = ints(shape)
     ids = np.arange(math.prod(dims)).reshape(dims)

@@ -159,8 +159,8 @@ def _collective_name(eqn: Any) -> str:
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
-    """Records by `id` the axes along which an equation's results were gathered. The results are equal along them, even
-    if their types vary."""
+    """Adds to `gathered`, by `id`, the axes along which an equation's results were gathered, now or before. They are
+    equal along them, even if their types vary. Skips equations other than gathers with several operands or a jaxpr."""
     if _collective_name(eqn).startswith("all_gather") and "axis_name" in eqn.params:  # not for its end, all_gather_done
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
@@ -184,7 +184,7 @@ def matmul_row(
     dims: tuple[Dim, ...] = (),
 ) -> Row:
     """Returns the row of a product of shards like `a` and `b`. `varying`: the axes along which each differs between
-    ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard."""
+    ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`: one more reason."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)
@@ -314,7 +314,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
 
 
 def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
-    """Returns the row of a product that `fuse` did not change."""
+    """Returns the row of a product that `fuse` did not change, for this `reason`."""
     operation = eqn.primitive.name.removesuffix("_wrapper")
     return dataclasses.replace(
         _row_of_xla(eqn, line, count),
@@ -328,10 +328,9 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
 def _communication_row(
     eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
 ) -> Iterator[Row]:
-    """Yields the row of a collective over the mesh `over`; no row if each rank only keeps a part of its data.
-
-    On automatic axes a reshard is a constraint that follows another one, `constraint`.
-    """
+    """Yields the row of a collective over the mesh `over`; no row if each rank only keeps a part of its data. On
+    automatic axes, where XLA decides what moves, only a constraint that follows another one, `constraint`, or a reshard
+    of jaxmp has a row."""
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return  # XLA's partitioner decides what moves

@@ -25,7 +25,7 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Values):
-    """A collective in its computation, and the axes of its devices."""
+    """A collective in its computation, the axes of its devices, and the number of the operand that it moves."""
 
     module: Module
     computation: Computation
@@ -57,7 +57,9 @@ class Search(Values):
                 yield None, at
 
     def edge(self, reader: Instruction, through: Instruction | None = None) -> Edge | None:
-        """Returns the first value that the reader, or a move before it, wants in another sharding; else its operand."""
+        """Returns the first edge on whole arrays where the reader, or a move before it, wants a value in another
+        sharding; else the reader's own operand, and None if the reader is not found there. `through`: the instruction
+        that it reads; by default the first operand, or the largest of a concatenate."""
         first: Edge | None = None
         for place, user in self.program.wholes(reader):
             joins = place.operands(user) if user.opcode == "concatenate" else []
@@ -73,7 +75,8 @@ class Search(Values):
         return first
 
     def worked(self, found: Edge) -> list[Dim]:
-        """Returns the sharded dimensions that an operation needs whole, of the array that it updates or looks up."""
+        """Returns the sharded dimensions of operand 0, or of the operand of a concatenate, that an operation needs
+        whole; all sharded ones if its needs are unknown."""
         dims = self.sharded(*found[:2], found[2] * (found[1].opcode == "concatenate"))
         along = worked_along(*found[:2])
         return [each for each in dims if along is None or each.dim in along]
@@ -98,7 +101,7 @@ class Search(Values):
         return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def consumer(self, found: Edge) -> Dim | None:
-        """Returns what asks for the sharding of a user's result: a constraint, a loop or the program's results.
+        """Returns what asks for the sharding of a user's result: a constraint, a loop or the results; or None.
 
         Considers only results that the axes do not shard, or that get their sharding from no operand.
         """
@@ -130,7 +133,7 @@ class Search(Values):
         return result if is_chosen else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
-        """Yields the parameters for a value in the branches of a conditional."""
+        """Yields the parameters for the value `at` in the branches of a conditional; nothing for another user."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
             inner = self.program.whole.computations[name]  # type: ignore[union-attr]
             if place.operands(user)[1 + i] is at:

@@ -16,8 +16,9 @@ from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_ro
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
-    """Replaces unsettled rows by the rows that the partitioner settles, matched by shape. `whole`: the program before
-    the partitioner; None on one device."""
+    """Replaces unsettled rows by the rows that the partitioner settles, matched by shape. Unmatched settled rows come
+    last; unmatched unsettled ones are dropped, or are local if nothing was settled. `whole`: the program before the
+    partitioner; None on one device. `has_batches`: XLA partitions the products with a batch."""
     settled = list(_settled(whole)) if whole is not None else []
     left, found = list(settled), []
     for row in rows:

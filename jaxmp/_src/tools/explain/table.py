@@ -210,7 +210,7 @@ def _whole(row: Row) -> str:
 
 
 def _local(row: Row) -> str:
-    """Returns m x k x n of a device's shards, or the shape of a collective's operand; "" if equal to `_whole`."""
+    """Returns m x k x n of a call's shards, or a collective's operand's shape; "" if as `_whole`, or for others."""
     text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
     return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
 

@@ -42,11 +42,11 @@ class Values:
         return {axis for each in dims for axis in self.origins.axes(each)}
 
     def all(self, at: Dim) -> list[Dim]:
-        """Returns the dimensions of a value that the axes shard."""
+        """Returns the dimensions that the axes shard, of the value that has the dimension `at`."""
         return [each for i in range(len(at.extents)) if self.axes_of(each := at._replace(dim=i))]
 
     def sharded(self, place: Computation, user: Instruction, number: int) -> list[Dim]:
-        """Returns the dimensions of an operand that the axes shard."""
+        """Returns the dimensions of an operand that the axes shard; none if the user has no such operand."""
         return self.all(value(place, user, number)) if number < len(user.operands) else []
 
     def differs(self, place: Computation, user: Instruction, number: int) -> bool:
@@ -128,14 +128,14 @@ class Values:
         return [*dict.fromkeys(names)]
 
     def leave_whole(self, dims: Iterable[Dim]) -> str:
-        """Returns the remedy that leaves a dimension whole at the origin of its sharding."""
+        """Returns the remedy that leaves a dimension whole, or changes what asks for it, where its sharding begins."""
         names = self.begins(dims)[:2]
         if arrays := [name for name in names if name.startswith("dimension")]:
             return f"leave {joined(arrays)} whole"
         return f"change {joined(names)}" if names else "leave this dimension whole"
 
     def shard_another(self, dims: Sequence[Dim]) -> str:
-        """Returns the remedy that shards another dimension of the array."""
+        """Returns the remedy `leave_whole`, or to shard another dimension of the array if it has one."""
         axes = self.axes_in(dims) & {*self.axes}
         is_other = axes and any(len(each.extents) > 1 for each in dims)
         return self.leave_whole(dims) + (f"; shard another dimension over {joined(axes)}" if is_other else "")
