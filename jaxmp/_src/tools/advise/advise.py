@@ -235,8 +235,8 @@ def _choices(
 
 
 def _ranked(found: list[Choice]) -> Iterator[Choice]:
-    """Yields choices in order: which fit first, then by time and memory. One is efficient if it needs less memory than
-    all choices before it."""
+    """Yields choices: which fit first, then by time and memory. One is efficient if it needs less memory than all
+    choices before it."""
     least = float("inf")
     for each in sorted(found, key=lambda x: (not x.fits, x.seconds, x.memory)):
         yield dataclasses.replace(each, is_efficient=each.memory < least)

@@ -47,8 +47,7 @@ class Dimensions:
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
-        """Returns the classes that a product sums if both operands depend on one of these arguments (a bit for
-        each)."""
+        """Returns the classes that a product sums if both operands depend on these `arguments` (a bit for each)."""
         return {self._find(dim) for dim, a, b in self._sums if a & arguments and b & arguments}
 
     def _find(self, dim: int) -> int:

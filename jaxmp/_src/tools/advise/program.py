@@ -216,8 +216,7 @@ def _plan(
 
 
 def _mesh(axes: Mesh) -> jax.sharding.Mesh:
-    """Returns a mesh of the devices of the set mesh, or else of all; if there are too few, of some that only
-    compile."""
+    """Returns a mesh of devices of the mesh that is set, or of any; of some that only compile if those are too few."""
     ambient, kinds = jax_compat.ambient_mesh(), jax.sharding.get_abstract_mesh().axis_types
     names, sizes = zip(*axes, strict=True)
     devices = jax.devices() if ambient is None else list(ambient.devices.flat)

@@ -47,7 +47,7 @@ def recipes(
 ) -> Iterator[Recipe]:
     """Yields the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
 
-    Leaves out recipes with a part that shards nothing, and repetitions; if none is left, yields "whole".
+    Leaves out recipes with a part that shards nothing, and repetitions; if none is left, yields "whole", which shards nothing.
 
     Args:
       types: of the program's arguments.
@@ -96,7 +96,7 @@ class _Classes:
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Returns Megatron's hidden dimensions that `size` divides: largest first, but only one of a matrix.
+        """Returns Megatron's hidden dimensions that `size` divides: largest first, but no two of a matrix.
 
         In two consecutive layers the first has its columns sharded and the second its rows.
         """
@@ -109,8 +109,7 @@ class _Classes:
     def specs(
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the sharding of each argument by `parts`, (recipe, its mesh axes); None if one of them shards
-        nothing."""
+        """Returns the sharding of each argument by `parts`, (recipe, mesh axes); None if one of them shards nothing."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave

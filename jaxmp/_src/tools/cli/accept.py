@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs all checks in one process, then in one per GPU; writes the JSON file, prints a table. Returns 1 if one
+    """Runs all checks in one process and in one per GPU, writes the JSON file, prints a table. Returns 1 if one
     fails."""
     if options.rank:
         _run_rank(options.rank, options.quick)
@@ -290,7 +290,8 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
 
 
 def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
-    """Returns TFLOP/s of jaxmp's and XLA's product, once they agree. Each rank waits after every `_IN_FLIGHT` calls."""
+    """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}, if results agree. Ranks have `_IN_FLIGHT` calls at
+    once."""
     calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)

@@ -70,8 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> list[str]:
-    """Returns the patterns to time: the one asked for, or all that the shapes allow. Raises CommandError without
-    any."""
+    """Returns the pattern asked for, or all that extents and devices allow. Raises CommandError if there is none."""
     if options.mesh < 1 or min(options.m, options.k, options.n) < 1:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":
@@ -116,8 +115,7 @@ def _mesh(name: str, devices: list[jax.Device]) -> Mesh:
 def contenders(
     name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
-    """Returns ({"jaxmp" and "xla": its compiled product of drawn operands, without arguments}, jaxmp's
-    implementation)."""
+    """Returns ({"jaxmp" and "xla": a function that runs its product on random operands}, jaxmp's implementation)."""
     (m, k, n), (of_a, of_b, of_d), mesh = extents, PATTERNS[name], _mesh(name, devices)
     operands = [
         _operand(shape, dtype, NamedSharding(mesh, spec), seed)

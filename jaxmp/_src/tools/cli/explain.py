@@ -54,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
-    """Returns the rows as dicts; for a compiled program a dict of "rows", "memory", and "calls", the rows of its
-    calls."""
+    """Returns the rows as dicts; for a compiled program a dict of "rows", "memory" and "calls" (rows of its calls)."""
     rows = [dataclasses.asdict(row) for row in explanation.rows]
     if isinstance(explanation, Explanation):
         return rows
@@ -104,8 +103,7 @@ def _load(place: str) -> Callable[..., Any]:
 
 
 def mesh_of(text: str) -> Mesh | None:
-    """Returns a mesh of explicit axes from "x=2,y=2"; None from "". Makes CPU devices for it, if JAX has not
-    started."""
+    """Returns a mesh of explicit axes from "x=2,y=2", with new CPU devices if JAX has not started; None from ""."""
     if not text:
         return None
     if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):

@@ -81,8 +81,7 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A context with a progress bar on stderr. It yields a function that ends a step and shows the name that it
-    gets."""
+    """A context with a progress bar on stderr. It yields a function that ends a step and shows the name it gets."""
     if is_quiet:
         yield lambda _: None
         return
