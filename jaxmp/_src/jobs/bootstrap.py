@@ -55,7 +55,8 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 
 
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
-    """Returns what the launcher says about this process, through JAX's own detection."""
+    """Returns what the launcher says about this process, through JAX's own detection. Raises RuntimeError without a
+    launcher, or if its variables or mpi4py do not fit; ImportError without mpi4py, except under Open MPI 4."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -108,10 +109,9 @@ class Membership:
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
     """Waits until every process of the job is here, for `timeout` seconds. `reach`: seconds to ask for the address of a
-    peer. `tells`: the message of this process to the others if it is rank 0.
-
-    The data that a process publishes and reads in JAX's store does not grow with the number of processes.
-    """
+    peer. `tells`: the message of this process to the others if it is rank 0. Also shares memory with the processes of
+    this machine, and sets `native.shared_processes`. The data that a process publishes and reads in JAX's store does
+    not grow with the number of processes."""
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
     key = "jaxmp/"
     if process == 0:
@@ -142,7 +142,7 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:
-    """Shares this process's memory with others on its machine; returns the machine's name, or "" to share none."""
+    """Offers this process's memory to others of its machine, or tells why not; returns its name, or "" if off."""
     if not config().shares_memory:
         return ""
     try:

@@ -80,17 +80,16 @@ class Peers:
         connect: Callable[[int, int], object],
         lose: Callable[[int, str], object],
     ) -> None:
-        """Answers peers, and connects to the peers that `wanted()` returns; it waits for some, and an empty one ends.
-
-        `address_of(process)` is the (host, port) where it listens. `connect(process, descriptor)` takes over a socket;
-        `lose(process, why)` is called if there is none.
-        """
+        """Starts a thread that answers peers, and one that connects to the peers that `wanted()` returns, until it
+        returns none; `wanted()` waits until there are some. `address_of(process)` is the (host, port) where it listens.
+        `connect(process, descriptor)` takes over a socket; `lose(process, why)` is called if there is none."""
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
-        """Waits until all of these are connected; returns "", or what went wrong, with the rank."""
+        """Waits `timeout` seconds at most until all of these are connected; returns "", or what is wrong with a
+        rank."""
         missing: list[int] = []
 
         def is_settled() -> bool:
@@ -105,7 +104,7 @@ class Peers:
         return f"rank {missing[0]} does not answer" if missing else ""
 
     def close(self) -> None:
-        """Stops listening; connections that were handed on stay open."""
+        """Stops listening, and ends handshakes under way; connections that were handed on stay open."""
         with self._changed:
             self._is_open = False
             pending = list(self._handshakes)
@@ -181,7 +180,7 @@ class Peers:
                 _begin(f"reach-{peer}", functools.partial(self._reach, peer))
 
     def _reach(self, peer: int) -> None:
-        """Tries to connect to `peer`, until it is connected or has ended."""
+        """Tries to connect to `peer`, until it is connected, or nothing listens there: then the peer is given up."""
         address = None
         while self._is_open and peer not in self._connected:
             try:
@@ -200,7 +199,7 @@ class Peers:
             time.sleep(_RETRY)
 
     def _greet(self, peer: int, connection: socket.socket) -> bool:
-        """Returns True if the handshake succeeded."""
+        """Proves both ends, and settles the connection or closes it. Returns True if the handshake succeeded."""
         deadline = time.monotonic() + _HANDSHAKE
         hello = _HELLO.pack(_MAGIC, self.process, peer, secrets.token_bytes(_NUMBER))
         try:
@@ -227,7 +226,7 @@ class Peers:
     # Both ----------------------------------------------------------------------------------------------------------
 
     def _settle(self, peer: int, connection: socket.socket) -> bool:
-        """Keeps this proven connection to `peer`, or closes it, as the lower rank decides."""
+        """Keeps this proven connection to `peer`, or closes it, as the lower rank decides. False if that failed."""
         is_lower, is_kept = self.process < peer, False
         connection.settimeout(None)
         try:
@@ -265,7 +264,7 @@ class Peers:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Receives exactly `size` bytes before the deadline, in any number of parts."""
+    """Receives exactly `size` bytes in any number of parts; raises OSError after the deadline, or at an early end."""
     received = b""
     while len(received) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

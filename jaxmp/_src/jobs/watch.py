@@ -51,7 +51,8 @@ def idle_thread() -> Callable[[Callable[[], None]], None]:
 def on_waiter(
     wait: Callable[[], Any], why_not: Callable[[], str], thread: Callable[[Callable[[], None]], None] | None = None
 ) -> Any:
-    """Returns `wait()`, run on a thread of its own; raises DistributedError once `why_not()` gives a reason."""
+    """Returns `wait()`, run on a thread of its own or on `thread` (`idle_thread()`). Raises what it raises, and
+    DistributedError once `why_not()` gives a reason; `wait()` then still goes on."""
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -74,7 +75,8 @@ def on_waiter(
 
 
 def troubles() -> Iterator[tuple[str, float]]:
-    """Yields (what happened, for how many seconds) of every peer that is silent or gone without a proper end."""
+    """Yields (what is wrong, for how many seconds): a peer's silence (also a short one) or improper end, a lost
+    store."""
     module = native.extension()
     for i, peer in module.peers().items():
         if not peer["gone"]:

@@ -33,8 +33,8 @@ def load() -> dict[str, Any] | None:
 
 
 def for_job() -> str:
-    """Returns the fields of this machine's `Hardware` as JSON to share in a new job; "" if its network was not
-    measured. Does not start JAX's backend."""
+    """Returns the fields of this machine's `Hardware` as JSON to share in a new job; "" if its network was not measured
+    on this processor in this format. Does not start JAX's backend."""
     try:
         record = json.loads(path().read_text())
         key, fields = record["key"], record["hardware"]

@@ -85,7 +85,7 @@ def call_time(
     """Predicts the time of a call.
 
     Args:
-      flops: operations of all devices together, in the type `kind` (`Hardware.rates`).
+      flops: operations of all devices together, in the type `kind` (`Hardware.rates`; ValueError if it is not there).
       ndevices: the number of devices that share the operations.
       nbytes: bytes of operands and result that one device reads and writes.
       transfers: the transfers that each rank receives.
@@ -151,7 +151,7 @@ def _in_chunks(work: float, link: float, load: float, n: int) -> float:
 
 
 def _in_node(hardware: Hardware, transfer: Transfer) -> int:
-    """Returns the number of ranks of the group that share a node."""
+    """Returns the number of the transfer's ranks that share a node, at least 1."""
     return max(1, min(transfer.nranks, hardware.node // transfer.stride))
 
 
@@ -175,7 +175,7 @@ def _latency(hardware: Hardware, transfer: Transfer) -> float:
 
 
 def kind_of(dtype: str, compute: str = "") -> str:
-    """Returns the name of a type's rate: "float8" for any float8, "float32" for complex64. `compute`: cuBLAS's type."""
+    """Returns the name of a type's rate: "float8" for any float8, "tf32" for float32 if `compute` is cuBLAS's TF32."""
     if "TF32" in compute:
         return "tf32"
     if dtype in ("float32", "complex64") and compute.endswith(("FAST_16BF", "FAST_16F")):

@@ -75,7 +75,7 @@ class Hardware:
                 raise ValueError(f"Hardware: {name} must not be negative, got {getattr(self, name)!r}")
 
     def rate(self, kind: str, implementation: str = "") -> float:
-        """Returns operations per second in a type.
+        """Returns operations per second in a type; with `implementation` "xla" of XLA's products.
 
         Raises ValueError if the machine has no rate for it.
         """

@@ -201,7 +201,7 @@ def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Removes the equations that no output needs from `jaxpr` and from the jaxprs that it calls."""
+    """Returns `jaxpr` without equations and operands that no output needs, also in the jaxprs that it calls."""
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
@@ -220,7 +220,7 @@ def cache_in_context(capacity: int) -> Callable[[F], F]:
 
 
 def ambient_mesh() -> jax.sharding.Mesh | None:
-    """Returns the mesh of `jax.set_mesh`, or None."""
+    """Returns the mesh of `jax.set_mesh` with its devices, or None."""
     mesh = _mesh.get_concrete_mesh()
     return None if mesh is None or mesh.empty else mesh
 
@@ -291,8 +291,8 @@ backend_exists: Callable[[], bool] = _xla_bridge.backends_are_initialized
 
 
 def after_dispatched_programs() -> list[jax.Array]:
-    """Returns arrays that are ready once every program that this thread has dispatched has run, even if the program's
-    results were dropped.
+    """Returns an array per local device, ready once every program that this thread has dispatched there has run, even
+    if the program's results were dropped; [] if no backend has started.
 
     A device runs the programs that one thread dispatches to it one after another (XLA's `last_enqueue_event` on CPUs,
     streams on GPUs). Programs of few operations run during their dispatch, so this one has more.

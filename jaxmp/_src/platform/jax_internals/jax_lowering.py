@@ -215,7 +215,7 @@ def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:
 
 
 def next_index(ctx: LoweringContext, key: str) -> int:
-    """Counts calls with `key` in the module that is being lowered, from 0, in the order of the program."""
+    """Returns the next number for `key` in the module that is being lowered: 0, 1, ... in the order of the program."""
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
     return int(counters[key])

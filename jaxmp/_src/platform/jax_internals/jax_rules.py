@@ -81,7 +81,7 @@ PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
 
 
 def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:
-    """Returns the jaxpr of a function of shards like `operands`, on mesh axes with these sizes."""
+    """Returns the jaxpr of a function of shards like `operands`, on axes with these sizes, without dead code."""
     with jax_compat.off_explicit_mesh(), _core.extend_axis_env_nd(axes):
         jaxpr: Any = jax.make_jaxpr(fn)(*operands)
     return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))

@@ -53,7 +53,7 @@ def has_effects(eqn: _core.JaxprEqn) -> bool:
 
 
 def has_state(jaxpr: Jaxpr) -> bool:
-    """True if a jaxpr has side effects, changes a mutable array, or uses an axis that no shard_map has."""
+    """True if a jaxpr has side effects, takes a mutable array, or uses an axis that no shard_map around it has."""
     known = manual_axes()
     has_refs = any(is_mutable(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return has_refs or any(getattr(effect, "name", None) not in known for effect in jaxpr.effects)

@@ -87,7 +87,7 @@ class Config:
 
 @functools.cache
 def config() -> Config:
-    """Returns the configuration; the first call reads it."""
+    """Returns the configuration; the first call reads it (`parse`) and warns of unknown variables."""
     warn_of_unknown()
     return parse(os.environ)
 
@@ -173,7 +173,7 @@ def parse_timeout(name: str, value: Any) -> float:
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Returns ("mpi" or "slurm", number of processes) if one of them started this process, else None."""
+    """Returns ("mpi" or "slurm", number of processes) if one started this process, else None; MPI comes first."""
     environ = os.environ if environ is None else environ
     for name, variables in _LAUNCHERS.items():
         for rank, size in variables:

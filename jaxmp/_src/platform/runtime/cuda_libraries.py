@@ -70,7 +70,7 @@ def majors() -> tuple[str, ...]:
 
 
 def _find_cublasmp(roots: Iterable[Path]) -> str:
-    """Returns cuBLASMp of the wheel for JAX's CUDA version, or else its soname for the loader."""
+    """Returns cuBLASMp of the wheel for JAX's CUDA version, or its soname; RuntimeError if there is only another."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
     for major in majors():
         if path := found[major]:
@@ -86,7 +86,7 @@ def _find_cublasmp(roots: Iterable[Path]) -> str:
 
 
 def _find_nccl(roots: Iterable[Path]) -> str:
-    """Returns NCCL of the wheel, or else the one that this process has already loaded, or its soname for the loader."""
+    """Returns NCCL of the wheel, or the one that is loaded, or its soname; RuntimeError for two loaded, or another."""
     wheel, loaded = _first_file(roots, _NCCL_FOLDER, NCCL), mapped_files("libnccl.so")
     if len(loaded) > 1:
         raise RuntimeError(

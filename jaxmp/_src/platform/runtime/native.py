@@ -96,7 +96,7 @@ def has_cuda_devices() -> bool:
 
 
 def card_capability() -> tuple[int, int] | None:
-    """Returns the lowest compute capability of all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
+    """Returns the lowest compute capability of the job's CUDA devices, (9, 0); None without any. Starts the backend."""
     if not cuda_devices():
         return None
     everywhere = cuda_devices()[0].client.devices()
@@ -105,8 +105,8 @@ def card_capability() -> tuple[int, int] | None:
 
 
 def card_multiprocessors() -> int | None:
-    """Returns the smallest number of multiprocessors of all CUDA devices of the job; None without devices, or if one
-    does not report it."""
+    """Returns the smallest number of multiprocessors of all CUDA devices of the job; None without devices, if one
+    does not report it, or before JAX's backend starts."""
     if not has_cuda_devices():
         return None
     counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
@@ -174,12 +174,13 @@ def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[
 
 
 def capabilities(library: str = "host") -> dict[str, bool]:
-    """Returns the calls that the library ("host" or "cublasmp") takes beyond cuBLASMp's documented ones."""
+    """Returns for each kind of call beyond cuBLASMp's documented ones if the library ("host", "cublasmp") takes it."""
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
 def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
-    """Starts to watch the other processes of the job. `peers` connects them and passes their sockets on."""
+    """Starts to watch the other processes of the job, and makes JAX lower each call apart (`lower_each_call`). `peers`
+    connects them and passes their sockets on."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout)
@@ -197,10 +198,9 @@ def stop_barrier() -> None:
 
 
 def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
-    """Publishes `value` under `key` in JAX's store, or waits for the value that another process publishes.
-
-    The processes of a group exchange NCCL ids this way. JAX always has a store if it has several processes.
-    """
+    """Publishes `value` under `key` in JAX's store, or waits for the value that another process publishes. The
+    processes of a group exchange NCCL ids this way. Raises TimeoutError after `timeout` seconds, and RuntimeError after
+    `jax.distributed.shutdown()`."""
     client = jax_compat.distributed_client()
     if client is None:
         raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came before a call's first run")
@@ -244,7 +244,7 @@ def kernel_of(dtype: str) -> str:
 
 
 def extension() -> Any:
-    """Returns the extension module; the first call loads, checks and configures it."""
+    """Returns the extension module; the first call loads, checks (ImportError) and configures it."""
     global _loaded
     with _lock:
         if _loaded is None:

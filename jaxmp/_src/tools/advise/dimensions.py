@@ -174,7 +174,7 @@ def _product(eqn: Any) -> Sequence[str] | None:
 
 
 def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
-    """Returns the classes of a reshape's result: those of operand dimensions with equal strides and a common factor.
+    """Returns the classes of a reshape's result: of dimensions with as many elements from there on and a common factor.
 
     Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1.
     """

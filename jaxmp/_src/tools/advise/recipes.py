@@ -47,7 +47,7 @@ def recipes(
 ) -> Iterator[Recipe]:
     """Yields the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
 
-    Leaves out recipes with a part that shards nothing, and repetitions; if none is left, yields "whole", which shards nothing.
+    Leaves out repetitions, and recipes with a part that shards nothing; if none is left, "whole" shards nothing.
 
     Args:
       types: of the program's arguments.

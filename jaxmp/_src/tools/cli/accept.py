@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs all checks in one process and in one per GPU, writes the JSON file, prints a table. Returns 1 if one
-    fails."""
+    """Runs the checks in one process and in one per GPU, writes a JSON file and a table. Returns 1 if one fails."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0

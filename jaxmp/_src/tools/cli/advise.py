@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0; extents and numbers of devices that no sharding divides are an error of the command."""
+    """Prints the choices and returns 0. Raises CommandError for what `advise` refuses with a ValueError."""
     if not options.json:
         rich("table")  # raises before the work where rich is missing
     try:

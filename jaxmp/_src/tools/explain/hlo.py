@@ -241,7 +241,8 @@ class Module:
         return self._stacks.get(int(found[1]), ()) if found else ()
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
-        """Yields (computation, how often the program runs it) from the entry on; None if a loop's count is unknown.
+        """Yields (computation, how often the program runs it) from `name` or the entry on; None if a loop's count is
+        unknown.
 
         Fused computations are included if they have a product.
         """

@@ -86,7 +86,7 @@ class Row:
 
     @property
     def contraction(self) -> str:
-        """The index that each axis splits, and its indices of op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
+        """The index that each axis splits, and its indices of op(a), op(b) and d: "mk,kn->mn  x: k (k k m)", or ""."""
         return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement and self.has_matrices else ""
 
     def time(self, hardware: Hardware) -> CallTime | None:

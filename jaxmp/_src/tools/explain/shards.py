@@ -18,7 +18,7 @@ from jaxmp._src.platform.jax_internals import jax_compat
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """Returns the axes along which groups have different rows of a and columns of b, without axes of both (a batch)."""
+    """Returns (axes along which groups have other rows of a, or other columns of b), without axes of both (a batch)."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
@@ -83,7 +83,7 @@ def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]])
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:
-    """Returns the number of devices of an array's mesh."""
+    """Returns the number of devices of an array's mesh; 1 without a mesh."""
     mesh = aval.sharding.mesh
     return 1 if mesh.empty else math.prod(mesh.shape.values())
 
