@@ -88,8 +88,7 @@ class Peers:
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
-        """Waits `timeout` seconds at most until all of these are connected; returns "", or what is wrong with a
-        rank."""
+        """Waits at most `timeout` seconds until all of these are connected. Returns "", or what is wrong with one."""
         missing: list[int] = []
 
         def is_settled() -> bool:

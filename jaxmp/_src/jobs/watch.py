@@ -75,8 +75,7 @@ def on_waiter(
 
 
 def troubles() -> Iterator[tuple[str, float]]:
-    """Yields (what is wrong, for how many seconds): a peer's silence (also a short one) or improper end, a lost
-    store."""
+    """Yields (trouble, for how many seconds): a peer's silence, also a short one, or improper end, or a lost store."""
     module = native.extension()
     for i, peer in module.peers().items():
         if not peer["gone"]:

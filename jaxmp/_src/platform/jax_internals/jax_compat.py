@@ -77,7 +77,8 @@ def reduced_axes(x: jax.Array) -> frozenset[str]:
 
 
 def unreduced_axes(aval: Any) -> frozenset[str]:
-    """Returns the axes over which the devices hold terms of a sum, explicit and manual ones."""
+    """Returns the explicit and manual axes along which devices hold terms of a sum; none if `aval` is no array's
+    type."""
     if not isinstance(aval, jax.core.ShapedArray):
         return frozenset()
     kind = cast(Any, aval)

@@ -104,7 +104,8 @@ def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> 
 def _saved(
     primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
 ) -> tuple[Any, Any, Callable[..., Any]]:
-    """Returns (results, residuals, a function of residuals and operands that returns differentiable results)."""
+    """Returns (results, residuals, a function of residuals and operands that returns differentiable results). Residuals
+    are the results if the policy saves or offloads them, else ()."""
 
     def recompute(_: Any, *operands: Any) -> Any:
         return primitive.bind(*operands, **params)

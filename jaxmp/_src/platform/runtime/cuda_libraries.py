@@ -114,7 +114,7 @@ def _is_same_file(path: str, other: str) -> bool:
 
 
 def mapped_files(prefix: str) -> list[str]:
-    """Returns the files mapped by this process with names that begin with `prefix`; none if the system has no list."""
+    """Returns the files mapped by this process with names that begin with `prefix`, sorted; [] without such a list."""
     try:
         lines = Path(_MAPS).read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -57,7 +57,8 @@ class Walk:
         self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
     def follow(self, line: str) -> None:
-        """Runs both sides equation by equation, reports differences, sets `results`. `line`: the default."""
+        """Runs both sides by equations, reports differences, sets `results`. `line`: the line of equations without
+        one."""
         reference, variant = self.sides
         inputs = [Value(x) for x in reference.arrays]
         others = [Value(x) for x in variant.arrays]

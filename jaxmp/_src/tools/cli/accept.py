@@ -133,7 +133,7 @@ def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) ->
 
 
 def _cell(job: dict[str, Any], kind: str) -> str:
-    """Returns a cell of the table: how many checks of a kind have passed, were refused by name, or have failed."""
+    """Returns a cell of the table: how many checks of a kind passed, were refused by name or failed; or "not run"."""
     if kind == _DEATH and job["name"] == "one process":
         return "-"
     found = [check for check in job["checks"] if check["check"] == kind]
@@ -162,7 +162,7 @@ def _sentence(jobs: list[dict[str, Any]]) -> str:
 
 
 def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
-    """Runs the checks from `first` on; RANK.jsonl gets a line before and after each one."""
+    """Runs the checks from the one numbered `place_in_job[3]` on; RANK.jsonl gets a head, and two lines per check."""
     rank, nranks, port, first = place_in_job
     if nranks > 1:
         distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[rank])
@@ -254,7 +254,7 @@ def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
 
 
 def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
-    """Adds gradients of microbatches under checkpoints, where calls follow each other without the host's wait."""
+    """Compares sums of gradients of microbatches under checkpoints: calls follow each other without the host's wait."""
     mesh, (m, k, n), rng = _line(ndevices), extents, np.random.default_rng(1)
     shapes, specs = ((4, m, k), (k, n), (n, k)), (P(None, "x", None), P(None, "x"), P("x", None))
     xs, up, down = operands = [rng.integers(-1, 2, shape).astype(np.float32) for shape in shapes]

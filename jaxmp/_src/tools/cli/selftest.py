@@ -89,9 +89,8 @@ def check_placement(
     has_gradients: bool = False,
 ) -> int:
     """Checks all results of a product of small integers, which have exact sums: every element must be in its place.
-
-    Each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
-    """
+    Each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices. `has_gradients`:
+    also its gradients, and no epilog, unless the type has one byte. Returns 1; raises AssertionError."""
     m, k, n = extents
     a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
     row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1

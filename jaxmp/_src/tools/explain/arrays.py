@@ -13,7 +13,7 @@ def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
     """Returns args and kwargs with None for each leaf that is no array, and `fn` as a function of these. The function
-    returns a list of arrays: the result's, and those that `fn` puts into its arguments. It keeps the argument names of
+    returns a list of arrays: the result's, and arrays that `fn` puts into its arguments. It keeps the argument names of
     `fn`."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]

@@ -217,7 +217,8 @@ def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
 
 
 def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> Iterator[Operation]:
-    """Yields the rows of a program. `left`: by line, why `fuse` left a product to XLA."""
+    """Yields a row for each array that a collective moves, and for each product of XLA's. `left`: by line, why `fuse`
+    left a product to XLA. `calls`: the rows of jaxmp's calls, which may have a collective's cause."""
     program, module = origins.program, origins.program.compiled
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
@@ -326,10 +327,9 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
-    """Merges rows of equal line, kind, axes and kind of cause, and adds their bytes and counts. Needed rows come last.
-
-    Causes and remedies are joined by `_joined`.
-    """
+    """Merges rows of equal line, kind, axes and kind of cause, and adds their bytes and counts. A merged row has the
+    bytes of all runs. Needed collectives come after others, and products last. Causes and remedies are joined by
+    `_joined`."""
     groups: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
         key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden, row.across)

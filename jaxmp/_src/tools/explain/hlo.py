@@ -242,10 +242,7 @@ class Module:
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
         """Yields (computation, how often the program runs it) from `name` or the entry on; None if a loop's count is
-        unknown.
-
-        Fused computations are included if they have a product.
-        """
+        unknown. Fused computations are included if they have a product."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():

@@ -83,7 +83,7 @@ def _weight(values: Values, line: str, gradient: Iterable[Dim]) -> str:
 
 
 def _name(values: Values, at: Dim) -> str:
-    """Names a value, or the array of which a scan takes it as a slice."""
+    """Names a value, or the array that a scan slices to get it."""
     at = at._replace(dim=len(at.extents) - 1)
     while at.instruction.opcode in MOVES or SLICE_OF_SCAN.search(at.instruction.op_name):
         if (below := next(values.origins.operands(at), None)) is None:

@@ -314,7 +314,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
 
 
 def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
-    """Returns the row of a product that `fuse` did not change, for this `reason`."""
+    """Returns the row of a product that `fuse` did not change, with this `reason`."""
     operation = eqn.primitive.name.removesuffix("_wrapper")
     return dataclasses.replace(
         _row_of_xla(eqn, line, count),

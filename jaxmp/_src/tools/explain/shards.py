@@ -70,7 +70,8 @@ def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
 def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
     """Returns the variables that are terms of sums which the program defers, by `id`, with the axes of the sums.
 
-    `known`: these among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced array.
+    `known`: the terms among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced
+    array.
     """
     found = dict(known)
     for eqn in reversed(jaxpr.eqns):
