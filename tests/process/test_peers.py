@@ -26,7 +26,7 @@ class Process:
 
     def __init__(self, job, process, nprocesses, secret=SECRET):
         self.peers = Peers("127.0.0.1", process, nprocesses, secret)
-        self.wanted, self.sockets, self.lost = queue.SimpleQueue(), {}, {}
+        self.wanted, self.sockets, self.lost, self.is_closed = queue.SimpleQueue(), {}, {}, False
         job[process] = self.peers.port
 
         def address_of(peer):
@@ -35,10 +35,13 @@ class Process:
         def connect(peer, fd):
             assert peer not in self.sockets
             self.sockets[peer] = socket.socket(fileno=fd)
+            if self.is_closed:
+                self.sockets[peer].close()
 
         self.peers.start(self.wanted.get, address_of, connect, self.lost.__setitem__)
 
     def close(self):
+        self.is_closed = True
         self.peers.close()
         self.wanted.put([])
         for connection in self.sockets.values():
