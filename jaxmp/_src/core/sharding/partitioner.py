@@ -62,7 +62,8 @@ _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("ex
 
 @contextlib.contextmanager
 def explaining(*, stops: bool) -> Iterator[set[str]]:
-    """Collects what XLA is to partition in the programs that this thread lowers inside the context."""
+    """Collects what XLA is to partition in the programs that this thread lowers inside the context. If it `stops`, XLA
+    fails with STOPPED at the first call."""
     token = _explained.set(found := {"stop"} if stops else set())
     try:
         yield found
@@ -71,7 +72,7 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Plans a product for the shardings that XLA proposes."""
+    """Plans a product, or a batch of them, for the shardings that XLA proposes, except for axes that it cannot keep."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
@@ -146,7 +147,8 @@ def _place(
 
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions."""
+    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions. XLA
+    multiplies batches (unless a library is asked for) and symbolic extents."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()

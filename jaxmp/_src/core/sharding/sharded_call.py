@@ -160,7 +160,7 @@ def _result(outputs: Operands) -> Results:
 
 def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
     """Returns the group of these axes, which share a product inside shard_map. `cols`: the axes along a grid's columns.
-    `outside`: advice in the error outside shard_map."""
+    Raises ValueError if not all axes of several devices are manual; outside shard_map with the advice `outside`."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -274,7 +274,7 @@ def planned_call(
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
-    """True if b may be rounded before it is gathered, and is asked to be."""
+    """True if b is to be rounded before it is gathered: on request, from a wide type, with numbers as extents."""
     extents = (*operands["a"].shape, *operands["b"].shape)
     is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
     return any(spec.comm.narrow) and is_wide
