@@ -176,7 +176,7 @@ def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-    """Returns x as a matrix, with these dimensions joined to its rows and its columns."""
+    """Returns x as a matrix, with these dimensions joined to its rows and its columns (`_joined_axes`)."""
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):

@@ -69,7 +69,7 @@ def is_held(eqn: Any) -> bool:
 
 
 def parts(eqn: Any) -> bool:
-    """True if XLA may sum the results of an equation over devices, in an order that depends on the mesh."""
+    """True if XLA may sum inexact results of an equation over devices, in an order that depends on the mesh."""
     return eqn.primitive.name in PARTED and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 

@@ -107,8 +107,8 @@ class Rewriter:
         return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
-        """Evaluates a group by its call. If that fails, JAX evaluates the group's equations; under a level, calls still
-        compute the products alone."""
+        """Evaluates a group by its call, and adds the results to `values`. If the call fails or its types differ, JAX
+        evaluates the group's equations; under a level, calls still compute the products alone."""
         last = graph.equations[graph.last_product(group)]
         try:
             with jax_tracing.traced_as(last):

@@ -68,7 +68,7 @@ class Parts:
         return (part,) if self.sizes[part] > 1 else ()
 
     def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
-        """Returns the parts of each dimension of another shape, and cuts parts for it. None if that is impossible."""
+        """Returns the parts of each dimension of another shape, and cuts parts for it. None if extents forbid that."""
         left, found = [*itertools.chain(*self.of(dims))], []
         if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
             return None
