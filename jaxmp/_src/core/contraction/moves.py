@@ -67,7 +67,6 @@ class Gather(NamedTuple):
     """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map.
 
     `varies`: the ranks compute different results from the gathered operand, so its transpose is a reduce-scatter.
-    `narrow`: its types on the way.
     """
 
     dimension: int

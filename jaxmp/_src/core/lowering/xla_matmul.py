@@ -201,7 +201,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """Returns the operands by name, with the scales of the gathered operand gathered too."""
+    """Returns the operands by name, with the scales of the gathered operand gathered too if they vary along it."""
     product = spec.contraction
     if product.gathered is None or spec.group.nranks == 1:
         return operands

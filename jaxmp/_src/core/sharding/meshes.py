@@ -346,7 +346,7 @@ def is_partial(sharding: Any) -> bool:
 
 
 def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
-    """Returns the PartitionSpec of a user's sharding. Raises for unreduced and reduced axes, except `tagged` ones."""
+    """Returns a user's sharding as a PartitionSpec. Raises for other types, and for partial axes except `tagged`."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:

@@ -136,7 +136,7 @@ def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
 def _place(
     spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
 ) -> Placed:
-    """Returns how XLA's partitioner is to compute a call."""
+    """Returns how XLA's partitioner is to compute a call: a product, or `activation_grad` if `activation` is given."""
     if activation is None:
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
@@ -179,7 +179,7 @@ def _note(what: str) -> set[str]:
 
 def grouped_rule(platform: str) -> LoweringRule:
     """Returns the lowering rule of a product of groups of rows. On CPU devices, a product of global arrays becomes a
-    call that XLA partitions."""
+    call that XLA partitions, unless `decide.why_xla` has a reason or extents are symbolic."""
     on_shards = grouped.grouped_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
@@ -239,7 +239,7 @@ def _mesh_of(described: dict[str, Any]) -> Mesh:
 
 
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
-    """Returns the call of this description on one device's shards."""
+    """Returns the call of this description on one device's shards. Raises STOPPED if the description says so."""
     described = json.loads(text)
     if "stop" in described:
         raise RuntimeError(STOPPED)

@@ -183,7 +183,7 @@ def _axes_of(
     lie: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
-    """Returns the axes that split each index, slowest first."""
+    """Returns the axes that split each index, slowest first: axes that divide it, for "m" and "g" also `experts`."""
     axes: dict[str, Dim] = {}
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
