@@ -72,7 +72,7 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Plans a product, or a batch of them, for the shardings that XLA proposes, except for axes that it cannot keep."""
+    """Plans a product, or a batch of them, for the shardings that XLA proposes. Leaves out axes that it cannot keep."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
