@@ -34,7 +34,7 @@ _FUNCTIONS = {"_roll_static": "a roll", "_roll_dynamic": "a roll", "_where": "a 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A path from a value to a collective: the equation next to the value, and the rest of the path."""
+    """A path from a value to a collective: the equation next to the value and the rest, or the collective itself."""
 
     collective: Any
     equation: Any = None
@@ -42,7 +42,7 @@ class _Step:
 
 
 class Between:
-    """The paths between the products and the collectives of a graph."""
+    """The paths between products and collectives: linear equations before a sum over ranks, any after a gather."""
 
     def __init__(self, graph: Graph) -> None:
         self._equations = graph.equations
@@ -68,7 +68,7 @@ class Between:
 
     def reason(self, product: Product) -> str:
         """Returns why no call does the gather before a product or the sum over ranks after it. Returns "" if there is
-        no such collective, or if the product's call communicates already."""
+        no such collective, or if the product's call does another one inside shard_map."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
         step = before or self._after.get(self._equations[product.index].outvars[0])
@@ -87,7 +87,7 @@ class Between:
 
 
 def _word(eqn: Any) -> str | None:
-    """Returns the user's word for a linear equation; None for other equations."""
+    """Returns the user's word for a linear equation ("" for pvary, which has none); None for other equations."""
     name = eqn.primitive.name
     return _FUNCTIONS.get(str(eqn.params.get("name"))) if name == "jit" else _LINEAR.get(name)
 

@@ -28,7 +28,7 @@ class Functions:
         self._jaxprs: list[Any] = []  # kept alive, because their ids are keys
 
     def of(self, closed: Any) -> Function:
-        """Returns the function of a jaxpr."""
+        """Returns the function that evaluates a jaxpr by `self.evaluate`, the same function for the same jaxpr."""
         if id(closed) not in self._known:
             self._jaxprs.append(closed)
             jaxpr, consts = jax_tracing.open_jaxpr(closed)
@@ -63,8 +63,8 @@ class Functions:
 
 
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
-    """True if an equation's jaxprs, or its custom VJP rule, may contain something that a call can replace, or one of
-    `more` primitives."""
+    """True if an equation's jaxprs may contain something that a call can replace, or one of `more` primitives. True for
+    every custom VJP, because of its rules. False for functions of jaxmp itself."""
     if str(eqn.params.get("name", "")).startswith("jaxmp"):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
@@ -75,7 +75,7 @@ def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
 
 
 def products_in(eqn: Any) -> Iterator[Any]:
-    """Yields the equation itself if it is a product, else the products in its jaxprs."""
+    """Yields the equation itself if it is a product, else the products in its jaxprs, except jaxmp's functions."""
     if eqn.primitive.name in PRODUCTS:
         yield eqn
     elif not str(eqn.params.get("name", "")).startswith("jaxmp"):
@@ -85,7 +85,7 @@ def products_in(eqn: Any) -> Iterator[Any]:
 
 
 def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
-    """Yields the spec of each call of jaxmp in an equation that promises less than `level`; integers promise all."""
+    """Yields the specs of jaxmp's calls in an equation that promise less than `level`. Integer calls promise all."""
     spec = eqn.params.get("spec")
     if isinstance(given := getattr(spec, "level", None), Level):
         is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
@@ -150,7 +150,8 @@ def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eq
 
 
 def _as_it_stands(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    """Returns the results of an equation that keeps its primitive, with its jaxprs rewritten."""
+    """Returns the results of an equation that keeps its primitive, with its jaxprs rewritten. Raises UnknownError if a
+    rewritten jaxpr has constants or results of other types."""
 
     def rewritten(closed: Any) -> Any:
         before, _ = jax_tracing.open_jaxpr(closed)
@@ -175,7 +176,8 @@ def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], e
 
 
 def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of a differentiation rule, with its products rewritten and its zeros and flags unchanged."""
+    """Returns the result of a differentiation rule, with its products rewritten and its zeros and flags unchanged. A
+    rule that cannot be traced runs as it is."""
     try:
         traced = jax_tracing.Traced(rule, args, {})
     except Exception:  # raised by the user's rule, which may need concrete values

@@ -30,7 +30,8 @@ def evaluated(
 ) -> Any:
     """Traces a function of pytrees and returns its result, computed with the trace's products as calls.
 
-    `has_rule`: whether the result has the derivative of this module, or the derivative of each operation.
+    `has_rule`: whether the result has the derivative of this module, or the derivative of each operation. The former
+    needs a level and a function without mutable state.
     """
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
@@ -51,7 +52,7 @@ def evaluated(
 def _jvp(
     function: Function, options: Options, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the results of a function and their tangents."""
+    """Returns the results of a function and their tangents at the level, the tangents from one `linear_p` call."""
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero | ad.Zero)]
 
     def linearized(*primals: Any) -> Any:
@@ -76,7 +77,7 @@ def _jvp(
 
 
 def _of_some(function: Function, operands: Sequence[Any], places: Sequence[int]) -> Function:
-    """Returns a function of the operands at these places alone."""
+    """Returns a function of the operands at these places alone; the other operands are fixed."""
 
     def of_some(*values: Any) -> Sequence[Any]:
         given = dict(zip(places, values, strict=True))
@@ -124,7 +125,7 @@ def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> An
 
 
 def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
-    """Returns the jaxpr to which an equation is lowered if it is a linear map, so that reports can list its calls."""
+    """Returns [the jaxpr to which a `linear_p` equation is lowered], so that reports list its calls; else []."""
     if eqn.primitive is not linear_p:
         return []
     return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]

@@ -39,7 +39,7 @@ class Options:
 
 
 def inputs(product: Product) -> tuple[Any, ...]:
-    """Returns the values that a product's call takes."""
+    """Returns the variables that a product's call takes: x, w, and its bias, c and scales if it has them."""
     extra = (product.bias, product.c)
     scales = (scale.value for scale in product.scales)
     return (product.x.value, product.w.value, *(v for v in extra if v is not None), *scales)
@@ -50,7 +50,8 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-    """Returns a product's results, from one call. Errors use the operand names of `lax.dot_general`."""
+    """Returns the values of a product's `outputs` from one call on its `inputs`, the first one divided by its divisors.
+    Errors use the operand names of `lax.dot_general`."""
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
         d, *rest = _call(product, options, x, w, *extra)
@@ -88,7 +89,7 @@ def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra
 
 
 def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
-    """Returns the scales of a product's call: a row scale is a's, a column scale b's, a scalar takes the free place."""
+    """Returns a call's scales or None: a row scale is a's, a column scale b's, a scalar takes the free place."""
     rows = product.result.aval.shape[:-1]
     found: dict[str, jax.Array] = {}
     for scale, value in sorted(zip(product.scales, values, strict=True), key=lambda each: not each[0].varying):
@@ -101,7 +102,7 @@ def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
 
 
 def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
-    """Returns the cotangent of gelu's argument `aux`: the epilog multiplies the product by the derivative."""
+    """Returns [the cotangent of gelu's argument `aux`]: the epilog multiplies the product of `xw` by the derivative."""
     given = _shared(product, options) | {
         "epilog": Epilog.DGELU,
         "epilog_inputs": {"gelu_aux": aux},
@@ -149,8 +150,9 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns). Only the first dimension of k may
-    stay sharded, so that each rank has a contiguous piece of k."""
+    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns). Only the first dimension of k
+    stays sharded (the others are gathered), so that each rank has a contiguous piece of k. Raises NotAvailable if other
+    than the first of joined rows or columns are sharded. Removes `out_sharding` from `options`."""
     x, y = _gathered(x, one.contract[1:]), _gathered(y, other.contract[1:])
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
@@ -174,7 +176,7 @@ def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-    """Returns x as a matrix, with these dimensions joined to its rows and its columns."""
+    """Returns x as a matrix, with these dimensions joined to its rows and its columns (`_joined_axes`)."""
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):
@@ -185,7 +187,7 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
 
 
 def _joined_axes(entries: Sequence[Any]) -> Any:
-    """Returns the axes of joined dimensions. Raises NotAvailable if a rank would not hold one contiguous piece."""
+    """Returns the axes of dimensions that are joined. Raises NotAvailable if any but the first of them is sharded."""
     if any(entries[1:]):
         raise NotAvailable("ranks hold joined dimensions interleaved")
     return entries[0] if entries else None

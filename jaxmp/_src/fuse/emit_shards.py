@@ -54,7 +54,8 @@ class _Matrix:
         return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
     def along(self, dimension: int) -> _Matrix:
-        """Makes `dimension` the rows of the matrix. Free dimensions before it become leading dimensions."""
+        """Makes `dimension` the rows of the matrix. Free dimensions before it become leading dimensions. Returns the
+        matrix itself for its first free dimension, and for a contracted one."""
         free = self.operand.free
         if dimension == free[0] or dimension not in free:
             return self
@@ -64,7 +65,7 @@ class _Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """A call that computes a product, (free dimensions of a, of b). `copied`: how many elements are copied first."""
+    """A way to compute (free dimensions of a, of b): copies `copied` elements, then calls `function` over `axes`."""
 
     function: Callable[..., Any]
     a: _Matrix
@@ -87,7 +88,8 @@ class _Way:
 
 
 def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> list[jax.Array]:
-    """Returns a product's results from (x, w, bias, c): d, and the activation's argument if other equations read it."""
+    """Returns a product's results from (x, w, bias, c): d, and the activation's argument if other equations read it.
+    Raises NotAvailable for activations except relu and gelu, and for operands that fold into no matrix."""
     x, w, bias, c = operands
     if product.activation and product.activation not in ("relu", "gelu"):
         raise NotAvailable("no epilog applies this activation")
@@ -129,7 +131,7 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
 
 
 def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
-    """Returns the calls that gather g. `is_first`: g's free dimensions come first in the product's result."""
+    """Returns the calls that gather g, to multiply it and o. `is_first`: g's dimensions come first in the result."""
     gather = g.operand.gather
     assert gather is not None
     axes, free, ways = gather.axes, g.operand.free, []
@@ -148,7 +150,7 @@ def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
 
 
 def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _Way:
-    """Returns the call that does an equation's sum over ranks."""
+    """Returns the call that multiplies first and second and does eqn's sum over ranks (psum or reduce_scatter)."""
     if eqn.primitive.name != "reduce_scatter":
         return _Way(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
     names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.operand.free)

@@ -32,7 +32,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather. `why`:
-    for each product that reads a gather that stays, by index, a key of `reasons.REASONS`."""
+    by index of each product that reads a gather, a key of `reasons.REASONS`. It applies only if the gather stays."""
 
     taken: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -40,7 +40,7 @@ class Choice:
 
 
 def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
-    """Chooses the gathers that become part of the calls of the products `dots`."""
+    """Chooses the gathers that become part of the calls of the products `dots`, one by name for each call."""
     readers: dict[int, list[int]] = {}
     why: dict[int, str] = {}
     for dot in dots:
@@ -63,7 +63,8 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
 
 
 def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
-    """Returns the indices of the gathers before a product, also through casts, transposes and reshapes."""
+    """Returns the indices of the gathers before a product, also through casts, transposes and reshapes. Every
+    all_gather counts, but only reshards that a call can do."""
     found = []
     for v in graph.equations[dot].invars:
         while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*PASSES, "reshape"):
@@ -74,7 +75,7 @@ def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
 
 
 def _is_gather(eqn: Any) -> bool:
-    """True if a call can do this gather: afterwards every rank holds the whole dimension."""
+    """True if a call can do this gather of whole axes: a tiled all_gather, or a reshard that only removes axes."""
     if eqn.primitive.name == "reshard":
         if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             return False
@@ -86,7 +87,8 @@ def _is_gather(eqn: Any) -> bool:
 
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
-    """Returns why a gather stays (a key of `reasons.REASONS`), or ""."""
+    """Returns why a gather before the products `dots` stays (a key of `reasons.REASONS`), or "" if calls do it. `busy`:
+    the products that have a gather by name already."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"
@@ -104,7 +106,7 @@ def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implem
 
 
 def _ends(graph: Graph, v: Any) -> list[int]:
-    """Returns the equations that read a value, looking through casts and transposes, by index."""
+    """Returns the indices of a value's readers, RESULT included. The readers of a cast or a transpose replace it."""
     ends: list[int] = []
     for i in graph.readers(v):
         if i != RESULT and graph.equations[i].primitive.name in PASSES:
@@ -115,7 +117,7 @@ def _ends(graph: Graph, v: Any) -> list[int]:
 
 
 def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
-    """Returns (gathered operand, other operand). The first is None if other operations follow the gather."""
+    """Returns (gathered operand, other one). The first is None if both read the gather or other operations follow."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
     sides = [
@@ -128,7 +130,7 @@ def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None,
 
 
 def _takes(operand: Operand | None) -> bool:
-    """True if a call can gather this operand: by a reshard, through its layout, or along rows, columns or k."""
+    """True if a call can gather this operand, by a reshard or along rows, columns or k of a matrix; False for None."""
     if operand is None or operand.gather is None:
         return operand is not None
     return operand.is_flat and operand.folds(operand.gather.dimension)
@@ -146,7 +148,7 @@ def _received(graph: Graph, i: int) -> int:
 
 def _summed(graph: Graph, dot: int) -> int:
     """Returns the bytes that a rank receives in the collective after a product that its call could do, counted for a
-    ring (docs/cost.md)."""
+    ring (docs/cost.md). Returns 0 if there is none."""
     eqn = collective_after(graph, dot)
     if eqn is None:
         return 0
@@ -158,12 +160,12 @@ def _summed(graph: Graph, dot: int) -> int:
 
 
 def is_narrow(eqn: Any) -> bool:
-    """True for a gather of numbers of 8 bits or fewer, which XLA might widen first."""
+    """True for a gather (`_is_gather`) of numbers of 8 bits or fewer, which XLA might widen first."""
     return _is_gather(eqn) and eqn.invars[0].aval.dtype.name in NARROW
 
 
 def as_bytes(eqn: Any, x: jax.Array) -> jax.Array:
-    """Evaluates such a gather."""
+    """Evaluates such a gather of `x` by a collective of jaxmp."""
     if eqn.primitive.name == "reshard":
         want = eqn.outvars[0].aval.sharding
         return collectives.reshard(x, want.mesh, jax.typeof(x).sharding.spec, want.spec, is_explicit=True)
@@ -181,7 +183,8 @@ def reads_in_place(implementation: Implementation | None) -> bool:
 
 
 def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
-    """Returns the GPU's data sheet, the same in every process, if calls overlap their transfers there; else None."""
+    """Returns the GPU's data sheet, the same in every process, if calls overlap their transfers there; else None. A GPU
+    without a sheet counts as an H100."""
     if decide.here().platform not in ("cuda", "gpu") or implementation == "xla":
         return None
     kind = jax.devices()[0].device_kind.lower()
@@ -217,7 +220,7 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
 
 
 def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
-    """Returns the work of a product as arguments of `call_time`."""
+    """Returns a product's work, for `call_time`. `share`: 1 for global shapes, `ndevices` for the shapes of shards."""
     eqn: Any = graph.equations[dot]
     a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
     k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
@@ -226,7 +229,8 @@ def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
 
 
 def _hides(graph: Graph, dot: int, gather: int) -> bool:
-    """True if a call multiplies while it gathers. cuBLASMp does so for rows, but gathers k before a local product."""
+    """True if a call multiplies while it gathers. cuBLASMp does so along a free dimension, unless the other operand is
+    stored with rows first; then it gathers before a local product."""
     gathered, other = _operand_after(graph, dot, gather)
     if gathered is None or other.has_rows_first:
         return False

@@ -32,7 +32,7 @@ class UnknownError(Refusal):
 
 
 def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
-    """Returns (contracted dimensions, batch dimensions, rhs's group dimensions: one matrix for each group)."""
+    """Returns a product's (contracted dimensions, batch dimensions, group dimensions of rhs: one matrix per group)."""
     if eqn.primitive.name == "scaled_matmul_wrapper":
         return ((2,), (2,)), ((0,), (0,)), ()
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
@@ -102,7 +102,7 @@ class Graph:
         return self._readers.get(v, [])
 
     def only_reader(self, v: Any) -> int | None:
-        """Returns the index of the only equation that reads a value, or None."""
+        """Returns the index of the only equation that reads a value, or None. The jaxpr's results count as readers."""
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
 
@@ -124,7 +124,7 @@ class Graph:
         return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
 
     def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any], wanted: Collection[Any]) -> None:
-        """Evaluates plain equations, and adds to `values` each result that other equations read or is `wanted`."""
+        """Evaluates plain equations, and adds to `values` each result that is `wanted` or read by others."""
         equations, inside = [self.equations[i] for i in indices], set(indices)
         made = (v for eqn in equations for v in eqn.outvars)
         outputs = [v for v in made if v in wanted or not inside.issuperset(self.readers(v))]
@@ -140,7 +140,8 @@ class Graph:
 
 
 def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
-    """Returns the graph with each collective's start and done as one equation, except for results that are `left`."""
+    """Returns the graph with each collective's start and done as one equation, except for results that are `left`. A
+    start that other equations read too stays."""
     equations, joined = list[Any](), set[int]()
     for eqn in graph.equations:
         start: Any = graph.made_by(eqn.invars[0]) if eqn.primitive.name.endswith("_done") else None
@@ -157,7 +158,7 @@ def without_batches_of_one(graph: Graph) -> Graph:
 
 
 def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
-    """Returns the graph with each equation replaced by the equations that `rule` returns, if it returns any."""
+    """Returns the graph with equations replaced by the equations that `rule` returns, if any. Warns if it fails."""
     parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
     if not any(parts):
         return graph
@@ -229,8 +230,8 @@ def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, 
 def schedule(
     graph: Graph, groups: Sequence[Group], results: Sequence[Any], known: Collection[Any] = ()
 ) -> list[int | Group]:
-    """Returns the steps that compute `results`, and effects if nothing is `known`, in the program's order but after all
-    that they read. Groups replace the equations that make their outputs."""
+    """Returns the steps that compute `results` from `known` values, and effects if nothing is `known`, in the program's
+    order but after all that they read. Groups replace the equations that make their outputs."""
     makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
 
     def made(values: Sequence[Any]) -> list[int | Group]:

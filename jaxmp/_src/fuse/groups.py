@@ -28,7 +28,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[int, str]]:
-    """Returns (the graph with whole collectives where a group takes them in, the groups, why others have none)."""
+    """Returns (the graph, the groups, why other products have none, by index). In the graph, collectives are whole
+    where a group takes them in, batches of one are products, and narrow weights are read as stored."""
 
     def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
         whole = without_batches_of_one(with_whole_collectives(graph, left))
@@ -45,7 +46,7 @@ def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[in
 
 
 def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group], dict[int, str]]:
-    """Returns (what is replaced, why other products are not, by index). `whole`: the graph without barriers."""
+    """Returns (what is replaced, why other `dot_general`s are not, by index). `whole`: the graph without barriers."""
     dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
     if not dots:
         return [], {}
@@ -94,8 +95,8 @@ def of_product(product: Product, options: Options, note: str = "") -> Group:
 
 
 def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Group]:
-    """Pairs each product before gelu with the product before gelu's derivative. The first call returns the aux that
-    the epilog of the second call reads."""
+    """Returns two groups for each product before gelu and product before gelu's derivative. The first call returns the
+    aux that the epilog of the second call reads."""
     groups: list[Group] = []
     firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
     plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))

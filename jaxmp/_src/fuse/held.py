@@ -56,7 +56,8 @@ PARTED = {
 
 
 def is_held(eqn: Any) -> bool:
-    """True if an equation takes another form under a level of determinism."""
+    """True if an equation takes another form under a level: of HELD, with an inexact result of at least 16 bits, except
+    for a sum of at most one term and for a scatter with no updates that may collide."""
     if eqn.primitive.name not in HELD:
         return False
     aval = eqn.outvars[0].aval
@@ -68,12 +69,12 @@ def is_held(eqn: Any) -> bool:
 
 
 def parts(eqn: Any) -> bool:
-    """True if XLA may sum the results of an equation over devices, in an order that depends on the mesh."""
+    """True if XLA may sum inexact results of an equation over devices, in an order that depends on the mesh."""
     return eqn.primitive.name in PARTED and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
-    """Returns the results of an equation that `is_held`."""
+    """Returns the results of an equation that `is_held`. Under a global order, WHOLE operations get whole operands."""
     name = eqn.primitive.name
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
@@ -91,7 +92,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Returns `x`, rounded to its type. Neither XLA nor LLVM looks through the choice between `x` and NaN."""
+    """Returns `x`, rounded to its type. Neither XLA nor LLVM looks through the choice between `x` and NaN. Returns
+    complex and integer `x` unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if x.dtype.itemsize == 2:
@@ -110,7 +112,8 @@ def _alone(eqn: Any, x: jax.Array) -> jax.Array:
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
-    """Returns a sum as a product with ones. On explicit axes, only the first summed dimension stays sharded."""
+    """Returns a sum as a product with ones. On explicit axes, free dimensions stay sharded, and of summed dimensions
+    only the first with an extent other than 1."""
     axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
     free = tuple(i for i in range(x.ndim) if i not in axes)
     is_typed = is_explicit(jax.typeof(x))
@@ -148,14 +151,14 @@ def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
 
 
 def _may_collide(eqn: Any) -> bool:
-    """True if several updates of a scatter may be added to one element."""
+    """True if several updates of a scatter may go to one element: more than one update, not marked as unique."""
     numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
     batch = numbers.scatter_indices_batching_dims
     return not eqn.params["unique_indices"] and math.prod(n for i, n in enumerate(indices[:-1]) if i not in batch) != 1
 
 
 def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of an operation with whole operands on every device."""
+    """Returns the result of an operation with whole operands on every device, sharded as its type says."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
         d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)

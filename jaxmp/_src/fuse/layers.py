@@ -18,7 +18,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
-    """Returns the groups of the layers among these products."""
+    """Returns a group for each pair of layers (with relu or gelu) and, without a level, each gated layer (with any
+    activation) among these products, if nothing else reads the hidden layer and it is not resharded."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:
@@ -37,14 +38,14 @@ def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> 
 
 
 def _is_layer(product: Product) -> bool:
-    """True if the product is x @ w, perhaps with a bias and an activation."""
+    """True if the product is x @ w, w (k, n), perhaps with a bias and an activation, but no factor or collective."""
     is_plain = product.alpha is None and product.collective is None and not product.scales
     is_kept = product.preactivation is None and product.x.gather is None and product.w.gather is None
     return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
 
 
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
-    """Returns (gate, up) if `hidden` is act(gate) * up and both read the same x; otherwise None."""
+    """Returns (gate, up) if `hidden` is act(gate) * up, both read the same x and nothing else reads them, else None."""
     eqn = graph.made_by(hidden)
     if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None

@@ -68,7 +68,8 @@ class Pair:
     steps: tuple[Sequence[int | Group], Sequence[int | Group]]
 
     def run(self, eqn: Any, values: Values, run: Run, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> bool:
-        """Runs one of the two scans into `values`. Returns False if the scan has to be evaluated like any other.
+        """Runs one of the two scans into `values`. Returns False if the scan has to be evaluated like any other. If the
+        backward scan is refused, it first replaces the forward results by JAX's, with `evaluate`.
 
         `values[self]` holds what crosses; it is missing if a call of the forward scan was refused.
         """
@@ -117,7 +118,8 @@ class Pair:
 
 
 def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | None:
-    """Pairs two scans. Returns None if no epilog of the backward body reads an aux of the forward body."""
+    """Pairs two scans of one length. Returns None if no epilog of the backward body reads an aux of the forward body,
+    or if the forward body would need the backward body."""
     first, second, reader = forward.body, backward.body, {backward.index}
     stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
     variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
@@ -158,7 +160,8 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
 
 
 def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict[Any, Any], results: Any) -> Any:
-    """Runs a scan. `results` computes a step's (carry, stacked) from its variables. `more` is scanned over too."""
+    """Runs a scan. `results` computes a step's (carry, stacked) from its variables. `more` is scanned over too.
+    `invars`: the body's variables, None for operands that are not passed."""
     n, start = scan.nfixed, scan.xs.start
     operands = [None if v is None else read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
 
@@ -190,8 +193,8 @@ def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
 
 
 def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
-    """Returns the variables of a body that are constants, with the equations before the scan that make them. JAX moves
-    these equations there, out of derivatives of activations."""
+    """Returns the variables of a body that are broadcast literals, with the equations before the scan that make them.
+    JAX moves these equations there, out of derivatives of activations."""
     found = {}
     for outside, inside in zip(scan.eqn.invars[: scan.nfixed], scan.body.invars, strict=False):
         eqn = graph.made_by(outside)
@@ -205,7 +208,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
 
 
 def find_pairs(graph: Graph, plan: Plan) -> dict[int, Pair]:
-    """Returns the pairs of scans, by the index of each scan. The second scan reads an aux of the first."""
+    """Returns the pairs of scans by the index of each scan, at most one each. The second reads an aux of the first."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
         return {}

@@ -25,7 +25,8 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A product's operand: `value`, cast to `dtype`, with its own dimension numbers. `gather`: set if it is a shard."""
+    """A product's operand: `value`, cast to `dtype`, with the dimension numbers of `value`. The call does the
+    `equations` after it too: a `gather` by name (then `value` is a shard), a reshard, a conjugation, and transposes."""
 
     value: Any
     dtype: np.dtype
@@ -51,7 +52,7 @@ class Operand:
 
     @property
     def is_flat(self) -> bool:
-        """True if its dimensions fold into the two dimensions of a matrix."""
+        """True if its dimensions, as stored, fold into the two dimensions of a matrix. False with a batch."""
         return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
 
     def folds(self, dimension: int) -> bool:
@@ -70,7 +71,7 @@ def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def is_auto(aval: Any) -> bool:
-    """True if XLA's partitioner chooses the sharding of a value of this type, as far as tracing knows."""
+    """True if XLA shards a type's values: its mesh, or else the mesh around, is automatic and has several devices."""
     mesh = aval.sharding.mesh if not aval.sharding.mesh.empty else jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
@@ -95,7 +96,8 @@ def operand_of(
     """Returns the operand of a product that reads `v`. The search goes back to the start of a gather of `gathers`, or
     over transposes, conjugations and (`over_pvary`) pvary: the call's gradient does pvary's transpose, a sum.
 
-    Casts stay before the product, except for casts between such a gather and the product.
+    Casts stay before the product, except for casts between such a gather and the product. If `gathers` (indices) is
+    empty, only the product may read what is between.
     """
     now = best = Operand(v, v.aval.dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None and not all(map(jax_tracing.is_literal, eqn.invars[:1])):
@@ -120,7 +122,7 @@ def _of_all_gather(operand: Operand, eqn: Any) -> Operand:
 
 
 def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns None if the transpose changes the order of the free dimensions, or a gather follows it."""
+    """Returns the operand before a transpose, or None if the order of free dimensions changes or a gather follows."""
     contract, batch, free = (
         tuple(eqn.params["permutation"][d] for d in dims) for dims in (operand.contract, operand.batch, operand.free)
     )
@@ -129,7 +131,7 @@ def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
 
 
 def _of_cast(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns None unless the cast is from floating point. Such a cast may come before or after a gather."""
+    """Returns the operand if a cast is from floating point, else None. The cast may come before or after a gather."""
     return operand if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else None
 
 

@@ -65,7 +65,7 @@ class Product:
 
     @property
     def is_symmetric(self) -> bool:
-        """True if both operands are one array with the same contraction: a matrix times its transpose."""
+        """True if both operands are one array with the same contraction and no batch: a matrix times its transpose."""
         lhs, rhs = (dataclasses.replace(operand, equations=frozenset()) for operand in (self.lhs, self.rhs))
         return lhs == rhs and not lhs.batch
 
@@ -82,7 +82,7 @@ class Product:
 
     @property
     def communicates(self) -> bool:
-        """True if ranks communicate for the product or its gradients, because of shardings or collectives."""
+        """True if ranks communicate for the product or its gradients, by collectives or by shardings in types."""
         if self.is_shared_by_name:
             return True
         if self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded:
@@ -92,7 +92,8 @@ class Product:
 
 
 def _is_shared(lhs: Operand, rhs: Operand) -> bool:
-    """True if ranks hold parts of one operand and the whole of the other, or parts of the contraction."""
+    """True if ranks hold different parts of the operands: inside shard_map if these vary over different axes and have
+    no batch, outside if explicit axes shard a dimension that is not a batch."""
     if jax_tracing.manual_axes():
         varying = [jax_compat.varying_axes(operand.value.aval) for operand in (lhs, rhs)]
         return not lhs.batch and varying[0] != varying[1]
@@ -101,7 +102,9 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 
 
 def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
-    """Returns the product of a `dot_general`, with the operations that its call can do."""
+    """Returns the product of a `dot_general`, with the operations that its call can do. `gathers`: the gathers that
+    calls do, by index. `epilogs`: whether calls also do scales, factors, biases, activations and additions. `manual`:
+    inside shard_map, where the call may do a sum over ranks; outside, it may do a reshard."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
@@ -120,7 +123,7 @@ def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bo
 
 
 def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Product:
-    """Returns the product of a `dot_general`, with operations on its operands only."""
+    """Returns the product of a `dot_general`, with operations on its operands only (`operand_of`)."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
     for over_pvary in (True, False):
@@ -152,7 +155,7 @@ def collective_after(graph: Graph, index: int) -> Any | None:
 
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
-    """True if the product is added to other values before a sum over ranks inside shard_map."""
+    """True if the product is added to others, perhaps cast or transposed, before a sum over ranks in shard_map."""
     v, is_sum = (product.before or product).result, False  # an addition may be part of the call, as c
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
@@ -174,6 +177,7 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
     return dataclasses.replace(product, result=eqn.outvars[0], equations=product.equations | {i}, **changes)
 
 
+# Each `_with` function returns the product itself if the call cannot do the next operation.
 def _with_cast(graph: Graph, product: Product) -> Product:
     """Takes in a cast of a float32 result to the operands' 16-bit type: the sum is rounded once either way."""
     found = _next(graph, product, "convert_element_type")
@@ -186,7 +190,7 @@ def _with_cast(graph: Graph, product: Product) -> Product:
 
 
 def _with_transpose(graph: Graph, product: Product) -> Product:
-    """Takes in a transpose of rows and columns, by swapping the operands."""
+    """Takes in a transpose of rows and columns, by swapping the operands, unless there is a batch."""
     while (found := _next(graph, product, "transpose")) is not None and not product.lhs.batch:
         rows, cols = len(product.x.free), len(product.w.free)
         if found[1].params["permutation"] != (*range(rows, rows + cols), *range(rows)):
@@ -214,8 +218,8 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
-    """Takes in numbers that multiply or divide a product before its sum over ranks. The call multiplies its sums in the
-    accumulator's type, which overflows and underflows less than 16 bits.
+    """Takes in numbers (not 0 or infinity) that multiply or divide a product before its sum over ranks, and negations.
+    The call multiplies its sums in the accumulator's type, which overflows and underflows less than 16 bits.
 
     Division by a number that is not a power of 2 differs from multiplication by its reciprocal, unless the result has
     16 bits or fewer. Such a number therefore divides the result of the call.
@@ -237,7 +241,7 @@ def _with_factors(graph: Graph, product: Product) -> Product:
 
 
 def _number(graph: Graph, v: Any) -> Any:
-    """Returns the scalar that a value repeats, in the value's type, or None."""
+    """Returns the literal scalar that a value repeats by broadcasts, casts and pvary, in the value's type, or None."""
     if jax_tracing.is_literal(v):
         return np.asarray(v.val) if np.ndim(v.val) == 0 else None
     eqn = graph.made_by(v)
@@ -248,14 +252,15 @@ def _number(graph: Graph, v: Any) -> Any:
 
 
 def _scatters(product: Product, eqn: Any) -> bool:
-    """True if blocks of the scattered dimension are blocks of the rows, or of the columns, of a matrix."""
+    """True if the call can scatter: blocks of the dimension are blocks of the rows, or of the columns, of a matrix."""
     dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
     operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
     return operand.folds(operand.free[i])
 
 
 def _with_scales(graph: Graph, product: Product) -> Product:
-    """Takes in factors of rows, of columns or of the tensor after a cast of exact int8 sums to float32."""
+    """Takes in one or two float32 factors (of rows, of columns or of the tensor) after a cast of exact int8 sums to
+    float32, and then a cast. A factor has to be sharded like its operand. Without factors nothing is taken in."""
     found, shape = _next(graph, product, "convert_element_type"), product.result.aval.shape
     is_int8 = {product.lhs.dtype.name, product.rhs.dtype.name} == {"int8"} and product.dtype == np.int32
     if not is_int8 or not product.is_matrix or product.is_shared_by_name or found is None:
@@ -316,7 +321,7 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 
 
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns (vector of `columns` numbers that `v` repeats, the equations that repeat it), or None."""
+    """Returns (vector of `columns` numbers that `v` repeats along its last dimension, equations that do), or None."""
     equations: tuple[int, ...] = ()
     while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars
@@ -357,7 +362,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 
 
 def _with_c(graph: Graph, product: Product) -> Product:
-    """Takes in the addition of another array of the result's type, as the call's c."""
+    """Takes in the addition of another array of exactly the result's type, as the call's c, unless x is a vector."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
     if found is None or product.x.ndim == 1:
         return product

@@ -54,13 +54,13 @@ def notes_in(names: Sequence[str]) -> list[str]:
 
 
 def reason_in(names: Sequence[str]) -> str:
-    """Returns the reason, in words, that the innermost of these name stacks holds."""
+    """Returns the reason, in words, that the innermost of these name stacks holds. There has to be one."""
     name: str = re.findall(SCOPE + "([a-z0-9]+)", "/".join(names))[-1]
     return REASONS.get(name) or _details[name]
 
 
 def name_of(reason: str) -> str:
-    """Returns the name of a reason in a name stack."""
+    """Returns the name of a reason in a name stack, and keeps the reason for `reason_in` and `notes_in`."""
     name = "of" + hashlib.sha256(reason.encode()).hexdigest()[:10]
     _details[name] = reason
     return name
@@ -71,7 +71,7 @@ def name_of_refusal(error: Exception) -> str:
 
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
-    """Returns the result of an analysis of equations. Warns and returns None if it fails by a fault of jaxmp."""
+    """Returns the result of an analysis. If it raises an error, warns and returns None, or raises it (`report`)."""
     try:
         return analyze()
     except Exception as error:
@@ -80,8 +80,9 @@ def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | 
 
 
 def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
-    """Raises an error that is neither a refusal nor a fault of jaxmp, because a run that failed, perhaps in one process
-    of several, cannot be repeated. Neither can effects: with such equations, raises every error but a refusal."""
+    """Raises an error that is neither a refusal nor a fault of jaxmp (a RuntimeError, Warning or FloatingPointError,
+    but no NotImplementedError), because a run that failed, perhaps in one process of several, cannot be repeated.
+    Neither can effects: with such equations, raises every error but a refusal."""
     if isinstance(error, Refusal):
         return
     is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
@@ -91,7 +92,7 @@ def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
 
 
 def report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns of a fault of jaxmp."""
+    """Warns of a fault of jaxmp in equations, or raises the error if it is none (`check_is_fault`)."""
     check_is_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(

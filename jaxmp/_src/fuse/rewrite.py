@@ -37,9 +37,9 @@ class Rewriter:
         return self.results(Graph.of(jaxpr), known)
 
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
-        """Returns the results of a graph. `known`: the values of its arguments and constants.
+        """Returns the results of a graph. `known`: the values of its arguments and constants. Unread equations run too.
 
-        Raises NotImplementedError for products that do not keep the level.
+        Raises NotImplementedError for products and sums that do not keep the level. Warns of other operations.
         """
         values, results = dict(known), graph.results
         graph = Graph(graph.equations, [*results, *graph.unread()])
@@ -96,7 +96,8 @@ class Rewriter:
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
         """True if a step is an equation that the rewriter evaluates as it is.
 
-        Groups, products, narrow gathers and equations with jaxprs are not; at a level, nor are held ones.
+        Groups, products, operations with products in their derivatives, narrow gathers, and equations with jaxprs or
+        effects are not; at a level, nor are held ones and sums over devices.
         """
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
@@ -106,8 +107,8 @@ class Rewriter:
         return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
-        """Evaluates a group by its call. If that fails, JAX evaluates the group's equations; under a level, calls still
-        compute the products alone."""
+        """Evaluates a group by its call, and adds the results to `values`. If the call fails or its types differ, JAX
+        evaluates the group's equations; under a level, calls still compute the products alone."""
         last = graph.equations[graph.last_product(group)]
         try:
             with jax_tracing.traced_as(last):
@@ -121,7 +122,8 @@ class Rewriter:
             self._without(graph, group, values, self._why_not(last, error, is_lost=is_last))
 
     def _without(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
-        """Evaluates the equations that a group replaces, without its call."""
+        """Evaluates the equations that a group replaces, without its call. At a level, each product becomes a call of
+        its own; else JAX computes it because of `why`. Raises UnknownError if a value of another scan is missing."""
         parts: list[Group] = []
         if self.options.level.fixed_order and group.what != "bare":
             dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
@@ -136,7 +138,8 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after an error. `is_lost`: notes products as lost."""
+        """Returns the name of the reason why JAX gets an equation after an error. `is_lost`: notes products as lost.
+        Warns of a fault of jaxmp. Raises an error that is neither a fault nor a refusal."""
         check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
@@ -149,14 +152,14 @@ class Rewriter:
         return "failed"
 
     def _lose(self, eqn: Any, why: str) -> None:
-        """Notes that JAX computes the products of an equation, so that they do not keep the level."""
+        """Notes, at a level, that JAX computes the products of an equation, so that they do not keep the level."""
         if not self.options.level.fixed_order:
             return
         for product in control_flow.products_in(eqn):
             self._lose_one("product", product, eqn, why=why)
 
     def _lose_one(self, what: str, *equations: Any, why: str) -> None:
-        """Notes that JAX computes a product or a sum. `equations`: it and what is around it."""
+        """Notes that JAX computes a product or a sum; warns if not `strict`. `equations`: it and what is around."""
         text = f"the {what} at {self._line(*equations)}: {why}"
         if self.options.strict:
             self._lost[text] = None
@@ -169,7 +172,8 @@ class Rewriter:
         return next(filter(None, lines), "an unknown line")
 
     def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """Returns (results of the call for a product other than `dot_general`, ""), or ([], why there is no call)."""
+        """Returns (results of the call for a product other than `dot_general`, ""), or ([], why there is no call). In
+        the second case the product is noted as lost."""
         is_ragged = eqn.primitive.name == "ragged_dot_general"
         if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._lose(eqn, REASONS["groups"])
@@ -181,7 +185,8 @@ class Rewriter:
             return [], self._why_not(eqn, error)
 
     def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results of a sum or an elementwise operation, in the form that keeps the level."""
+        """Returns the results of a sum or an elementwise operation in the form that keeps the level. If jaxmp refuses
+        it or fails, notes that, and JAX evaluates the equation."""
         with jax_tracing.traced_as(eqn):
             try:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]

@@ -28,9 +28,10 @@ from jaxmp._src.fuse.operands import is_auto, is_explicit
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the result of a `scaled_matmul`. MXFP8 and NVFP4 run as one low-precision product for each element of the
-    batch, padded to whole tiles. Other types, and shards that do not fit the tiles, are decoded and multiplied.
+    batch, padded to whole tiles. Other types, automatic axes, and shards that do not fit tiles are decoded.
 
-    JAX gives the result's type no sharding: the result is sharded like its operands, or whole if they disagree.
+    JAX gives the result's type no sharding: the result is sharded like its operands, or whole if they disagree. Raises
+    the last refusal if all are refused.
     """
     aval, mode = eqn.outvars[0].aval, _mode(*operands)
     programs: list[Callable[..., jax.Array]] = [_decoded]

@@ -36,14 +36,14 @@ class Scale:
         return Scale(self.value, tuple(None if d is None else order[d] for d in self.dims))
 
     def is_sharded_as(self, aval: Any) -> bool:
-        """True if it is sharded like an array of this type, does not vary, or types have no shardings."""
+        """True if it is sharded like these dimensions of an array, does not vary, or types have no shardings."""
         if not self.varying or not is_explicit(aval):
             return True
         own, axes = axes_of_type(self.value.aval), axes_of_type(aval)
         return all(own[i] == (() if d is None else axes[d]) for i, d in enumerate(self.dims))
 
     def times(self, x: jax.Array, value: Any) -> jax.Array:
-        """Returns x times the scale, multiplied in float32, in the type of x."""
+        """Returns x times the scale (of this `value`), multiplied in float32, in the type of x."""
         factor = lax.squeeze(jnp.asarray(value, jnp.float32), [i for i, d in enumerate(self.dims) if d is None])
         factor = lax.transpose(factor, sorted(range(factor.ndim), key=self.varying.__getitem__))
         if self.varying:
@@ -68,7 +68,7 @@ class Parts:
         return (part,) if self.sizes[part] > 1 else ()
 
     def reshaped(self, dims: Sequence[Sequence[Part]], shape: Sequence[int]) -> tuple[tuple[Part, ...], ...] | None:
-        """Returns the parts of each dimension of another shape, and cuts parts for it. None if that is impossible."""
+        """Returns the parts of each dimension of another shape, and cuts parts for it. None if extents forbid that."""
         left, found = [*itertools.chain(*self.of(dims))], []
         if not all(isinstance(extent, int) for extent in (*shape, *map(self.sizes.get, left))):
             return None
@@ -89,7 +89,8 @@ class Parts:
         return tuple(found)
 
     def spread(self, x: Any, dims: Sequence[Sequence[Part]], over: Sequence[Part]) -> jax.Array:
-        """Returns a scale as a float32 factor of sums, with one dimension for each part in `over`."""
+        """Returns a scale that varies along `dims` as a float32 factor of sums (`of_sums`), with one dimension for each
+        part in `over`, which has all parts of `dims`."""
         own = tuple(itertools.chain(*dims))
         x = jnp.reshape(of_sums(x), [self.sizes[part] for part in own])
         at = [over.index(part) for part in own]
@@ -105,7 +106,7 @@ def of_sums(scale: Any) -> jax.Array:
 
 def summable(x: jax.Array, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Returns (x times powers of two, the inverse powers). The powers keep sums of narrow numbers along `dims` in
-    float32's range."""
+    float32's range, one power for each sum. float16 stays."""
     if x.dtype == np.float16:
         return x, jnp.ones([1 if i in dims else n for i, n in enumerate(x.shape)], jnp.float32)
     most = jnp.max(jnp.abs(lax.stop_gradient(x)), dims, keepdims=True, initial=0)
@@ -123,7 +124,8 @@ def centred(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def repeated(graph: Graph, v: Any, parts: Parts, dims: Any) -> tuple[Any, Any]:
-    """Returns (the array that `v` repeats, the parts of its dimensions). `dims`: the parts of v's dimensions."""
+    """Returns (the array that `v` repeats by broadcasts and reshapes of these, the parts of its dimensions), or v
+    itself. `dims`: the parts of v's dimensions. A dimension of extent 1 has no parts."""
 
     def varying(v: Any, dims: Any) -> Any:
         return tuple(dim if extent > 1 else () for dim, extent in zip(dims, v.aval.shape, strict=True))

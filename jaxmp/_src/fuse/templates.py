@@ -59,7 +59,7 @@ def gelu_cotangent(z: Any, cotangent: Any) -> Any:
 
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
-    """Finds the equations that apply an activation to a value."""
+    """Returns the equations that apply an activation to a value, or None, and keeps the answer in `graph.matches`."""
     if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
         return None
     if (activation, v) not in graph.matches:
@@ -70,7 +70,7 @@ def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | Non
 
 
 def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
-    """Finds the equations that compute `function` of an activation's argument and of one of `cotangents`."""
+    """Returns the equations of `function` of an activation's argument and of one of `cotangents`, or None."""
     (v,) = match.arguments
     has_one = jnp.issubdtype(v.aval.dtype, jnp.inexact)
     template = flat(function, (v.aval, match.output.aval)) if has_one else None

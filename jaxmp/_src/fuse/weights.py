@@ -50,8 +50,8 @@ _AFTER = ("reduce_scatter", "reshard", *SUMS)
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is a value
-    with the operand's parts along which each dimension of the value varies."""
+    """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is (a value,
+    for each of its dimensions the operand's `parts` along which it varies). `ndim`: of the operand."""
 
     value: Any
     moves: tuple[Any, ...]  # the last one first
@@ -60,7 +60,7 @@ class Weights:
     ndim: int
 
     def plain(self) -> list[Scale] | None:
-        """Returns the scales if each varies along whole dimensions, else None."""
+        """Returns the scales if each of their dimensions is one whole dimension of the operand, else None."""
         whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
         found = self.cut()
         if any(dim not in whole for _, dims in found for dim in dims):
@@ -68,17 +68,17 @@ class Weights:
         return [Scale(value, tuple(whole[dim] for dim in dims)) for value, dims in found]
 
     def cut(self) -> list[tuple[Any, tuple[tuple[Part, ...], ...]]]:
-        """Returns the scales, with the parts as they are cut now."""
+        """Returns `scales` with the parts as later reshapes have cut them, without parts of extent 1."""
         return [(value, self.parts.of(dims)) for value, dims in self.scales]
 
     def blocks(self, of_k: Sequence[Part]) -> tuple[Part, ...]:
-        """Returns the parts of the contraction along which a scale varies."""
+        """Returns the parts of the contraction, among `of_k`, along which a scale varies."""
         varying = {part for _, dims in self.cut() for dim in dims for part in dim}
         return tuple(part for part in of_k if part in varying)
 
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
-    """Returns the graph with products that read narrow weights as they are stored."""
+    """Returns the graph with gathers and products that read narrow weights as stored, or `graph` if it has none."""
     opened = each_in_place(graph, _of_decoder)
     moved = each_in_place(opened, functools.partial(_of_gather, opened))
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
@@ -92,7 +92,8 @@ def with_narrow_weights(graph: Graph, options: Options) -> Graph:
 
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a jitted function that decodes an array; None for any other equation."""
+    """Returns the equations inside a jitted function that only casts, moves, repeats and multiplies narrow numbers,
+    with no given shardings; None for any other equation."""
     if eqn.primitive.name != "jit" or eqn.effects:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
@@ -119,8 +120,8 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a gather of decoded numbers that moves them narrow; None for any other equation. A scale
-    that all ranks hold comes after the gather."""
+    """Returns the equations of a gather of decoded numbers that gathers them narrow and then multiplies by the scales;
+    None for other equations, for scales of blocks, and if a rank does not hold all of a scale (`_is_whole`)."""
     weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
     scales: Any = weights and weights.plain()
     if weights is None or scales is None or not all(_is_whole(graph, scale, eqn) for scale in scales):
@@ -136,7 +137,8 @@ def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 
 def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
-    """True if each rank holds all of a scale that it needs after a gather."""
+    """True if each rank holds all of a scale that it needs after a gather. At a reshard it has to be sharded like the
+    result. At an all-gather it may not vary along the dimension, and its type has to show that ranks hold the same."""
     if eqn.primitive.name == "reshard":
         return scale.is_sharded_as(eqn.outvars[0].aval)
     v = scale.value
@@ -148,7 +150,9 @@ def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a `dot_general` that reads narrow weights; None if it finds none."""
+    """Returns the equations of a `dot_general` that reads its narrow weights (the larger ones of two); None without
+    any, with a batch or weak types, or if a scale varies along k and columns. With scales also None before a
+    collective, without `_are_rows_known`, and if a scale is not sharded like what it multiplies. See `_of_blocks`."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
@@ -210,7 +214,7 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 def _in_place(
     eqn: Any, multiply: Callable[[dict[Any, Any]], jax.Array], operands: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """Returns the equations of a product of these operands; None if its type is not the type of eqn's result."""
+    """Returns the equations of `multiply` (of values by variable), or None if eqn has a result of another type."""
     variables, is_same = [v for v in operands if not jax_tracing.is_literal(v)], True
 
     def program(*arrays: Any) -> list[Any]:
@@ -224,14 +228,15 @@ def _in_place(
 
 
 def _moved(weights: Weights, q: Any) -> Any:
-    """Returns the narrow value, moved as the program moves it."""
+    """Returns the narrow value `q`, moved as the program moves it."""
     for move in reversed(weights.moves):
         (q,) = jax_tracing.evaluate(move, [q])
     return q
 
 
 def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
-    """Returns the equations of a `dot_general` with scales along contiguous blocks of k, if it pays; else None."""
+    """Returns the equations of a `dot_general` that reads operand `side` narrow, with scales of contiguous blocks of k.
+    Returns None except on CPUs, on explicit axes, with transposes, with k not first, and if it does not pay."""
     contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
     rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
     shape, parts = eqn.invars[side].aval.shape, weights.parts
@@ -268,7 +273,8 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a `lax.ragged_dot` that reads narrow matrices; None if it finds none."""
+    """Returns the equations of a `lax.ragged_dot` that reads narrow matrices. None without any, for weak types, if XLA
+    multiplies, without `_are_rows_known`, if shardings do not fit, and for blocks of k with a level or many rows."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
@@ -309,7 +315,8 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 
 
 def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
-    """True if the largest number in each row of an operand is known without communication, or not needed."""
+    """True if a device knows the largest number in each row of an operand without communication, or it is float16.
+    `rows`: the operand, with the result's dimensions of its rows. False on automatic axes and after a gather."""
     v = rows.value
     if v.aval.dtype == np.float16:
         return True
@@ -320,7 +327,7 @@ def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
 
 
 def _is_moved_after(graph: Graph, v: Any) -> bool:
-    """True if a result goes to a collective, which the product's call then does."""
+    """True if only a collective reads a result, perhaps cast or transposed. The product's call then does it."""
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
@@ -330,7 +337,7 @@ def _is_moved_after(graph: Graph, v: Any) -> bool:
 
 
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
-    """Returns the narrow weights that a program decodes to an operand, or None."""
+    """Returns the narrow weights that a program only casts, moves and multiplies by scales to make `v`, or None."""
     moves: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     parts, ndim = Parts(v.aval.shape), v.aval.ndim
@@ -360,7 +367,8 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
 
 
 def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
-    """Returns (the factor with the product's shape, (what the other factor repeats, along which parts)), or None."""
+    """Returns (the factor with the product's shape, (value, along)), or None if neither factor repeats a smaller value.
+    The other factor repeats `value`, which varies along the parts `along`. `dims`: the parts of the product."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue

@@ -113,13 +113,13 @@ class Contraction:
         return self.replace(Layout(a, b, self.layout.d))
 
     def with_whole_b(self) -> Contraction:
-        """Returns the contraction of a b that has been gathered over the axes that split another index."""
+        """Returns the contraction with b gathered over the communicating axes on which another index is split."""
         kept = {axis for axis, role in self.roles.items() if not role.communicates or role.b == role.split}
         b = tuple(tuple(axis for axis in dim if axis in kept) for dim in self.layout.b)
         return self.replace(self.layout._replace(b=b))
 
     def cotangent(self, which: str) -> Contraction:
-        """Returns the product that is the cotangent of a (from d and b) or of b (from a and d), by permuting names."""
+        """Returns the product that is the cotangent of `which`: of a (from d and b), or of b (from a and d)."""
         names = {"a": "dba", "b": "adb"}[which]
         a, b, d = (getattr(self, name) for name in names)
         layout = Layout(*(getattr(self.layout, name) for name in names))
@@ -167,7 +167,8 @@ class Contraction:
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
-        """True if one call can communicate over all axes: all gather or scatter one index, or all are of a grid."""
+        """True if one call can communicate over all axes: all sum to one index of d (or to none), all gather one index,
+        or all are of a grid. Roles that do not communicate do not count."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:
@@ -180,7 +181,7 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if a, b and d each have their first stored dimension over one axis and their second over another.
+        """True if a, b and d each have their first stored dimension over some axes and their second over others.
 
         The axes are the same for all three. It does not matter which index is stored first. Batches do not count.
         """
@@ -222,7 +223,7 @@ class Contraction:
 
     @functools.cached_property
     def shared(self) -> str:
-        """The free index along which an operand is gathered, or d is scattered, or ""."""
+        """The free index along which one operand is gathered, or d is scattered; "" for others, grids among them."""
         role = self.role
         if self.is_grid_role(role):
             return ""
@@ -272,7 +273,8 @@ class Contraction:
 
     @functools.cached_property
     def gathered(self) -> tuple[str, int] | None:
-        """(the operand that the ranks gather, "a" or "b", and the dimension along which they do), or None."""
+        """(the operand that the ranks gather, "a" or "b", and the dimension along which they do). None if they sum, if
+        nothing is gathered, and for a grid of blocks, which gathers both."""
         if self.sums or not self.role.communicates:
             return None
         which = "a" if self.role.d == self.role.b else "b"
@@ -296,7 +298,7 @@ class Contraction:
 
     @functools.cached_property
     def is_stored_in_order(self) -> bool:
-        """True if a is stored as (rows, k) and b as (k, columns), each perhaps with a batch."""
+        """True if a is stored as (rows, k) and b as (k, columns), with one index k, each perhaps with a batch."""
         k = self.contracted
         is_last = len(k) == 1 and all(self.a.index(row) < self.a.index(k) for row in self.rows)
         return is_last and all(self.b.index(k) < self.b.index(col) for col in self.cols)
@@ -324,7 +326,7 @@ def in_no_layout(a: str, b: str, d: str) -> Contraction:
 def of_matrices(
     ndim: int, layout: Layout | None = None, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Contraction:
-    """Returns a product of matrices as stored. a and d have `ndim` dimensions, with the same leading ones."""
+    """Returns a product of matrices as stored. a and d have `ndim` dimensions, with equal leading ones; b has two."""
     lead = "".join(_LEADING[: ndim - 2])
     product = in_no_layout(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn")
     return product if layout is None else product.replace(layout)

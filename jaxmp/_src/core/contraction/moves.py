@@ -90,7 +90,7 @@ def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
 
 
 def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
-    """Returns the name of the collective of one step."""
+    """Returns the name of the collective of one step that is not a slice."""
     if all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(have, want, strict=True)):
         return "collective_permute"
     return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
@@ -145,7 +145,9 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
 
 
 def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
-    """Returns (an operand's sharding at the entry to shard_map, the gathers inside that bring it to `want`)."""
+    """Returns (an operand's sharding at the entry to shard_map, the gathers inside that bring it to `want`). A
+    dimension is gathered inside if its axes begin with the wanted ones and `want` has none of the rest; else it enters
+    as in `want`. `layout`: the shardings of the call's arrays. A gather over their axes varies."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
     dims, found = list(want), []

@@ -69,7 +69,7 @@ def plan(
     given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
 ) -> Contraction:
     """Returns the call for operands and a result that are sharded as in `given`. `terms` is called only if costs
-    decide. `gathers_k`: the call may gather along k if the operands are stored in order."""
+    decide. `gathers_k`: the call may gather along k of operands stored in order. `shares_columns`: as in `Terms`."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.
@@ -80,7 +80,7 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
-    """Returns the call that computes this result from operands as they are sharded, or None."""
+    """Returns the one call that computes this result from operands as they are sharded, or sliced, or None."""
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
@@ -112,7 +112,7 @@ def _completed(given: Contraction, role: Role) -> Role:
 
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
-    """Returns the cheapest call for operands and a result that are sharded as in `given`."""
+    """Returns the cheapest call, of all that `terms` allow, for operands and a result sharded as in `given`."""
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
     if terms.keeps_result:
@@ -161,7 +161,8 @@ def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> li
 
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
-    """Returns the roles that an axis may have: only its present role if that is valid and does not communicate."""
+    """Returns the roles that an axis with role `have` may have: only `have` if it is deferred, or valid and does not
+    communicate. Other roles find operands to gather sharded for them, and keep d's index if `terms` keep it."""
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]

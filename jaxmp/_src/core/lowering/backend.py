@@ -53,7 +53,7 @@ def choose_implementation(
     of a and b; a card does not take all of them.
 
     Raises:
-      NotImplementedError: the library, the platform or the card cannot compute the call.
+      NotImplementedError: the library, the platform or the card cannot compute the call, or not at its level.
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
     if operands and low_precision.is_mixed(*operands):  # other libraries than hostmp convert to this type
@@ -74,9 +74,10 @@ def choose_for_batch(
     """Returns (the choice, True if the whole batch is one product) for products of `work` operations each.
 
     XLA has a batched product, cuBLASMp has none. On CPUs hostmp also has one, of each device's own or gathered
-    operands, if the operands are narrower than their sums. These products run one by one, because the library is faster
-    even then: large products that ranks share on CPUs, and operands of 8 bits or fewer on GPUs, which XLA widens. So do
-    products of CPU devices that share no call, because each of their collectives may have a barrier.
+    operands, if the operands are narrower than their sums, but not for scaled fp8 or fp4. These products run one by
+    one, because the library is faster even then: large products on CPUs that ranks share or that have scales, and
+    operands of 8 bits or fewer on GPUs, which XLA widens. So do products of CPU devices that share no call, because
+    each of their collectives may have a barrier.
     """
     choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)
@@ -136,8 +137,9 @@ def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tup
 
 
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
-    """Chooses between "cublasmp" and "xla". Every process chooses the same, because the call, the kind of the cards and
-    the libraries (compared by `distributed.initialize`) are equal on all of them."""
+    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call. Every
+    process chooses the same, because the call, the kind of the cards and the libraries (compared by
+    `distributed.initialize`) are equal on all of them."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -201,7 +203,7 @@ _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BL
 def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
     """Returns why a card of this compute capability does not multiply operands of these types, or "".
 
-    `capability`: None if the program is lowered for another machine, so that the card is unknown.
+    `capability`: None if the program is lowered for another machine, so that the card is unknown and not judged.
     """
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
@@ -217,7 +219,7 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have this epilog for this call, or ""."""
+    """Returns why the library does not have the call's epilog for this call, or "" (also without an epilog)."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

@@ -52,7 +52,7 @@ class Where:
 
 
 def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
-    """Returns where a call that is being traced will run, as far as is known."""
+    """Returns where a call over `group_axes` that is being traced will run (on shards), as far as is known."""
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
 
@@ -182,8 +182,8 @@ def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choic
 
 
 def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.ResolvedCall:
-    """Resolves `t` times an activation's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and
-    -0 + t is t, even for t = -0."""
+    """Resolves `t` times gelu's derivative. `t` is C of a product with k = 0 and alpha = -0: -0 * 0 is -0, and -0 + t
+    is t, even for t = -0."""
     choice = backend.choose_implementation(spec, platform, "", (t.dtype, t.dtype))
     library = choice.implementation if choice.implementation == "cublasmp" else "host"
     spec = spec.replace(implementation=choice.implementation, epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
@@ -238,7 +238,7 @@ def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
 
 
 def _sums_of_bias(spec: MatmulSpec, d: tuple[int, int], itemsize: int) -> Iterator[Transfer]:
-    """Yields the collectives that complete a bias gradient in XLA (`bias_grad.bias_gradient`)."""
+    """Yields the collectives that complete a bias gradient, if there is one, in XLA (`bias_grad.bias_gradient`)."""
     name, mesh, axes = spec.rule.gradient, dict(spec.group.mesh), spec.contraction.sharded
     if not name:
         return
@@ -285,7 +285,8 @@ def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
 
 
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
-    """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result.
+    """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result. Raises
+    NotImplementedError if hostmp is asked for or the level needs it, and it cannot compute the call.
 
     The transfers assume that the rows of each rank are spread evenly over all groups.
     """

@@ -38,7 +38,8 @@ _MOST = 8
 
 
 def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
-    """Returns the number of chunks for a product of these shards over gloo, equal on every process of the job."""
+    """Returns the number of chunks for a product of these shards over gloo, equal on every process of the job. Returns
+    1 if processes share memory, the job's rates are unknown, operands are converted, or nothing can be cut."""
     machine, kind = hardware.of_job(), kind_of(a.dtype.name)
     which, dimension, nranks = _cut(spec)
     if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes):
@@ -92,7 +93,7 @@ class Chunks:
     is_conjugated: tuple[bool, bool]
 
     def gathered(self, a: jax.Array, b: jax.Array, barrier: Barrier, gather: Gather) -> jax.Array:
-        """Multiplies chunks of the gathered operand while other chunks are being gathered."""
+        """Returns the product; multiplies chunks of the gathered operand while other chunks are being gathered."""
         which, dimension, _ = _cut(self.spec)
         x, other = (a, b) if which == "a" else (b, a)
         rows = x.shape[dimension] // self.count
@@ -108,7 +109,7 @@ class Chunks:
         return _interleaved(parts, int(which == "b"), self.spec.group.nranks)
 
     def summed(self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[..., jax.Array]) -> jax.Array:
-        """Sums the products of chunks over ranks by `add`, while other chunks are being multiplied."""
+        """Returns the sums over ranks, by `add`, of products of chunks, while other chunks are being multiplied."""
         which, dimension, nparts = _cut(self.spec)
         ticket, started = _no_ticket(), []
         for i in range(self.count):
@@ -123,7 +124,7 @@ class Chunks:
         return jnp.concatenate(sums, int(which == "b"))
 
     def _start(self, a: jax.Array, b: jax.Array, ahead: jax.Array, following: int) -> tuple[jax.Array, jax.Array]:
-        """Starts a product. Returns its ticket, and the number `following`, which XLA receives once it has started."""
+        """Starts a product after `ahead`. Returns its ticket, and `following`, which XLA gets once it has started."""
         native.register()
         results = (jax.ShapeDtypeStruct((1,), np.uint64), jax.ShapeDtypeStruct((), np.int32))
         ticket, number = self._call(native.START_TARGET, results, a, b, ahead, jnp.int32(following))

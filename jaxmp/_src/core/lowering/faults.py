@@ -24,7 +24,7 @@ def of_operands(spec: MatmulSpec) -> str:
 
 
 def of_gelu(spec: MatmulSpec) -> str:
-    """Returns why XLA applies a gelu."""
+    """Returns why XLA applies gelu or its derivative."""
     out = np.dtype(spec.out_dtype)
     if "gelu" not in (spec.rule.activation, spec.rule.derivative) or jnp.finfo(out).nmant <= 8:
         return ""

@@ -51,7 +51,7 @@ _DTYPES = {
 
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
-    """Returns the results of one custom call, by name."""
+    """Returns the results of one custom call, by name. `devices`: as in `call_attributes`."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
@@ -109,7 +109,8 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
-    """Gives D the memory of C, so that a c that is donated, carried by a loop or not used again is updated in place.
+    """Returns {place of C: place of D}: D gets the memory of C, so that a c that is donated, carried by a loop or not
+    used again is updated in place. Empty if C is not read or has another type.
 
     If c is used again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if
     c was donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves

@@ -46,7 +46,8 @@ TileCall = Callable[..., Operands]
 
 
 def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """Returns the results of a local product by name. `call(operands, spec=spec)` returns the results of a tile."""
+    """Returns the results of a local product by name. `call(operands, spec=spec)` returns the results of a tile. XLA
+    computes results without elements."""
     a, b, row = operands["a"], operands["b"], spec.rule
     found = extents(spec, a.shape, b.shape)
     rows, k, _, cols = found.local
@@ -128,7 +129,7 @@ def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
-    """Returns the spec of every call: (m, k), (k, n), unless the library takes an operand only in another form."""
+    """Returns the spec of every call: (m, k), (k, n); if `is_scaled` b is stored (n, k), and for BGRADA a (k, m)."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
         **levels.ANY_ORDER.option,

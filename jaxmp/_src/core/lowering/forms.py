@@ -157,7 +157,7 @@ class Gathered(ResolvedCall):
 
 
 class PaddedK(ResolvedCall):
-    """Adds zeros along k."""
+    """Adds zeros along k, if it is 1 and the epilog has an activation's derivative."""
 
     name = "padded_k"
 
@@ -223,7 +223,7 @@ class MaskOfResult(ResolvedCall):
 
 
 class TransposedCopy(ResolvedCall):
-    """Copies operands so that they are stored in the form that the library takes."""
+    """Copies operands of an all-reduce so that they are stored in the form that the library takes."""
 
     name = "transposed_copy"
 
@@ -309,14 +309,15 @@ FORMS: tuple[type[ResolvedCall], ...] = (Tiles, Gathered, PaddedK, SeparateEpilo
 
 
 def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[ResolvedCall], str]:
-    """Returns (the first form that a library takes for the call, why)."""
+    """Returns (the first of FORMS that a library takes for the call, why)."""
     return next((form, why) for form in FORMS if (why := form.why_taken(product, capabilities)) is not None)
 
 
 def in_library(
     product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """Resolves the call in the form that the library takes. `capabilities`: by default the library's."""
+    """Resolves the call in the form that the library takes, or XLA's if it takes none. Raises NotImplementedError for
+    extents that hostmp does not take, if it is asked for. `capabilities`: by default the library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:

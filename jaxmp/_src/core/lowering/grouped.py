@@ -65,7 +65,7 @@ def _exchanged(
     memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
 ) -> jax.Array:
     """Multiplies experts in several processes. Each rank collects the rows of its groups, sorted by group and then by
-    rank, so that sums have the bits of one process."""
+    rank, so that sums have the bits of one process. Rows of no group are 0."""
     x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)

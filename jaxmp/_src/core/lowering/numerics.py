@@ -19,7 +19,7 @@ from jaxmp._src.platform.runtime.types import Operands
 def decoded(
     a: jax.Array, b: jax.Array, operands: Operands, spec: MatmulSpec, acc: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Converts fp8, fp4 (times their scales) and int8 operands to the accumulator's type; returns others unchanged."""
+    """Converts fp8, fp4 (times their scales) and int8 operands to the type `acc`; returns others unchanged."""
     if not low_precision.is_low_precision(a.dtype):
         return a, b
     if not low_precision.is_scaled(a.dtype):
@@ -99,7 +99,7 @@ def scales_sums(acc: np.dtype, spec: MatmulSpec) -> bool:
 
 
 def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
-    """Multiplies z by the scales of its rows and columns."""
+    """Multiplies z by the scales of its rows and columns, if given."""
     for name, dim in (("scale_a", 1), ("scale_b", 0)):
         scale = operands.get(name, np.float32(1))
         z = z * (lax.expand_dims(scale, (dim,)) if scale.ndim else scale)

@@ -45,7 +45,7 @@ def _sparsify(
 
 
 def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
-    """Registers the roofline of XLA's operations for the same product, and of lax for a collective."""
+    """Registers the rooflines of XLA's operations for the same product, of lax for a collective, and of psum."""
     roofline = sys.modules["jax.experimental.roofline.roofline"]
     untyped, typed = jax_rules.PSUMS
     roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has only the second one

@@ -75,7 +75,7 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | 
 
 
 def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
-    """Returns `lax.axis_index(names)` at each position of a mesh."""
+    """Returns `lax.axis_index(names)` at each position of a mesh, in an array with the shape of the mesh."""
     sizes = dict(axes)
     coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
     numbers = np.zeros(tuple(sizes.values()), np.int64)
@@ -118,7 +118,7 @@ def unshared_reason(
 
 
 def _shares_memory(found: Span | None, axes: MeshAxes, mesh: jax.sharding.Mesh | None) -> bool:
-    """True if all processes of the mesh share memory with this one."""
+    """True if all processes of the mesh are known and share memory with this one."""
     is_placed = found is not None and mesh is not None and tuple(mesh.shape.items()) == axes
     return found is not None and is_placed and native.shared_processes.issuperset(found.processes)
 
@@ -151,7 +151,7 @@ class Site:
         return [wire.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
     def position(self) -> jax.Array:
-        """Returns an int32 array. Its first element is this device's position in the mesh."""
+        """Returns an int32 array of `_UNCHEAP` elements. Its first element is this device's position in the mesh."""
         position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
         return lax.iota(np.int32, _UNCHEAP) + position
 
@@ -198,7 +198,8 @@ def _fields_of(x: Any) -> dict[str, Any]:
 def site(
     ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
 ) -> Site | None:
-    """Returns the site of the call over `group_axes` that is being lowered; None if it needs no barrier.
+    """Returns the site of the call over `group_axes` that is being lowered; None if it needs no barrier, or has none
+    because this is one process or the devices are unknown.
 
     A group within one process needs no barrier, except for a collective in a job that shares memory. XLA's collectives
     use gloo there too, and a loop with one of our calls does not keep their order. An exported program has no site,

@@ -40,15 +40,15 @@ class SharedMemory:
     fields: Mapping[str, Any]
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """Tiled `lax.all_gather` over axes of the call's group."""
+        """Returns the tiled `lax.all_gather` over axes of the call's group."""
         return wire.moved(lambda x: self._run(x, axes, dimension), x, "")
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """Tiled `lax.psum_scatter`, summed in the order of the ranks."""
+        """Returns the tiled `lax.psum_scatter`, summed in the order of the ranks."""
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """`lax.psum`, summed in the order of the ranks."""
+        """Returns `lax.psum`, summed in the order of the ranks."""
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
             first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)

@@ -44,7 +44,7 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _product(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a product."""
+    """Returns the function of shards that computes a product and returns its results in order."""
     call = decision.call
     assert call is not None
     # Naming its devices ties the lowering to this process.
@@ -73,7 +73,7 @@ def _product(
 
 
 def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Returns the operands by name, in the types that the call multiplies."""
+    """Returns the operands by name, in the types that the call multiplies, except for forms that gather them first."""
     named = dict(zip(spec.names, operands, strict=True))
     for name, like in (("a", call.a), ("b", call.b)):
         if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
@@ -84,7 +84,7 @@ def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) 
 def _batch(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a batch of products."""
+    """Returns the function of shards that computes a batch of products and returns their results in order."""
     front, spec = spec.batch, spec.replace(batch=0)
     is_barred = platform == "cpu" and decision.form != "each"
     site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
@@ -141,7 +141,7 @@ def collective_rule(
     platform: str,
 ) -> Any:
     """Lowers a collective: between processes through shared memory, or to a barrier and XLA's collective. A "wait"
-    becomes the barrier before a reshard."""
+    becomes the barrier before a reshard, "vary" and "pass" become nothing."""
     if kind in ("vary", "pass"):
         return [x]
     is_collective = kind != "wait"
@@ -167,7 +167,8 @@ def communicated(
     platform: str,
     narrow: Narrow = WIDE,
 ) -> jax.Array:
-    """Applies a collective to `x`; at a `site` the processes of the group communicate, or meet at a barrier before."""
+    """Applies a collective to `x`; at a `site` the processes of the group communicate, or meet at a barrier before. A
+    "wait" is the barrier alone. Floats of 8 bits are summed in float32."""
     is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
     memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
     if sums and low_precision.is_narrow_float(dtype):

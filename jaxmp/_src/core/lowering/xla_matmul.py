@@ -57,7 +57,7 @@ def matmul(
     """Returns the results by name from one device's shards.
 
     `local_product(a, b, spec)` returns op(a) @ op(b), without alpha, of the operands that one device has gathered, in
-    the accumulator's type.
+    the accumulator's type. Ignored for block-cyclic shards, and for fp8 and fp4 with scales or between processes.
     """
     a, b = operands["a"], operands["b"]
     wide, is_mixed = low_precision.operand_type(a.dtype, b.dtype), low_precision.is_mixed(a.dtype, b.dtype)
@@ -129,7 +129,7 @@ def collective(
     platform: str,
     memory: SharedMemory | None = None,
 ) -> jax.Array:
-    """Applies the lax collective `kind` over `axes` to `x`."""
+    """Applies the collective `kind` to `x` over `axes`, along `dimensions`, through `memory` if given, else by lax."""
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     if kind == "psum":
         return psum(x, axes)
@@ -188,7 +188,7 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
-    """True if scales can be gathered with their operands: scales of whole blocks, gathered along one dimension."""
+    """True if scales can be gathered with their operands: of the tensor, or in whole blocks along one dimension."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
     if all(map(low_precision.is_of_tensor, modes.values())):
         return True
@@ -201,7 +201,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """Returns the operands by name, with the scales of the gathered operand gathered too."""
+    """Returns the operands by name, with the scales of the gathered operand gathered too if they vary along it."""
     product = spec.contraction
     if product.gathered is None or spec.group.nranks == 1:
         return operands

@@ -77,7 +77,7 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """Does what `look_up` does for a contraction. Also None if operands are on several devices or a mesh is given."""
+    """Does what `look_up` does for a contraction. Returns None also if `is_on_one_device` is False."""
     if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
@@ -96,7 +96,7 @@ def _are_on_one_device(*operands: Any) -> bool:
 
 
 def is_simple(*operands: Any) -> bool:
-    """True if all operands are on one device, no process barrier is in use, and jit is enabled.
+    """True if all operands are arrays on one device, no mesh is set, no process barrier is in use, and jit is enabled.
 
     Then JAX's own dispatch of a jitted function can run an eager call without options.
     """
@@ -104,7 +104,7 @@ def is_simple(*operands: Any) -> bool:
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
-    """Runs `call(*operands)`. If there is an entry, the call is compiled as a whole and kept in it."""
+    """Runs `call(*operands)`. An entry that is empty keeps `call`, compiled as a whole; a filled one runs instead."""
     if entry is None:
         return call(*operands)
     if not entry:

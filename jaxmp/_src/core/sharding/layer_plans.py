@@ -60,7 +60,9 @@ class Layers:
 
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
-    """Plans both products. `in_shardings` are of x and both weights. The second request's a is not known yet."""
+    """Plans both products. `in_shardings` are of x and both weights. The second request's a is not known yet.
+    `axis_name`: the axis of shard_map that gathers x and scatters y, or None. Refuses a vector x, and operands of 8
+    bits or fewer that would need scales between the layers."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
@@ -109,7 +111,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
 
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
-    """Returns the groups of the two products: x's rows are gathered over the axis, y's rows are scattered."""
+    """Returns the products' groups (without axes for None): x's rows are gathered over the axis, y's are scattered."""
     patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
     on_axes = functools.partial(sharded_call.group_on_axes, outside="leave axis_name out")
     first, second = (Group() if axis_name is None else on_axes(p, axis_name) for p in patterns)
@@ -117,14 +119,14 @@ def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
 
 
 def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """Validates a layer's request, and converts operands of mixed types."""
+    """Validates a layer's request. Returns (spec, operands by name, the result's shape), with mixed types converted."""
     spec, operands, shape = validated(request, group)
     a, b = low_precision.widened(operands["a"], operands["b"])
     return spec, operands | {"a": a, "b": b}, shape
 
 
 def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
-    """Returns the placement with the hidden layer's sharding; a given one is kept.
+    """Returns the placement with the hidden layer's sharding as the result's; a given one is kept.
 
     By default w_in's axes are on columns, and x's other axes on rows. Raises ValueError if x and w_in both shard the
     contraction, because the result is ambiguous.

@@ -32,9 +32,9 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, the shardings of a, b
-    and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also `why`, and
-    the requested sharding of the result: `out_sharding` on explicit axes, `constraint` on automatic axes."""
+    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, `lie`: the shardings
+    of a, b and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also
+    `why`. For XLA and AUTO the requested sharding of the result: `constraint`, or `out_sharding` on explicit axes."""
 
     mode: Mode
     shape: Shape
@@ -64,8 +64,8 @@ def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
 def on_automatic_axes(
     run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
 ) -> Callable[[Operands], jax.Array]:
-    """Wraps `run` so that explicit axes of the mesh are automatic inside, and XLA partitions over them. The result is
-    sharded as requested, or as `dims`."""
+    """Wraps `run` so that explicit axes of the mesh, if any, are automatic inside, and XLA partitions over them. The
+    result is sharded as requested, or as `dims`."""
     kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
     if not axes:
@@ -85,7 +85,7 @@ def on_automatic_axes(
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
-    """Reshards a global array from `have` to `want`."""
+    """Reshards a global array from `have` to `want`, in `moves.steps`."""
     now, last = (shardings.as_dims("an array", P(*spec.partitions), x.ndim) for spec in (have, want))
     for step in moves.steps(now, last, mesh.shape) or (last,) * (have != want):
         spec = want.update(partitions=partition_spec(step).partitions)
@@ -115,7 +115,8 @@ def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def place(request: Request, out_shape: Shape) -> Placement:
-    """Finds the mode of a call from its request and the ambient mesh, and checks the shardings that it reads."""
+    """Finds the mode of a call from its request and the ambient mesh, and checks the shardings that it reads. Raises
+    ValueError for shardings and meshes given inside shard_map, or that do not fit together."""
     a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
@@ -170,7 +171,8 @@ def _given_mesh(request: Request) -> options.Mesh | None:
 
 
 def _mixed_mesh(request: Request) -> options.Mesh | None:
-    """Returns the mesh of a call if some of its axes are explicit and others automatic, else None."""
+    """Returns the first mesh of the operands, the request and the context if its axes (of several devices) are both
+    explicit and automatic, else None."""
     around = _given_mesh(request), jax.sharding.get_abstract_mesh()
     for found in (*(jax.typeof(x).sharding.mesh for x in (request.a, request.b)), *around):
         if found is not None and not found.empty:
@@ -181,7 +183,7 @@ def _mixed_mesh(request: Request) -> options.Mesh | None:
 
 
 def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
-    """Returns the placement of a product that XLA partitions."""
+    """Returns the placement of a product that XLA partitions. Raises ValueError if it cannot have `out_sharding`."""
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("{out_sharding}", out_sharding, mesh)
@@ -260,9 +262,10 @@ def _sharded(
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:
-    """Returns the mesh of operands with shardings in their types, or None. It is concrete if an array knows it.
+    """Returns the mesh of operands with shardings in their types, or None. It is concrete if an array knows it. Raises
+    ValueError if the operands, the request or the context have different meshes.
 
-    Operands on no mesh (NumPy arrays, arrays made before `jax.set_mesh`) are whole on the explicit mesh around them.
+    Operands on no mesh (NumPy arrays, arrays made before `jax.set_mesh`) are whole on a given or ambient explicit mesh.
     """
     found, mesh = None, request.mesh
     for x in (request.a, request.b):
@@ -343,7 +346,7 @@ def is_partial(sharding: Any) -> bool:
 
 
 def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
-    """Returns the PartitionSpec of a user's sharding. Raises for unreduced and reduced axes, except `tagged` ones."""
+    """Returns a user's sharding as a PartitionSpec. Raises for other types, and for partial axes except `tagged`."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
@@ -360,7 +363,7 @@ def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
 
 
 def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
-    """Returns the constraint that a requested sharding becomes under the partitioner."""
+    """Returns the constraint that a requested sharding becomes under the partitioner. It needs a mesh."""
     if out_sharding is None:
         return None
     spec = _spec("{out_sharding}", out_sharding)

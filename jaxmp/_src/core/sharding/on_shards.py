@@ -55,7 +55,7 @@ class Frame:
         return dict(self.outs)["d"]
 
     def with_narrow_b(self, types: Narrow) -> Frame:
-        """Returns the frame of a call that gathers b in these types."""
+        """Returns the frame of a call that gathers b in these types (of b and of its gradient)."""
         b = dict(self.entries)["b"]
         b = b._replace(gathers=tuple(gather._replace(narrow=types) for gather in b.gathers))
         return dataclasses.replace(self, entries=tuple((dict(self.entries) | {"b": b}).items()))

@@ -62,7 +62,8 @@ _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("ex
 
 @contextlib.contextmanager
 def explaining(*, stops: bool) -> Iterator[set[str]]:
-    """Collects what XLA is to partition in the programs that this thread lowers inside the context."""
+    """Collects what XLA is to partition in the programs that this thread lowers inside the context. If it `stops`, XLA
+    fails with STOPPED at the first call."""
     token = _explained.set(found := {"stop"} if stops else set())
     try:
         yield found
@@ -71,7 +72,7 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Plans a product for the shardings that XLA proposes."""
+    """Plans a product, or a batch of them, for the shardings that XLA proposes. Leaves out axes that it cannot keep."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
@@ -135,7 +136,7 @@ def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
 def _place(
     spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
 ) -> Placed:
-    """Returns how XLA's partitioner is to compute a call."""
+    """Returns how XLA's partitioner is to compute a call: a product, or `activation_grad` if `activation` is given."""
     if activation is None:
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
@@ -146,7 +147,8 @@ def _place(
 
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions."""
+    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions. XLA
+    multiplies batches (unless a library is asked for) and symbolic extents."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
@@ -177,7 +179,7 @@ def _note(what: str) -> set[str]:
 
 def grouped_rule(platform: str) -> LoweringRule:
     """Returns the lowering rule of a product of groups of rows. On CPU devices, a product of global arrays becomes a
-    call that XLA partitions."""
+    call that XLA partitions, unless `decide.why_xla` has a reason or extents are symbolic."""
     on_shards = grouped.grouped_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
@@ -237,7 +239,7 @@ def _mesh_of(described: dict[str, Any]) -> Mesh:
 
 
 def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
-    """Returns the call of this description on one device's shards."""
+    """Returns the call of this description on one device's shards. Raises STOPPED if the description says so."""
     described = json.loads(text)
     if "stop" in described:
         raise RuntimeError(STOPPED)

@@ -82,7 +82,7 @@ class RaggedCall:
         return self.summed(grouped(self._of_terms(x, w), x, w, self._of_shard(bounds, x.shape[1])))
 
     def _of_shard(self, bounds: jax.Array, m: int) -> jax.Array:
-        """Converts bounds of all groups and rows to the bounds of a shard with m rows."""
+        """Converts bounds of all groups and rows to a shard's: m rows, and its groups (all for `spec.experts`)."""
         if self.groups and not self.spec.experts:
             g = (bounds.shape[1] - 1) // lax.axis_size(self.groups)
             bounds = lax.dynamic_slice_in_dim(bounds, lax.axis_index(self.groups) * g, g + 1, 1)
@@ -104,7 +104,8 @@ class RaggedCall:
 
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
-    """Returns the first row of each group from `offset` on, and the end of the last group. Sizes are clamped."""
+    """Returns the first row of each group and the end of the last, of `groups` groups from an `offset` on, or of all.
+    Sizes are clamped to 0 ... m, and their sums too."""
 
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
@@ -114,7 +115,7 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
 
 
 def checked(operands: Operands, m: int) -> Operands:
-    """Returns the operands, with sizes that `checkify` can check."""
+    """Returns the operands, with sizes that `checkify` can check against m rows (`are_wrong`)."""
     return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
 
 
@@ -182,7 +183,7 @@ def _axes_of(
     lie: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
-    """Returns the axes that split each index, slowest first."""
+    """Returns the axes that split each index, slowest first: axes that divide it, for "m" and "g" also `experts`."""
     axes: dict[str, Dim] = {}
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
@@ -205,7 +206,8 @@ def _call_of(
     result: tuple[str, Dims],
     unreduced: Dim = (),
 ) -> tuple[RaggedCall, Dims]:
-    """Returns the call without a frame, and the sharding of its result."""
+    """Returns the call without a frame, and the sharding of its result. Raises if XLA would order sums that the level
+    fixes, or if the call has no sum over an unreduced axis."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.

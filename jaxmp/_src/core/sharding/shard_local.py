@@ -36,7 +36,7 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
-    """Runs one device's part of a planned call."""
+    """Runs one device's part of a planned call, on shards by name. Largest absolute values are of the whole result."""
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, operands = _untransposed(plan, spec, operands)
     # Inside a user's shard_map the global array is not known, so sums go rank after rank.
@@ -85,7 +85,8 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) ->
 
 
 def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
-    """Sums bias gradients of d over the axes that shard its rows outside the call's group."""
+    """Sums bias gradients of d over the axes that shard its rows outside the call's group. Raises NotImplementedError
+    if the level fixes the order over the mesh."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
@@ -101,7 +102,8 @@ def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -
 
 
 def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tuple[Contraction, MatmulSpec, Operands]:
-    """Turns a call that computes D transposed into a local call on gathered operands, with the library's epilog.
+    """Turns a call that computes D transposed into a local call on gathered operands, with the library's epilog. Raises
+    NotImplementedError for a gradient epilog, and for scales that cannot be gathered.
 
     XLA's epilog is not bit-identical to the library's, and its bits depend on what XLA fuses it with.
     """
@@ -136,7 +138,7 @@ def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec
 
 
 def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
-    """Gathers an operand because the shardings require it."""
+    """Gathers an operand because the shardings require it. Over one device, a `to` of "varying" returns it as it is."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x
     with jax.named_scope("jaxmp_all_gather"):

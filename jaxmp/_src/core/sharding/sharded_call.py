@@ -131,7 +131,7 @@ def product(
 
 
 def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
-    """Returns the result of a product with a named group, on the shards of the enclosing shard_map."""
+    """Returns the result of a product with a named group, on shards of the enclosing shard_map (raises outside)."""
     group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
@@ -160,7 +160,7 @@ def _result(outputs: Operands) -> Results:
 
 def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
     """Returns the group of these axes, which share a product inside shard_map. `cols`: the axes along a grid's columns.
-    `outside`: advice in the error outside shard_map."""
+    Raises ValueError if not all axes of several devices are manual; outside shard_map with the advice `outside`."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -186,7 +186,7 @@ def _as_axes(names: Any) -> tuple[str, ...]:
 def make_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> Call:
-    """Returns the call of this spec on operands with this placement."""
+    """Returns the call of this spec on operands with this placement. Raises for options that it does not take."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
         return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
@@ -243,7 +243,7 @@ def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
 def planned_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> ShardedCall:
-    """Returns the call for global arrays with known shardings."""
+    """Returns the call for global arrays with known shardings. Raises for shardings and options that do not fit."""
     mesh, a, b, shape = placement.mesh, operands["a"], operands["b"], placement.shape
     product = contraction.of_matrices(a.ndim, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     product = numbers.product(a.ndim, b.ndim) if numbers else product
@@ -274,7 +274,7 @@ def planned_call(
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
-    """True if b may be rounded before it is gathered, and is asked to be."""
+    """True if b is to be rounded before it is gathered: on request, from a wide type, with numbers as extents."""
     extents = (*operands["a"].shape, *operands["b"].shape)
     is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
     return any(spec.comm.narrow) and is_wide

@@ -17,7 +17,8 @@ from jaxmp._src.platform.runtime.types import Shape
 
 @functools.lru_cache(maxsize=4096)
 def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
-    """Converts a user's PartitionSpec as `as_dims` does. Raises if axes are not in the mesh or are used twice."""
+    """Converts a user's PartitionSpec as `as_dims` does. Raises ValueError if it has more entries than dimensions, or
+    if axes are not in the mesh or are used twice."""
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
     used: set[str] = set()
@@ -35,7 +36,7 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...]
 
 @functools.lru_cache(maxsize=4096)
 def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
-    """Converts a PartitionSpec to one tuple of axis names per dimension."""
+    """Converts a PartitionSpec to one tuple of axis names per dimension. Refuses unreduced axes (ShardingTypeError)."""
     if spec.unreduced:
         raise InvalidSharding(
             f"{argument} cannot be unreduced, but each device holds a term of a sum over {sorted(spec.unreduced)}; "
@@ -48,7 +49,7 @@ def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
 
 
 def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
-    """Raises if an axis is used twice, or axes do not divide the shape."""
+    """Raises ValueError if an axis is used twice, or axes do not divide the shape."""
     used = sum(dims, ())
     if len(set(used)) != len(used):
         axis = next(axis for axis in used if used.count(axis) > 1)
