@@ -36,7 +36,8 @@ Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
 def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
-    """Returns (arrays with cotangents as weak as in the plain program, a function that converts the result)."""
+    """Returns (arrays, a function that converts the result): result and cotangents are then as weak as in `plain`.
+    Nothing changes if no array is weak, if one is neither an array nor None, or if `plain` raises."""
     given = [x for x in arrays if x is not None]
     if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
         return arrays, lambda y: y
@@ -57,7 +58,7 @@ def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[
 
 
 def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
-    """Returns `x`, strongly typed, with a cotangent of this type."""
+    """Returns a weak `x` strongly typed, with a cotangent of this type; `x` itself if strong, or if dtypes differ."""
     if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # integers have float0
         return x
     if cotangent.weak_type:
@@ -66,7 +67,7 @@ def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
 
 
 def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
-    """Applies a layer to a vector, as to a matrix of one row."""
+    """Applies a layer to the vector `x`, as to a matrix of one row; adds the row to the shardings in `options` too."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
     row: jax.Array = rows[0]
@@ -78,7 +79,8 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 
 def check_spec(spec: MatmulSpec) -> None:
-    """Raises NotImplementedError for a product that XLA cannot activate as the library would."""
+    """Raises NotImplementedError if XLA may not apply the activation: at a level with a fixed order of sums, for a
+    result of integers or of 8 bits and fewer, and for 8-bit operands with a bias of float16."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -105,13 +107,13 @@ def refuse_integers(spec: MatmulSpec) -> None:
 
 
 def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
-    """Applies `f` to a planned call's d."""
+    """Computes a planned call of `operands` and returns f(d): `f` takes the unrounded d, and the result is rounded."""
     result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
     return result
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:
-    """Returns `run`, compiled by `jax.jit` for each activation; uncompiled if the user passed a function.
+    """Returns the jitted function `run`, or the function that it wraps if `activation` is a user's own function.
 
     Such a function may close over what is being traced, which no cache of compiled programs may keep.
     """
@@ -128,21 +130,24 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
-    """Returns the spec and operands of a product, with at most a bias in its epilog, for a result of `dtype`."""
+    """Returns (spec, operands) of a product, with at most a bias in its epilog, for a result of `dtype`. The bias is
+    converted too, unless its type is given in the spec. Options in `comm` that do not fit the type are dropped."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
 
 
 def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
-    """Computes the products that `activate` takes."""
+    """Returns (products in `dtype`, products in the accumulator's type), as `activate` takes them. The second list is
+    empty if both types are the same. Only the first has derivatives."""
     if accumulator(dtype) == dtype:
         return list(products(dtype, operands)), []
     return _rounded_and_wide(products, dtype, operands)
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """Applies `f`, elementwise, to the products in their type; reverse mode keeps them rounded, and reruns f."""
+    """Returns `f` of the products in the accumulator's type, rounded to the type of d. The derivative is taken at the
+    rounded products; reverse mode keeps them, and reruns f. Raises ValueError if f changes the shape."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 

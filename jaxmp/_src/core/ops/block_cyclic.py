@@ -93,7 +93,7 @@ def to_block_cyclic(
     Args:
       x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
       layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
-      mesh: the mesh; by default x's own, else the ambient one.
+      mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own.
       axes: the mesh axes of the process rows and of the process columns, each a name or a tuple of names (slowest
         first); by default the two axes of a mesh that has two.
 
@@ -101,9 +101,10 @@ def to_block_cyclic(
       A `BlockCyclicArray` of shape (m, n).
 
     Raises:
-      TypeError, ValueError: x is not a matrix, there is no mesh, or the axes have another grid.
+      TypeError, ValueError: x is not a matrix, there is no mesh, the axes have another grid, or inside shard_map.
 
-    Communicates by one all-to-all per dimension over the axes, after bringing x to the sharding P(*axes).
+    Communicates by one all-to-all per dimension over the axes, after bringing x to the sharding P(*axes); on explicit
+    axes first to P(), if the grid does not divide it.
 
     >>> import jax, jax.numpy as jnp, jaxmp
     >>> mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -196,7 +197,7 @@ def _as_axes(axes: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Converts a global array to block-cyclic data."""
+    """Converts a global matrix to `BlockCyclicArray.data`; pads a matrix that the grid does not divide."""
     shape = (x.shape[0], x.shape[1])
     plain = process_grid.contiguous(shape, layout.grid)
     padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
@@ -211,7 +212,7 @@ def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Arr
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Converts block-cyclic data to a global array."""
+    """Converts `BlockCyclicArray.data` to a global array of this shape, without padding."""
     if 0 in shape:
         return jnp.zeros(shape, data.dtype)
     x = move(data, mesh, axes, Distributed(shape, layout), process_grid.contiguous(shape, layout.grid))
@@ -224,7 +225,7 @@ def empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.A
 
 
 def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """Returns `x` in this sharding if shardings are part of types; otherwise shard_map reshards it."""
+    """Reshards `x` to `spec` on a mesh with explicit axes. On others it returns `x`, which shard_map reshards later."""
     if not meshes.has_explicit_axes(mesh):
         return x
     return meshes.reshard(x, mesh, meshes.type_spec(x), spec, is_explicit=True)
@@ -232,7 +233,7 @@ def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
-    """Converts data from one layout to another on the same grid."""
+    """Converts the data of a matrix from one layout to another on the same grid."""
     shape = source.shape
     if 0 in shape:
         return empty(shape, target, data.dtype)
@@ -256,7 +257,7 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
 
 
 def matmul(request: Request) -> BlockCyclicArray:
-    """Computes `jaxmp.matmul` for block-cyclic operands; its documentation is there."""
+    """Computes `jaxmp.matmul` for block-cyclic operands. Refuses the options `_OF_ARRAYS`, and arrays alpha or beta."""
     a, b, c = request.a, request.b, request.c
     for argument in _OF_ARRAYS:
         if getattr(request, argument) != Request._field_defaults[argument]:
@@ -330,8 +331,9 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
 
 
 def _result(request: Request, product: Contraction) -> tuple[Distributed, Distributed, Distributed]:
-    """Returns the shapes and layouts of a, b and the result. The result has the layout asked for, or c's; by default
-    the blocks of m and n, from the process where a's rows and b's columns start if they are not stored transposed."""
+    """Returns the shapes and layouts of a, b and the result. The result has the layout `out_sharding`, else c's, else
+    a's blocks along m and b's along n, from the process where a's rows and b's columns begin (process 0 if the operand
+    is stored transposed). Raises ValueError or TypeError if they do not fit."""
     a, b, c, asked = request.a, request.b, request.c, request.out_sharding
     of_a, of_b = dict(zip(product.a, a.shape, strict=True)), dict(zip(product.b, b.shape, strict=True))
     if of_a["k"] != of_b["k"]:

@@ -46,8 +46,8 @@ def dot_general(
 
     Args:
       lhs, rhs: arrays of any rank, of the types that `matmul` takes.
-      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
-        batch dimensions see docs/matmul.md.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`; None
+        as in `lax.dot`, for at most 2 dimensions. For batch dimensions see docs/matmul.md.
       out_sharding: sharding of the result; required if a contracted dimension is sharded in both operands.
       in_shardings: a pair of shardings for lhs and rhs (auto axes).
 
@@ -71,7 +71,7 @@ def dot_general(
 
 
 def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool = False) -> jax.Array:
-    """Computes `jaxmp.dot_general`; `is_part` as in `eager_calls.look_up`."""
+    """Computes `jaxmp.dot_general`, by the kept plan of an equal call if there is one. `is_part`: as in `look_up`."""
     operands = {"a": request.a, "b": request.b}
     entry = eager_calls.look_up(request, operands, dimension_numbers, is_part=is_part)
     run = entry[0] if entry else _planned(request, dimension_numbers)
@@ -82,7 +82,7 @@ def product(request: Request, dimension_numbers: GivenNumbers, *, is_part: bool 
 
 
 def _planned(request: Request, dimension_numbers: GivenNumbers) -> Callable[..., Any]:
-    """Plans the product; returns a function of lhs and rhs."""
+    """Plans the product; returns a function of lhs and rhs. Raises NotImplementedError for "topology"."""
     lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
     if request.level.global_order:

@@ -57,7 +57,7 @@ def einsum(
       optimize: for more than two operands, how opt_einsum chooses the order of products; or the order itself, pairs of
         operands as `jnp.einsum_path` gives them. False: from left to right.
       out_sharding: as in `dot_general`, in the order of the result's dimensions here.
-      in_shardings: a pair of shardings for two operands, in the order of their dimensions here (auto axes).
+      in_shardings: a pair of shardings for exactly two operands, in the order of their dimensions here (auto axes).
 
     The other options are as in `dot_general` and apply to each product.
 
@@ -104,7 +104,7 @@ def contract(
     operands: tuple[Any, ...],
     optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
-    """Computes `jaxmp.einsum`; the request has no operands."""
+    """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
@@ -148,7 +148,7 @@ class _Term:
 
 
 def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
-    """Returns (the operands with their indices, the indices of the result)."""
+    """Returns (the operands with their indices, the indices of the result), checked; Python numbers become arrays."""
     written: list[Any] = [subscripts, *operands]
     if isinstance(subscripts, str):
         places = range(1, len(written))
@@ -175,7 +175,7 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
 
 
 def _check_extents(text: str, terms: Sequence[_Term]) -> None:
-    """Raises ValueError if dimensions or extents of operands do not fit the subscripts."""
+    """Raises ValueError if dimensions or extents of operands do not fit the subscripts; an extent of 1 fits any."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
@@ -196,7 +196,8 @@ def _check_extents(text: str, terms: Sequence[_Term]) -> None:
 
 
 def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
-    """Returns the operands with the indices that their product needs, once each; sums have type `dtype` or wider."""
+    """Returns the operands with the indices that the result or another operand has, once each. Takes diagonals, sums
+    other indices in `dtype` or wider, and drops a dimension of extent 1 if another operand broadcasts it."""
     found_in = Counter(output + "".join(term.indices for term in terms))
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
     if is_plain and 1 not in found_in.values():  # the usual case
@@ -222,7 +223,8 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
 
 
 def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
-    """Returns `x` with zeros off the diagonals of repeated indices, and its indices with each of them once.
+    """Returns `x` with zeros off the diagonals of repeated indices, and its indices. A repeated index stays on one
+    dimension; its other dimensions get new letters, which the caller sums over.
 
     An index stays with its sharded dimension, if there is one, so that the sum over its other dimensions moves nothing.
     If extents differ, the index has the extent of its last dimension, as in `jnp.einsum`.
@@ -272,7 +274,8 @@ def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int,
 
 
 def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
-    """Multiplies two of several operands, with the indices that are `needed`, on the way to `output`."""
+    """Multiplies two operands of an einsum that has more; sums over indices that are not `needed`. The sharding is
+    chosen by `_toward`, from `output`, the indices of the last result. Errors also name this product."""
     batch = "".join(index for index in left.indices if index in right.indices)  # in the order of `dot_general`
     indices = "".join(index for index in dict.fromkeys(batch + left.indices + right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
@@ -289,7 +292,8 @@ def _between(request: Request, left: _Term, right: _Term, needed: Collection[str
 
 
 def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
-    """Multiplies two operands; the indices of `output` stay, all others are contracted."""
+    """Multiplies two operands. The result has the indices `output`, in this order; all others are contracted. The
+    operands are exchanged if the result then needs no transposition."""
     batch = "".join(index for index in output if index in left.indices and index in right.indices)
 
     def given_order(left: _Term, right: _Term) -> str:
@@ -315,7 +319,7 @@ def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.A
 
 
 def _placed(request: Request, x: jax.Array) -> jax.Array:
-    """Returns the result of a single operand, sharded as `out_sharding`."""
+    """Returns `x`, the result of an einsum of one operand, sharded as `out_sharding` if there is one."""
     if request.out_sharding is None:
         return x
     placement = meshes.place(request._replace(a=x, b=x), x.shape)
@@ -328,9 +332,9 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
 
 
 def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
-    """Returns the sharding of an intermediate product towards `out_sharding`; None for the usual one.
+    """Returns the sharding of an intermediate product; None (the usual one) without explicit axes or `out_sharding`.
 
-    Sharded dimensions stay so. The contraction's axes go where the result has them, if that dimension is free.
+    Sharded dimensions stay so. The contraction's axes go where the last result has them, if that dimension is free.
     """
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
@@ -361,7 +365,7 @@ def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced:
 
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
-    """Reorders the sharding of dimensions `have` for the dimensions `want`, a part of them."""
+    """Reorders the sharding of dimensions `have` for the dimensions `want`, some of them; None stays None."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding

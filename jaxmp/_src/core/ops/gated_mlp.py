@@ -81,7 +81,8 @@ def gated_mlp(
     Returns:
       (..., n), sharded as `out_sharding`.
 
-    Raises: as `matmul`; the message names the product. NotImplementedError for another determinism.
+    Raises: as `matmul`; the message names the product. NotImplementedError for another determinism, for
+    float8 and float4, and for int8 x and weights.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.gated_mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((4, 1)), activation="relu")
@@ -184,7 +185,7 @@ def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> ja
 
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
-    """x @ w_gate + b_gate and x @ w_up + b_up."""
+    """Computes x @ w_gate + b_gate and x @ w_up + b_up, from one x on each device if `hidden.shares_x`."""
     plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
     if not hidden.shares_x:
         return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
@@ -199,14 +200,14 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
 
 
 def _entries(call: ShardedCall) -> dict[str, Entry]:
-    """Returns how operands enter, with an entry for a bias, so that either product may have one or not."""
+    """Returns how operands enter shard_map, with an entry for a bias, so that either product may have one or not."""
     return dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((call.plan.layout.d[-1],)))}
 
 
 def _products(
     call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Computes both products, each by the gate's call; without a call, on shards."""
+    """Computes both products in `dtype`, each with its own bias, by the gate's call; without a call, on shards."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}

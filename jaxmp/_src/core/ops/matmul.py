@@ -96,9 +96,9 @@ def matmul(
       a: (..., m, k), or (..., k, m) with `transpose_a`; leading dimensions are batch dimensions of a and d.
       b: (k, n), or (n, k) with `transpose_b`. Vectors, and a b with batch dimensions, are as in `jnp.matmul`, without
         alpha, beta, c, epilog, scaling and comm.
-      c: (..., m, n), sharded like d, with `beta`; or None.
+      c: (..., m, n), sharded like d, given together with `beta`. All may be `BlockCyclicArray`s, as d is then.
       alpha, beta: Python numbers or scalar arrays.
-      transpose_a, transpose_b, conjugate_a, conjugate_b: how the operand is stored, and whether to conjugate it.
+      transpose_a, transpose_b, conjugate_a, conjugate_b: how an operand is stored; whether a complex one is conjugated.
       epilog, epilog_inputs: a `jaxmp.Epilog`, and its inputs by name, as `{"bias": (n,)}`.
       precision, preferred_element_type: how products are summed (by default in full precision), and d's type.
       out_sharding: sharding of d; required where the contraction is sharded in both operands.
@@ -142,12 +142,13 @@ def matmul(
 
 @functools.partial(jax.jit, inline=True)
 def _of_two(a: jax.Array, b: jax.Array) -> Any:
-    """Multiplies by JAX's own dispatch, which finds an eager call in less time than `eager_calls.look_up`."""
+    """Calls `matmul` under jit, because JAX's dispatch finds an eager call in less time than `eager_calls.look_up`."""
     return matmul(a, b)
 
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
-    """Multiplies as an einsum, with `jnp.matmul`'s shapes, if a or b is a vector or b has batch dimensions."""
+    """Multiplies by `contract`, with the shapes of `jnp.matmul`: a or b is a vector, or b has batch dimensions. Refuses
+    the options `_OF_MATRICES`. `entry` is used only if the arrays are on one device."""
     arrays = request.a, request.b
     for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
@@ -221,9 +222,10 @@ def linear(
     The other options are as in `matmul`.
 
     Returns:
-      (..., n), sharded as `out_sharding`.
+      (..., n), sharded as `out_sharding`; if `scaling` asks for an amax, `(y, {name: array})`.
 
-    Raises: as `matmul`; ValueError for an unknown activation.
+    Raises: as `matmul`; ValueError for an unknown activation; NotImplementedError for one other than "relu" and "gelu"
+    with `determinism="batch"` or "topology", and other than "relu" with a result of integers.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
@@ -239,7 +241,7 @@ def linear(
 
 
 def dense(request: Request, activation: Activation | None) -> Any:
-    """Computes `jaxmp.linear`; the request has the bias, and no epilog."""
+    """Computes `jaxmp.linear`; the request has the bias in `epilog_inputs`, and no epilog."""
     operands = eager_calls.operands_of(request)
     is_named = activation is None or isinstance(activation, str)
     entry = eager_calls.look_up(request, operands, activation) if is_named else None
@@ -270,7 +272,8 @@ def dense(request: Request, activation: Activation | None) -> Any:
 
 
 def _wraps(request: Request) -> bool:
-    """True if sums must wrap around in a type of at most 8 bits before the activation, as in jnp."""
+    """True if sums must wrap around in a type of at most 8 bits before the activation, as in jnp. False for two bools,
+    and if an implementation or scaling is given."""
     if request.implementation is not None or request.scaling is not None:
         return False
     dtypes = [x.dtype for x in (request.a, request.b) if has_numbers(x)]

@@ -80,7 +80,7 @@ def mlp(
     Returns:
       (..., n), sharded as `out_sharding`.
 
-    Raises: as `matmul`; the message names the product.
+    Raises: as `matmul`; the message names the product. NotImplementedError for float8 and float4, and int8 x and w_in.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 1)), jnp.ones(1), activation="relu")
@@ -132,7 +132,7 @@ class _Layer:
         return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
     def operands(self, x: jax.Array, operands: Operands) -> Operands:
-        """Returns the operands of the layer's call, by their names there."""
+        """Returns the operands of the layer's call, by their names there; x is converted to the weight's type."""
         weight = operands[self.weight]
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
         return {"a": x.astype(weight.dtype), "b": weight, **bias}
@@ -140,7 +140,7 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True)
 class _Mlp:
-    """Both layers, hashable."""
+    """Both layers, hashable. `is_fused`: they are differentiated as a whole, not layer by layer in two `calls`."""
 
     first: _Layer
     second: _Layer
@@ -192,7 +192,7 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes `activated_matmul` on shards of any rank, with rows folded in the pattern's order of scattering."""
+    """Computes `activated_matmul` of tz + tbias on shards of any rank; folds rows in the order of their scattering."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
@@ -231,7 +231,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(mlp: _Mlp, operands: Operands) -> jax.Array:
-    """Computes y: in one body that differentiates as a whole if that is possible, else layer by layer."""
+    """Computes y: if `mlp.is_fused`, in one body that is differentiated as a whole, else layer by layer."""
     first, second = mlp.calls
     if not mlp.is_fused:
         layer = mlp.first.operands(operands["x"], operands)

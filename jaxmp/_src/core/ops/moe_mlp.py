@@ -81,7 +81,7 @@ def moe_mlp(
     Returns:
       (m, n), sharded as `out_sharding`; by default along m as x, and along n as w_down.
 
-    Raises: as `ragged_dot`; the message names the product.
+    Raises: as `ragged_dot`; the message names the product. ValueError for a b_gate without w_gate.
 
     Source: Jiang et al., Mixtral of Experts (arXiv:2401.04088); Gale et al., MegaBlocks (arXiv:2211.15841).
 
@@ -189,7 +189,8 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
 def planned(
     spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
 ) -> _Products:
-    """Plans the products for these shardings of x, w_gate and w_up, w_down and d; the extents of g, k, h, m, n."""
+    """Plans the products. `where`: the mesh, and whether its axes are explicit. `lie`: the shardings of x, w_up (and
+    w_gate), w_down and d. `extents`: of g, k, h, m, n. `unreduced`: the axes that defer the sum of d."""
     (mesh, _), (g, k, h, m, n) = where, extents
     larger = g * h * (2 * k + n) > m * (k + n)
     choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
@@ -219,7 +220,8 @@ def planned(
 
 
 def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
-    """Returns the index that an axis splits; each argument is the index that it shards in that array, or "".
+    """Returns the index that an axis splits, "m", "g" or "h". The arguments are the indices that it shards in x, w_up,
+    w_gate, w_down and d, or "". `is_w_larger`: weights have more elements than x and d, so they move less often.
 
     It is never k, because the first products would be summed before the activation. With `keeps_h` it is not h either.
     """

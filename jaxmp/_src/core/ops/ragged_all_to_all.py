@@ -40,7 +40,7 @@ def ragged_all_to_all(
     overlap. On other devices it is lax's own.
 
     Args:
-      operand: (n, ...); output: (m, ...), with the same further dimensions.
+      operand: (n, ...); output: (m, ...), with the same dtype and the same further dimensions.
       input_offsets, send_sizes, output_offsets, recv_sizes: (slices,), integers; the first slices go to, and come from,
         the first rank. On CPU devices `recv_sizes` is ignored, because the senders' sizes are enough.
       axis_name: the mesh axis, or axes.

@@ -63,7 +63,7 @@ def ragged_dot(
       bias: (groups, n), a vector for each matrix of w.
       activation: as in `linear`. XLA adds the bias and applies the activation in the accumulator's type, and rounds
         once. With `determinism="batch"` None or "relu"; of integers None.
-      precision: as in `matmul`.
+      precision: checked as in `matmul`. A preset may convert the operands; otherwise it has no effect.
       preferred_element_type: as in `lax.ragged_dot`; with `scaling` by default float32.
       scaling: float32 scales of narrow operands. XLA multiplies the sums by them, and adds the bias. `Scaling.a` is (),
         or (m,) for the rows of x. `Scaling.b` is (), (groups,), (groups, n) for the columns of each matrix, or
@@ -98,7 +98,8 @@ def ragged_dot(
 
 
 def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
-    """Scales the sums by their row's scale and by their group's scales of columns; `groups`: sizes and offset."""
+    """Scales the sums by their row's scale and by their group's scales of columns; `groups`: sizes and offset. Refuses
+    an unreduced `out_sharding`, and at a level with a fixed order a bias and scales of blocks."""
     of_x, of_w = _scales(request, scaling)
     if meshes.is_partial(request.out_sharding):
         raise NotAvailable("scaling is not available with an out_sharding that is unreduced; scale the sum")
@@ -127,7 +128,7 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
 
 
 def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the scale of each row of the result d; 0 for rows after the groups, where it may be infinite or NaN."""
+    """Returns the scale of each row of d, (m, 1): 0 outside of w's groups, even if `scale` is infinite or NaN there."""
     sizes, offset = groups
     offset = None if offset is None else jnp.asarray(offset).reshape(())
     bounds = ragged.bounds_of(jnp.asarray(sizes), offset, d.shape[0], w.shape[0])
@@ -151,7 +152,7 @@ def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: ja
 
 
 def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the scales of x and of w."""
+    """Returns the float32 scales of x and of w, 1 for None. Raises for another field, type or shape of a scale."""
     if not isinstance(scaling, Scaling) or dataclasses.replace(scaling, a=None, b=None) != Scaling():
         raise InvalidType(f"scaling must be a jaxmp.Scaling with scales a and b alone, got {scaling!r}")
     x, w, found = request.a, request.b, []
@@ -176,7 +177,7 @@ def _scales(request: Request, scaling: Any) -> tuple[jax.Array, jax.Array]:
 def product(
     request: Request, group_sizes: Any, group_offset: Any = None, bias: Any = None, activation: Any = None
 ) -> jax.Array:
-    """Computes `jaxmp.ragged_dot`."""
+    """Computes `jaxmp.ragged_dot` of the request's a and b, without scaling."""
     conversion, request = converted(request, group_sizes)
     spec, operands = validated(request, group_sizes, group_offset)
     (m, _), (*_, n) = shapes = operands["a"].shape, operands["b"].shape
@@ -227,7 +228,8 @@ def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
 
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
-    """Returns the function that XLA applies."""
+    """Returns the function that XLA applies, or None. Raises NotImplementedError for any activation if the result is of
+    integers, and for any but "relu" at a level with a fixed order of sums."""
     found = activations.parse(activation)
     if found is not None and spec.out_dtype.name in INTEGERS:
         raise NotAvailable(
@@ -240,7 +242,7 @@ def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
 
 
 def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns the bias by its name, or an empty dict."""
+    """Returns {"bias": bias in the result's type}, or {}. Raises unless it is (groups, n) and converts without loss."""
     if bias is None:
         return {}
     operand_checks.check_array("{bias}", bias)
@@ -253,7 +255,7 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
-    """Returns (the conversions that give lax's types; the request with converted operands)."""
+    """Returns (conversions to lax's types, request with converted operands). Weak only if `group_sizes` is weak too."""
     conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
@@ -286,7 +288,8 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
 
 
 def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """Returns the spec, and the operands in the type of their multiplication."""
+    """Returns the spec, and the operands in the type of their multiplication; a narrow w of a mixed pair stays narrow.
+    A level has no effect on integers. Raises NotImplementedError for "cublasmp"."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)

@@ -44,7 +44,7 @@ def ragged_dot_general(
 
     The ragged dimension of lhs is cut into groups. If it is free, rhs has a matrix for each group, and the result is as
     in `ragged_dot`. If it is contracted, the result has a sum for each group. If it is a batch dimension, the result is
-    as in `dot_general`.
+    as in `dot_general`, for any sizes.
 
     Args:
       lhs, rhs: arrays of the types that `ragged_dot` takes.
@@ -52,8 +52,8 @@ def ragged_dot_general(
         dimension that come before it.
       ragged_dot_dimension_numbers: as in `lax.ragged_dot_general`.
 
-    The other options are as in `ragged_dot`. Arrays that explicit axes or `in_shardings` shard need the dimension
-    numbers of `lax.ragged_dot`.
+    The other options are as in `ragged_dot`. Arrays that explicit axes or `in_shardings` shard, and the level
+    "topology", need the dimension numbers of `lax.ragged_dot`; others are refused (NotImplementedError).
 
     Returns: The dimensions of the batch, then the free dimensions of lhs, then the free dimensions of rhs; if the
     ragged dimension is contracted, the dimension of groups comes first.
@@ -122,7 +122,7 @@ class _Numbers:
         return (self.ragged, *(i for i in dims if i != self.ragged and i not in self.outer))
 
     def of_rhs(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the contracted dimensions of rhs for these of lhs."""
+        """Returns the dimensions of rhs that are contracted with the dimensions `dims` of lhs."""
         return pick(self.dot.rhs_contract, tuple(map(self.dot.lhs_contract.index, dims)))
 
     def result(self, lhs: Shape, rhs: Shape, groups: int) -> Shape:
@@ -160,7 +160,7 @@ def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Ope
 
 
 def _folded(x: jax.Array, *parts: tuple[int, ...]) -> jax.Array:
-    """Folds each of these parts of `x` into one dimension."""
+    """Transposes `x` and merges the dimensions of each part into one; the parts have all its dimensions."""
     return lax.transpose(x, sum(parts, ())).reshape([_size(x, part) for part in parts])
 
 

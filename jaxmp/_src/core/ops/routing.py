@@ -40,6 +40,7 @@ def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool
 
     The loss is `experts * sum(f * P)`: f is the fraction of all choices that an expert gets, and P is its mean score,
     with scores that sum to 1 (Fedus et al., arXiv:2101.03961, which has top_k = 1). It is 1 for a perfect balance.
+    Raises ValueError for other `scores`, and unless top_k is from 1 to the number of experts.
     """
     count = logits.shape[-1]
     if scores not in ("softmax", "sigmoid"):
@@ -67,7 +68,8 @@ def mixture(
     activation: Activation | None,
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each token of x (..., features) through `top_k` experts; also returns the loss. The router uses float32."""
+    """Sends each token of x (..., features) through `top_k` experts; returns (y, loss). `router` (features, experts) is
+    multiplied in float32. Raises ValueError if its features are not x's. `weights`: w_gate, w_up, w_down by name."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
@@ -89,7 +91,7 @@ def mixture(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
-    """Reshapes the tokens of each device to `shape`, so that none moves; XLA would use another order of tokens."""
+    """Reshapes each device's tokens to `shape`, its part, so that none moves; XLA would use another order of tokens."""
     mesh = jax.typeof(x).sharding.mesh
     d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
     return d
