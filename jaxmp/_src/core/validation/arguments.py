@@ -24,7 +24,8 @@ from jaxmp._src.platform.runtime.types import Shape
 
 
 def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
-    """Returns (conversions around a product, request of the call); no conversions if JAX refuses the types too.
+    """Returns (conversions around a product, request with converted operands). There are no conversions with `scaling`,
+    if an operand is not an array of numbers, and if `result_types.conversion` returns None.
 
     `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
     the flags decide. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
@@ -54,14 +55,14 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
 
 
 def added_arrays(request: Request) -> dict[str, Any]:
-    """Returns the arrays that are added to a product, by name."""
+    """Returns c and the bias of a request by name; without those that are missing or not arrays of numbers."""
     inputs = request.epilog_inputs
     added = {"c": request.c, "bias": inputs.get("bias") if isinstance(inputs, Mapping) else None}
     return {name: x for name, x in added.items() if x is not None and operand_checks.has_numbers(x)}
 
 
 def types_of(*arrays: Any) -> result_types.Types:
-    """Returns the types that JAX gives arrays; a ShapeDtypeStruct keeps 64 bits, which JAX 0.10 would narrow."""
+    """Returns (dtype, whether it is weak) in JAX of each array; a ShapeDtypeStruct keeps 64 bits, also in JAX 0.10."""
     kinds = ((x, jax.typeof(x)) for x in arrays)
     return tuple((x.dtype if isinstance(x, jax.ShapeDtypeStruct) else t.dtype, t.weak_type) for x, t in kinds)
 
@@ -70,7 +71,8 @@ def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
 ) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of d)."""
+    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of a rank's d).
+    Alpha and beta that are arrays become operands. Products of integers have no level: any order gives their sums."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
@@ -136,7 +138,7 @@ def _source_line(function: str) -> str:
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
-    """Raises NotImplementedError if alpha or beta is an array and XLA cannot apply it after the call."""
+    """Raises NotImplementedError for an array alpha or beta with 8-bit operands, a bias gradient, or a fixed order."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:
         what = f"{dtype} operands" if is_low_precision else f"epilog {spec.epilog.name}"
@@ -152,7 +154,8 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
 
 
 def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
-    """Returns a Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
+    """Returns a float or complex, or a JAX scalar in the accumulator's type; neither takes part in promotion. Raises
+    TypeError or ValueError for a bool, for any other type, and if the result's type cannot hold the number."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
@@ -182,7 +185,8 @@ def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
 
 
 def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
-    """Validates C against D and returns beta."""
+    """Returns beta as `check_scalar` does, 0.0 without c and beta. Raises if only one is given, if c has another shape
+    than d, or if its type does not convert to d's without loss."""
     if c is None:
         if beta is not None:
             raise InvalidValue(f"beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")

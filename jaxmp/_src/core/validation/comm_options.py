@@ -33,7 +33,8 @@ ALGORITHMS = {
 
 
 def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level) -> CommOptions:
-    """Returns the options of a spec; `check_comm_options` checks them once the pattern is known."""
+    """Returns the options of a spec, default for None. Raises for types and values that no pattern takes, and for
+    `weights` or `gradients` at a level. `check_comm_options` checks the others once the pattern is known."""
     if comm is None:
         return CommOptions()
     if not isinstance(comm, CommOptions):
@@ -81,7 +82,8 @@ def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOption
 def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
     """Raises ValueError for an option that the pattern, or a device's d with so many columns, does not take.
 
-    An unsettled spec has no pattern yet.
+    Always refuses `weights` and `gradients`, which a call that takes them has removed. cuBLASMp on GPUs checks the
+    algorithm itself. `is_settled`, `has_mesh`: the pattern, or a mesh, is known; messages say what is missing.
     """
     comm, pattern = spec.comm, spec.group.pattern
     if comm == CommOptions():
@@ -122,7 +124,7 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec of a derived call without options that its pattern or the type of its D does not take."""
+    """Returns the spec without a `comm.dtype` or `comm.algorithm` that its pattern, or its type of D, does not take."""
     comm, pattern = spec.comm, spec.group.pattern
     if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         comm = dataclasses.replace(comm, dtype=None)
@@ -132,6 +134,6 @@ def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
 
 
 def comm_options_text(spec: MatmulSpec) -> str:
-    """Returns the options that were given, as a user writes them."""
+    """Returns the options in `spec.comm` that are not None: "comm.algorithm=fused, comm.sm_count=4"."""
     given = ((f"comm.{field.name}", getattr(spec.comm, field.name)) for field in dataclasses.fields(spec.comm))
     return ", ".join(f"{name}={value}" for name, value in given if value is not None)

@@ -41,7 +41,7 @@ class DimensionNumbers:
         return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
 
     def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
-        """Returns the product in letters."""
+        """Returns the product of unsharded arrays with these numbers of dimensions, in letters."""
         a = LETTERS[:lhs_ndim]
         b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
         for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):
@@ -54,7 +54,8 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
 
 
 def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNumbers:
-    """Returns the dimension numbers, none of them negative, after a check against the operands."""
+    """Returns the dimension numbers, none of them negative, contracted pairs in the order of lhs. None stands for
+    `lax.dot`'s, for at most 2 dimensions. Raises if they do not fit the operands."""
     for argument, x in (("{a}", lhs), ("{b}", rhs)):
         operand_checks.check_array(argument, x)
     if dimension_numbers is None and max(len(lhs.shape), len(rhs.shape)) <= 2:  # lax.dot

@@ -21,9 +21,9 @@ from jaxmp._src.platform.runtime.types import Shape
 def check_epilog(
     request: Request, spec: MatmulSpec, shape: Shape, bias_dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
+    """Checks a request's epilog and inputs for d of `shape`; returns (spec fields, inputs by name in the call's types).
 
-    The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
+    ALLREDUCE becomes the field `asks_all_reduce`. `check_relu_aux` checks the columns of a relu_aux, by the pattern.
     """
     out, epilog, epilog_inputs = spec.out_dtype, request.epilog, request.epilog_inputs
     try:
@@ -65,7 +65,7 @@ def check_epilog(
 
 
 def _epilog_of(value: Any) -> str:
-    """Returns the end of the message about an epilog that is a string."""
+    """Returns the end of the message about an epilog that is a string; "" for other values."""
     if not isinstance(value, str):
         return ""
     names = list(Epilog.__members__)
@@ -73,7 +73,8 @@ def _epilog_of(value: Any) -> str:
 
 
 def _check_summed_operand(spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
-    """Raises if a is not stored (k, m) or b (k, n): cuBLASMp sums an operand over k only then."""
+    """Raises NotImplementedError for BGRADA unless a is stored (k, m), and for BGRADB unless b is stored (k, n):
+    cuBLASMp sums no others. Raises ValueError for BGRADA of an a with more than 2 dimensions."""
     for summed, which, flag, stored in ((Epilog.BGRADA, "a", True, "(k, m)"), (Epilog.BGRADB, "b", False, "(k, n)")):
         if epilog == summed and getattr(spec, f"transpose_{which}") != flag:
             raise NotAvailable(
@@ -111,7 +112,7 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
-    """Raises ValueError if an input mask is not packed as d's columns are, `per_shard` of them in a shard."""
+    """Raises ValueError for a relu_aux that is not packed as d's `columns` are, `per_shard` of them on each device."""
     if "relu_aux" not in operands:
         return
     shards = columns // per_shard if per_shard else 1
@@ -133,7 +134,7 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec without its ALLREDUCE bit; ValueError if the call's pattern is not an all-reduce."""
+    """Returns the spec without its ALLREDUCE bit. ValueError if it is set and several ranks have another pattern."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction
@@ -148,7 +149,7 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 
 
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
-    """Raises NotImplementedError if a fixed order gathers operands that have scales of blocks."""
+    """Raises NotImplementedError if a or b has scales of blocks at a level with a fixed order; the text has `why`."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
             f"takes scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "

@@ -26,7 +26,8 @@ def check_function(name: str, fn: Any) -> None:
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
-    """Raises TypeError or ValueError unless `x` is an array of a supported type and rank."""
+    """Raises an error that is a TypeError and a ValueError unless `x` is an array of numbers with `ndim`, or `at_least`
+    so many, dimensions. Raises ValueError if it is in host memory."""
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
@@ -47,7 +48,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
-    """Returns the end of a message: how to get `ndim` dimensions (None: two or more) from another number."""
+    """Returns the end of a message: how to get `ndim` dimensions (None: two or more); "" if nothing is known."""
     if len(x.shape) == 1:
         return f"; pass {argument}[:, None]" if ndim and argument != "{a}" else f"; pass {argument}[None]"
     return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
@@ -106,12 +107,12 @@ def is_array(x: object) -> bool:
 
 
 def has_numbers(x: Any) -> bool:
-    """True if `x` is an array of numbers: not random keys, not float0."""
+    """True if `x` is an array (`is_array`) of numbers or bools: not random keys, not float0."""
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_)
 
 
 def check_dtype(argument: str, value: Any) -> np.dtype:
-    """Returns the dtype that a user names, under JAX's current setting of 64-bit types."""
+    """Returns the dtype that a user names, under JAX's current setting of 64-bit types. TypeError if it is not one."""
     try:
         return jax_compat.canonical_dtype(value, f"{argument}")
     except TypeError:
@@ -123,7 +124,7 @@ def check_preferred(value: DTypeLike | None) -> np.dtype | None:
 
 
 def check_flag(argument: str, value: Any) -> bool:
-    """Require a bool: BLAS's "N" would be truthy."""
+    """Returns a flag as a bool. Raises TypeError for anything but a bool: BLAS's "N" would be truthy."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     what = "a tracer, which is not a static value" if isinstance(value, jax.core.Tracer) else repr(value)
@@ -131,7 +132,7 @@ def check_flag(argument: str, value: Any) -> bool:
 
 
 def check_flags(request: Request) -> dict[str, Any]:
-    """Checks and returns the fields of a spec that are flags or names."""
+    """Checks and returns spec fields by name: transpose and conjugate flags, implementation, level, first operand."""
     return {
         "transpose_a": check_flag("transpose_a", request.transpose_a),
         "transpose_b": check_flag("transpose_b", request.transpose_b),
@@ -161,7 +162,7 @@ def check_implementation(value: Any) -> Any:
 
 
 def check_conjugate(argument: str, flag: Any, x: ArrayType) -> bool:
-    """Returns whether to conjugate; a real operand raises, so that a wrong flag does not pass unnoticed."""
+    """Returns whether to conjugate. Raises TypeError for the flag of a real operand, which is a mistake."""
     is_conjugated = check_flag(argument, flag)
     if is_conjugated and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise InvalidType(f"{argument}=True needs a complex operand, got dtype {x.dtype}")

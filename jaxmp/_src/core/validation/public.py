@@ -32,9 +32,11 @@ _ELSEWHERE = {
 
 
 def public(fn: F) -> F:
-    """Returns `fn` as users call it; its first two parameters are the operands a and b.
+    """Returns `fn` as users call it. Its first two parameters are the operands a and b in messages.
 
-    `**options: Unpack[...]` is replaced by keywords of `Request`, which the signature lists one by one.
+    Arguments with `__jax_array__` become arrays. TypeErrors of wrong arguments have a remedy, and refusals the names of
+    function and operands. Tracebacks hide jaxmp's frames. `**options: Unpack[...]` is replaced in the signature by
+    keywords of `Request`, one by one. A call first registers rules that `when_imported` was given.
     """
     signature = _signature(fn)
     parameters = signature.parameters
@@ -104,7 +106,7 @@ def register_imported() -> None:
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:
-    """Returns the signature of `fn` with each option, in the order of `Request`, and its default."""
+    """Returns the signature of `fn`, with each option and its default. Keywords have the order of `Request`."""
     signature = inspect.signature(fn)
     options = _options(fn)
     if options is None:
@@ -126,7 +128,8 @@ def _options(fn: Callable[..., Any]) -> Any:
 
 
 def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Lists the operands and their devices: "a on 0 and b on 1". JAX names operands of a function inside jaxmp."""
+    """Names one operand for each set of devices: "a on 0 and b on 1". Only committed arrays count. JAX's own message
+    would name the operands of a function inside jaxmp."""
     places: dict[str, str] = {}
     for argument, value in signature.bind(*args, **kwargs).arguments.items():
         for path, x in jax.tree_util.tree_leaves_with_path(value):

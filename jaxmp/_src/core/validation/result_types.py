@@ -49,7 +49,7 @@ _WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)
 
 
 def _once_for_types(fn: F) -> F:
-    """Caches `fn` by its first argument, `types`, its other arguments and JAX's settings."""
+    """Returns `fn`, cached by its arguments and JAX's settings. It runs with 64-bit types on if `types` has one."""
 
     def typed(types: Types, *args: Any) -> Any:
         # If 64-bit types are off, JAX narrows all types except types of arrays.
@@ -65,7 +65,7 @@ class Conversion:
     """The conversions around a call; by default none.
 
     `steps`: operands are converted to these types in turn. `result`: the call's preferred_element_type. `out`: the
-    type that the user gets; None if what is added to the product decides. `are_weak`: both operands are weak.
+    type that the user gets; None if what is added decides. `is_weak`: the result is. `are_weak`: both operands are.
     """
 
     steps: tuple[np.dtype, ...] = ()
@@ -75,7 +75,7 @@ class Conversion:
     are_weak: bool = False
 
     def of(self, name: str, x: Any) -> Any:
-        """Returns the operand `name` of the call, converted."""
+        """Converts a and b by `steps`, c and bias to `result` if their type has no kernel and loses no fraction."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
             if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
                 return x
@@ -110,7 +110,8 @@ def conversion(
     asked: tuple[int | None, bool],
     kind: tuple[bool, bool],
 ) -> Conversion | None:
-    """Returns the conversions of a product of two arrays; None if there are none, or if JAX refuses the types.
+    """Returns the conversions of a product of two arrays. Returns None if nothing is converted, if JAX refuses the
+    types, or if no kernel takes them.
 
     `asked`: the epilog, and whether an implementation is asked for. `kind`: whether operands are stored as kernels of 8
     bits and fewer take them, and whether the result has the type of `lax.dot_general` instead of `jnp.matmul`.
@@ -147,7 +148,8 @@ def conversion(
 
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
-    """Returns the type of a product of integers plus `added`: int8 sums have 32 bits, others take nothing wider."""
+    """Returns the type of a product of integers plus `added`: JAX's for int8, if it is an integer, because its sums
+    have 32 bits; otherwise `given`. Raises TypeError if JAX does not promote the types."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # c has the type of the sums, also if the user's setting is strict
             out = np.dtype(jnp.result_type(given, *added))
@@ -157,7 +159,7 @@ def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
 
 
 def _check_weak(a: _Typed, b: _Typed) -> None:
-    """Raises TypeError for a weak integer that is wider than the other operand, because JAX would narrow it."""
+    """Raises NoKernel for two integers, one of them weak, that JAX refused, because it would narrow the weak one."""
     if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
         raise NoKernel(
             f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported, "
@@ -180,7 +182,8 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
     """Returns the types of a call for operands that are already converted.
 
     Without `preferred`, D gets the type of the product plus what is added to it, if the product supports that. With it,
-    a mixed pair, which JAX may not promote, is multiplied in its wide type.
+    a mixed pair, which JAX may not promote, is multiplied in its wide type, and integers in the type `preferred`.
+    Raises NoPromotion or NoKernel for types that have no product.
     """
     a, b, *added = map(_Typed, types)
     both = a.dtype, b.dtype
@@ -211,7 +214,8 @@ def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> Call
 
 
 def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_scaling: bool) -> np.dtype:
-    """Returns the type of D for operands of 8 bits and fewer, which are never promoted."""
+    """Returns the type of D for operands of 8 bits and fewer, which are never promoted: `preferred` if it is allowed.
+    Without it int8 gives int32 (float32 with scales), and other types are refused."""
     allowed = result_dtypes(a, b, has_scaling)
     if not allowed:
         raise (NoPromotion if preferred is None else NoKernel)(
@@ -237,7 +241,7 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_
 
 
 def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
-    """Returns (type of `jnp.matmul`'s result, whether it is weak); weak operands give way to what is added."""
+    """Returns (`preferred` or `jnp.matmul`'s type, whether it is weak); weak operands give way to what is added."""
     if preferred is not None:
         return preferred, False
     out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)
@@ -263,8 +267,8 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     """Returns (type that JAX gives both operands,), or () if they keep their types. It is the type that
     `precision` asks for, or else the result's type if the operands' types differ.
 
-    If the result is wide, a narrower type with a kernel may also hold all numbers of the operands. Kernels decode the
-    narrow operand of a mixed pair.
+    For a result of int32 or float32 it is int8 or bfloat16, if that holds all numbers of both operands. Two types of
+    float8 stay, and a mixed pair, because kernels decode its narrow operand.
     """
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
@@ -297,9 +301,10 @@ def _of_kernel(
     precision: lax.DotAlgorithmPreset | None,
     asked: tuple[int | None, bool],
 ) -> _KernelTypes | None:
-    """Returns the types of a call for operands of type `given`; None if no kernel supports them.
+    """Returns the types of a call for operands of type `given` and a result `out`. Returns None if no kernel supports
+    them and an implementation is asked for, or as in `_of_int8`.
 
-    `low`: types of results that kernels of 8 bits and fewer have.
+    `low`: types of results that kernels of 8 bits and fewer have. `asked`: as in `conversion`.
     """
     has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
@@ -322,7 +327,8 @@ def _of_kernel(
 
 
 def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
-    """Returns the types for int8 operands; their kernels give int32 without an epilog."""
+    """Returns the types for int8 operands. Kernels give int32 without an epilog; XLA multiplies in other calls. Returns
+    None for these if an implementation is asked for, or for a relu with a result of less than 32 bits."""
     if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
         return None, _INT32  # the low bits equal sums in a narrower type
     is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # a relu of narrower sums differs

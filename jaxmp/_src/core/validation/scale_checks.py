@@ -34,7 +34,8 @@ _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
-    """Returns (type of C, type of the bias) for a D of type `out` from low-precision operands."""
+    """Returns (type of C, type of the bias) for a D of type `out` from float8 or float4 operands. Raises TypeError for
+    a bias of another type, and for a narrow D unless c is float16 or bfloat16."""
     if not low_precision.is_scaled(out):
         of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     else:
@@ -51,8 +52,8 @@ def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype
 
 
 def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
-    """Raises if cuBLAS does not support 8-bit operands stored in this way (ValueError), or with this epilog
-    (NotImplementedError)."""
+    """Raises ValueError unless float8 and float4 operands are stored (m, k) and (n, k), and NotImplementedError if
+    cuBLAS lacks the epilog for operands of `dtype`."""
     is_scaled, out = low_precision.is_scaled(dtype), spec.out_dtype
     if is_scaled and (spec.transpose_a or not spec.transpose_b):
         raise InvalidValue(
@@ -74,7 +75,7 @@ def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
 def resolve_scales(
     scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the spec's fields, the operands by name) for scales of low-precision operands; empty for others."""
+    """Returns (spec fields, operands by name) for scales of narrow operands; empty for others, which refuse them."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
@@ -122,7 +123,7 @@ def _check_scalar(argument: str, scale: Any) -> str:
 
 
 def _check_int8(scaling: Scaling) -> None:
-    """Raises if `scaling` has anything except scales of int8 operands."""
+    """Raises ValueError if `scaling` has anything except a and b, the scales that int8 operands take."""
     rest = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(scaling)[2:]}
     if said := [name for name, value in rest.items() if value is not None and value is not False]:
         raise InvalidValue(
@@ -131,7 +132,7 @@ def _check_int8(scaling: Scaling) -> None:
 
 
 def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
-    """Raises if the modes of a, b, c and d cannot be combined."""
+    """Raises if the modes of a, b, c and d cannot be combined, or not with a result of type `out`."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
@@ -161,7 +162,7 @@ def _resolve_aux(
     scale_a: str,
     given: dict[str, Any],
 ) -> np.dtype | None:
-    """Returns the type of gelu_aux, or None if the epilog has none.
+    """Returns the type of gelu_aux, or None if the epilog has none; then raises for options of an aux.
 
     It is the type of d; for a float8 d it is the type of c (float16 without c), as in nvmath-python. It may also be
     float8_e4m3fn, with a scale and its largest value, where cuBLAS supports that (its documentation,
