@@ -48,7 +48,7 @@ def _constants(z: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_jvp
 def gelu_derivative(z: jax.Array) -> jax.Array:
-    """d gelu / dz, in float32 at least."""
+    """Returns d gelu / dz at z, in float32 or wider."""
     return _gelu_derivative(z)
 
 
@@ -62,7 +62,7 @@ def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) 
 
 
 def _gelu_derivative(z: jax.Array) -> jax.Array:
-    """s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
+    """Returns s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u), in float32 or wider."""
     z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
     scale, cubic = _constants(z)
     u2 = scale * (z + cubic * z**3)
@@ -75,7 +75,7 @@ def _widen(z: jax.Array) -> jax.Array:
 
 
 def gelu_second_derivative(z: jax.Array) -> jax.Array:
-    """d^2 gelu / dz^2, in float32 at least."""
+    """Returns d^2 gelu / dz^2 at z, in float32 or wider."""
     z = _widen(z)
     curve: jax.Array = jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
     return curve
@@ -98,7 +98,8 @@ _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.
 
 
 def parse(activation: Any) -> str | Function | None:
-    """Returns the name of a fused activation, a function that XLA applies, or None, from what the user passed."""
+    """Returns "relu" or "gelu", also for `jax.nn.relu` and `jax.nn.gelu`; else the function that XLA applies, or None
+    for None. Raises ValueError for an unknown name, and for anything else that is not callable."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
@@ -121,7 +122,7 @@ def is_named(f: Function | None) -> bool:
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:
-    """Returns `t * act'(z)` in t's type, from the aux that the forward call stored of z."""
+    """Returns `t * act'(z)` in t's type, for "relu" or "gelu"; `aux` is what the forward call stored of z."""
     if activation == "relu":
         return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
     slope = gelu_derivative(aux)
@@ -129,14 +130,14 @@ def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Arra
 
 
 def unpack_relu_aux(aux: jax.Array, n: int) -> jax.Array:
-    """Boolean mask of shape (..., n) from the packed bits: bit i % 8 of byte i // 8 says z[i] > 0."""
+    """Returns the boolean mask (..., n) of packed bits, uint8: bit i % 8 of byte i // 8 says z[i] > 0."""
     if aux.size == 0:  # which jnp.unpackbits does not take
         return jnp.zeros((*aux.shape[:-1], n), bool)
     return jnp.unpackbits(aux, axis=-1, count=n, bitorder="little").astype(bool)
 
 
 def pack_relu_aux(mask: jax.Array) -> jax.Array:
-    """The packed bits of a boolean mask of shape (..., n), padded with zeros to `relu_aux_bytes(n)`."""
+    """Returns the packed bits, uint8, of a boolean mask (..., n), padded with zeros to `relu_aux_bytes(n)`."""
     packed = jnp.packbits(mask, axis=-1, bitorder="little")
     pad = process_grid.relu_aux_bytes(mask.shape[-1]) - packed.shape[-1]
     return jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, pad)])

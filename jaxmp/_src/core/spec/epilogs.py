@@ -12,6 +12,10 @@ class Epilog(enum.IntEnum):
     ALLREDUCE is a bit: alone, or with another as in `Epilog.ALLREDUCE | Epilog.BIAS`. It says that the ranks' products
     are summed on every rank. The all-reduce pattern does so with and without the bit; other patterns refuse it.
 
+    BIAS adds the input "bias" (n,) to z. AUX also returns what the gradient reads: "gelu_aux", z (m, n), or "relu_aux",
+    its signs as packed bits. DRELU and DGELU multiply z by the derivative of the activation at this input. BGRAD then
+    also returns d summed over its rows, (n,); BGRADA op(a) summed over k, (m,); BGRADB op(b) summed over k, (n,).
+
     Names and numbers are as in `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
     """
 
@@ -44,8 +48,8 @@ _ACTIVATIONS, _DERIVATIVES = {2: "relu", 32: "gelu"}, {8: "relu", 64: "gelu"}
 class EpilogRule:
     """What the bits of an epilog say.
 
-    `with_aux`: the epilog that computes the same D and also stores `aux`, which the gradient reads; None if the
-    gradient needs nothing. `derivative`: z is multiplied by the derivative of this activation, from `aux_input`.
+    `aux`: the name of the stored z, or of its signs; or None. `with_aux`: the epilog of the same D that also stores it;
+    None without activation. `derivative`: z is multiplied by the derivative of this activation, from `aux_input`.
     `gradient`: the name of the bias gradient, a further result, or empty; `without_gradient` is the epilog that omits
     it. `inputs`, `outputs`: the operands after a, b and c, and the results after d, in order.
     """
@@ -85,6 +89,6 @@ TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
-    """The epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
+    """Returns the epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
     bits = sum(bit for bit, name in _ACTIVATIONS.items() if name == activation)
     return Epilog(bits | _BIAS * has_bias)

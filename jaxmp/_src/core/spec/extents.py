@@ -43,7 +43,8 @@ SPANS = {
 
 
 def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
-    """Returns what each dimension of an operand or result covers."""
+    """Returns what each dimension of the operand or result `name` covers. A scale of rows has one dimension, a scale of
+    blocks two; a scalar, also a scale of the whole tensor, has none."""
     if name == "a":
         return (_K, _M) if spec.transpose_a else (_M, _K)
     if name == "b":
@@ -113,7 +114,7 @@ def _scaled(extent: int, ratio: _Ratio) -> int:
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
-    """Rows of D that each rank holds when its op(A) has `rows` of them."""
+    """Returns the number of rows of D that each rank holds if its op(A) has `rows` rows."""
     return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
 
 
@@ -121,7 +122,7 @@ AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of d or of another result."""
+    """Returns the shape and dtype of the result `name`, d or another one, on one rank."""
     rows, cols = found.d
     if name in AMAXES:
         return jax.ShapeDtypeStruct((), np.float32)
@@ -151,7 +152,7 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
-    """Returns a call's extents; ValueError if shards do not fit the pattern. `takes_transposed`: as in `Request`."""
+    """Returns a call's extents; ValueError if shards do not fit the pattern. `takes_transposed`: for the message."""
     found = extents(spec, a_shape, b_shape)
     if spec.distributions:
         for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):

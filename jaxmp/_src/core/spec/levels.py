@@ -46,7 +46,7 @@ class Level:
         return {"determinism": self.name}
 
     def refusal(self, text: str, remedy: str = "") -> NotAvailable:
-        """Returns the error for something that no fixed order allows."""
+        """Returns the error for something that no fixed order allows; `text` says it, and `remedy` what else to do."""
         return NotAvailable(f"{self} {text}; {remedy + ', or ' if remedy else ''}pass {ANY_ORDER.asked}")
 
     def mesh_refusal(self, text: str, remedy: str) -> NotAvailable:

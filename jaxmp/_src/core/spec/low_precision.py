@@ -65,7 +65,7 @@ class Scaling:
 
     Args:
       a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
-      c: scalar float32, for tensor-wide scales only.
+      c: scalar float32 that multiplies c, with tensor-wide scales only.
       d: scalar float32 that multiplies a float8 result (tensor-wide scales) or a float4 result.
       aux: scalar float32 that multiplies a float8 gelu_aux (see `aux_dtype`).
       result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
@@ -96,13 +96,13 @@ def is_low_precision(dtype: DTypeLike) -> bool:
 
 @functools.cache
 def is_scaled(dtype: DTypeLike) -> bool:
-    """True if numbers of this type take scales: fp8 and fp4."""
+    """True for the floats in `SCALED`, of 8 and 4 bits; False for int8, which takes scales only if they are given."""
     return np.dtype(dtype).name in SCALED
 
 
 @functools.cache
 def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
-    """True if one type is narrow and the other wide."""
+    """True if one type is in `NARROW` (8 bits or fewer) and the other in `WIDE` (floats of 16 and 32 bits)."""
     return _is_narrow_with_wide(a, b) or _is_narrow_with_wide(b, a)
 
 
@@ -130,7 +130,7 @@ def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
-    """Returns the possible types of D for operands of types a and b; empty if the two cannot be multiplied."""
+    """Returns the possible types of D for two float8, float4 or int8 (with scaling: `WIDE`); empty for other pairs."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return WIDE if has_scaling else ("int32",)
@@ -145,8 +145,8 @@ def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tupl
 
 
 def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
-    """Finds the scale mode of x, (..., rows, k) or (..., k, rows), from the scale's shape and dtype; `is_k_first` says
-    which layout x has as an operand of a call."""
+    """Returns the scale mode of x, (..., rows, k), by the scale's shape and dtype; NONE without a scale. `is_k_first`:
+    an int8 operand is stored (..., k, rows). Raises if no mode fits, and for float4 without a scale."""
     shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -187,7 +187,7 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 
 
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
-    """Raises unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    """Raises ValueError unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():
@@ -222,7 +222,7 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
 def dequantize(
     x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
 ) -> jax.Array:
-    """Returns x times its scales in `dtype`; multiplies in float32 at least, because scales have a wide range."""
+    """Returns x times its scales in `dtype`, multiplied in float32 or wider. `is_k_first`: x is (..., k, rows)."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
     if is_k_first:
@@ -236,7 +236,7 @@ def dequantize(
 
 
 def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE)."""
+    """Rounds x to a type of 8 bits or fewer, and saturates as cuBLASLt does (CUDA's SATFINITE). NaN is 0 in int8."""
     most = largest(dtype)
     if np.dtype(dtype).name == INT8:
         x = jnp.where(jnp.isnan(x), 0, jnp.round(x))
@@ -244,7 +244,7 @@ def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest number that quantizers use: of int8 127, since -128 has no opposite."""
+    """Returns the largest number that quantizers use: 127 for int8, because -128 has no opposite."""
     return 127.0 if np.dtype(dtype).name == INT8 else float(jnp.finfo(dtype).max)
 
 
@@ -276,7 +276,7 @@ def block_amax(x: jax.Array, size: int) -> jax.Array:
 
 
 def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """(x in blocks of `dtype`, their scales), as cuBLASLt quantizes a result; x is float32."""
+    """Returns (x / scales in `dtype`, scales of blocks) for VEC32 or VEC16, as cuBLASLt quantizes; x is float32."""
     amax = block_amax(x, BLOCK[mode])
     if mode == VEC32:
         scales = mx_scale(amax, dtype)

@@ -203,7 +203,7 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def asked_of_library(self) -> str:
-        """Returns the option that asks for a library's product, or the empty string."""
+        """Returns the option that asks for a library's product, an implementation or a level, as text; else ""."""
         if self.implementation in ("host", "cublasmp"):
             return f"implementation={self.implementation!r}"
         return str(self.level) if self.fixed_reduction_order else ""
@@ -262,7 +262,7 @@ class MatmulSpec(Parts):
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes: Any) -> MatmulSpec:
-        """Returns the same product without C, epilog and scales."""
+        """Returns the same product with `changes`, and without C, epilog, scales and an alpha that is an array."""
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:
@@ -296,7 +296,7 @@ class MatmulSpec(Parts):
         return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
 
     def folded(self, batch: int) -> MatmulSpec:
-        """Returns the spec of `batch` such products with their rows in sequence."""
+        """Returns the spec of `batch` such products with their rows in sequence; itself if not in global order."""
         if not self.global_order:
             return self
         rows = ((batch, ()), *self.order.rows) if self.order.rows else ()

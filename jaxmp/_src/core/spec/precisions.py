@@ -84,7 +84,7 @@ _TABLE = _PRESETS | _NAMES
 
 
 def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
-    """Returns the row of the table for `precision`; raises if it does not take these types."""
+    """Returns the name of the table's row for `precision`. Raises if it is unknown or does not take these types."""
     asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
@@ -143,14 +143,14 @@ def _find(precision: Any) -> str:
 
 
 def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
-    """Returns the JAX preset that `precision` is, names or spells out."""
+    """Returns the JAX preset that `precision` is, names or spells out as an algorithm; None for any other precision."""
     precision = _find(precision) if isinstance(precision, lax.DotAlgorithm) else precision
     name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
 
 
 def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
-    """Returns JAX's type for operands that the preset does not take; None if it takes them."""
+    """Returns JAX's type for operands that the preset does not take; None if it takes them, or without a preset."""
     if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
         return None
     return np.dtype(asked.supported_lhs_types[0])

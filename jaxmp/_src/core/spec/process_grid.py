@@ -13,12 +13,12 @@ RELU_AUX_BITS = 128
 
 
 def round_up(x: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `x`."""
+    """Returns the smallest multiple of `multiple` that is not below `x`."""
     return -(-x // multiple) * multiple
 
 
 def numroc(n: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Number of rows or columns that process `iproc` holds (ScaLAPACK's NUMROC).
+    """Returns how many of n rows or columns process `iproc` holds (ScaLAPACK's NUMROC).
 
     Worked example: n=10 in blocks of nb=3 over nprocs=2 from isrc=0 are blocks of 3, 3, 3, 1;
     process 0 holds the first and third (6), process 1 the second and fourth (4).
@@ -35,7 +35,7 @@ def numroc(n: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
 
 
 def local_to_global(i: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
-    """Global index of local index `i` (0-based) of process `iproc`; the inverse of a cyclic deal."""
+    """Returns the global index of local index `i` (0-based) of process `iproc`, in blocks of nb from process isrc."""
     distance = (nprocs + iproc - isrc) % nprocs
     return ((i // nb) * nprocs + distance) * nb + i % nb
 
@@ -105,7 +105,7 @@ class BlockCyclic:
         return rows, cols
 
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
-        """Returns global indices of local ones along `dimension`, (processes, largest part); padding is `extent`."""
+        """Returns (processes, largest part): the global index of each local one; padding is `shape[dimension]`."""
         extent, block = shape[dimension], self.block[dimension]
         nprocs, source = self.grid[dimension], self.first[dimension]
         local = range(self.local_shape(shape)[dimension])

@@ -89,7 +89,7 @@ for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled, *_OF_JAX):
 
 @contextlib.contextmanager
 def naming(function: str, **names: str) -> Iterator[None]:
-    """Names a part of a public function, and the operands of its product, in errors raised inside."""
+    """Names a function and the operands of its product in refusals raised inside; names set further inside stay."""
     try:
         yield
     except Refusal as refusal:
@@ -99,7 +99,7 @@ def naming(function: str, **names: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_layer(function: str, **names: str) -> Iterator[None]:
-    """Names a layer and its arguments in errors raised inside, for any function that it calls."""
+    """Names a layer and its arguments in refusals raised inside, instead of the names that the functions inside set."""
     try:
         yield
     except Refusal as refusal:

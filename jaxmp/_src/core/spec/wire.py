@@ -28,7 +28,7 @@ def as_bytes(x: jax.Array) -> jax.Array:
 
 
 def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `as_bytes`."""
+    """Inverts `as_bytes`: returns the numbers of type `dtype`."""
     if np.dtype(dtype).name not in HALVES:
         return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
     halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
@@ -58,7 +58,7 @@ def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
 
 
 def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `as_moved`."""
+    """Inverts `as_moved`: returns `x` in its own type `dtype`."""
     if x.dtype == dtype:
         return x
     return from_bytes(x, dtype) if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, dtype)
@@ -70,7 +70,7 @@ def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: 
 
 
 def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns `x` rounded to 8 bits, as bytes (blocks, BLOCK + 4): the numbers of a block, and its float32 scale."""
+    """Returns `x` rounded to 8 bits, as bytes (blocks, BLOCK + 4): numbers (the last padded), and a float32 scale."""
     blocks = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / low_precision.largest(dtype)
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))  # XLA treats smaller numbers as 0 on CPUs
@@ -79,7 +79,7 @@ def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `packed`: returns float32 (blocks, BLOCK)."""
+    """Inverts `packed`, up to rounding: returns float32 (blocks, BLOCK), with the padding."""
     scale = lax.bitcast_convert_type(packed[:, BLOCK:], jnp.float32)
     return from_bytes(packed[:, :BLOCK], dtype).astype(jnp.float32) * scale[:, None]
 
@@ -94,7 +94,7 @@ def swizzle(scales: jax.Array) -> jax.Array:
 
 
 def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
-    """The inverse of `swizzle`, without the padding."""
+    """Inverts `swizzle`: returns scales (rows, cols), without the padding."""
     tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
     return tiles.reshape(round_up(rows, 128), round_up(cols, 4))[:rows, :cols]
 
