@@ -115,7 +115,7 @@ def _split_bias(
 def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Sums the bias gradient of each batch element outside the call, so that the rows of the call can be folded."""
+    """Sums each element's bias gradient outside the call, so that the call's rows can be folded. Refuses "topology"."""
     if spec.global_order:
         raise spec.level.mesh_refusal(
             f"has no epilog {spec.epilog.name} under vmap, because XLA completes its sums",
@@ -136,7 +136,8 @@ def _split_gradient(
 
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
-    """True if a is batched, b is not, and every other batched operand has rows."""
+    """True if a is batched, b is not, and every other batched operand has rows. False for largest absolute values, for
+    an a with scales of blocks, and if `_crosses_blocks`."""
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a in low_precision.BLOCK:
         return False  # each product has one maximum, and scales of blocks may span rows
     is_fixed = all(_folds(spec, name) for name in batched - {"a"})

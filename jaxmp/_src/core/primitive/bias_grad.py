@@ -23,7 +23,8 @@ def summed(name: str) -> str:
 
 
 def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
-    """Sums one device's shard of `summed(name)` to the complete bias gradient `name`, in the accumulator's type."""
+    """Returns the complete bias gradient `name`: sums `x`, one device's shard of `summed(name)`, in the accumulator's
+    type, also over ranks, and rounds to d's type."""
     axes = spec.contraction.sharded
     with jax.named_scope(SCOPE):
         if name == "bgrada":

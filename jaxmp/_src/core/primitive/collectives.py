@@ -132,7 +132,7 @@ batching.primitive_batchers[whole_p] = lambda operands, dims: (whole_p.bind(*ope
 
 
 def _is_ours(x: jax.Array) -> bool:
-    """True if a collective of `x` has to be `collective_p`."""
+    """True if a collective of `x` has to be `collective_p`: in a job of processes, or if XLA:CPU widens its type."""
     return native.has_barrier or wire.is_widened(x.dtype)
 
 
@@ -161,7 +161,7 @@ def unless_empty(collective: F) -> F:
 def all_gather(
     x: jax.Array, axes: Dim, *, axis: int, to: str = "varying", source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
-    """Tiled `lax.all_gather`. `to` makes no difference under check_vma=False."""
+    """Returns the tiled `lax.all_gather` along `axis`. `to` matters under check_vma only; `narrow` is only recorded."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
@@ -170,7 +170,7 @@ def all_gather(
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") -> jax.Array:
-    """Tiled `lax.all_gather` in the form that XLA computes fastest."""
+    """Returns the tiled `lax.all_gather` along `axis` in the form that XLA computes fastest, without a barrier."""
     if axis == 0:
         gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
         return gathered
@@ -182,7 +182,8 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 
 @jax.named_scope("jaxmp_narrow_gather")
 def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
-    """Tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`, with a derivative in the type `narrow[1]`."""
+    """Returns the tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`. Its gradient crosses in `narrow[1]` if
+    `to` is "varying". None does not round."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
     gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line, narrow=narrow)
 
@@ -213,7 +214,7 @@ def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str,
 def all_to_all(
     x: jax.Array, axes: Dim, split_axis: int, concat_axis: int, *, source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
-    """Tiled `lax.all_to_all`."""
+    """Returns the tiled `lax.all_to_all`, by `collective_p` if `_is_ours`."""
     if _is_ours(x):
         return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis), narrow)
     moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
@@ -221,13 +222,13 @@ def all_to_all(
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
-    """`lax.psum`."""
+    """Returns `lax.psum`; in a job of several processes by `collective_p`."""
     total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier else lax.psum(x, axes)
     return total
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_line: str = "") -> jax.Array:
-    """Tiled `lax.psum_scatter`. Its transpose is an all-gather."""
+    """Returns a tiled `lax.psum_scatter` along `axis`, by `collective_p` if `_is_ours`. Transposes to an all-gather."""
     if _is_ours(x):
         return _collective("reduce_scatter", x, axes, source_line, (axis,))
     part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
@@ -235,13 +236,13 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], *, axis: int, source_lin
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
-    """`lax.pmax`."""
+    """Returns `lax.pmax`; in a job of several processes by `collective_p`."""
     most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier else lax.pmax(x, axes)
     return most
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
-    """Makes the type of `x` vary over `axes` too. This moves nothing, but its transpose is a psum."""
+    """Makes the type of `x` vary over `axes` too. Moves nothing; its transpose is a psum (not over reduced axes)."""
     if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
         x = lax.pcast(x, reduced, to="varying")  # its transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
@@ -255,7 +256,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
-    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or another one varies."""
+    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or an operand varies over it."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
         return dict(operands)
@@ -264,7 +265,7 @@ def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:
-    """Reshards a global array from `have` to `spec`.
+    """Reshards a global array from `have` to `spec`, between barriers in a job of several processes.
 
     If each new shard is a part of the device's old one, only the transpose communicates.
     """
@@ -281,7 +282,7 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
 
 
 def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
-    """Has XLA shard a global array as `spec`."""
+    """Has XLA shard a global array as `spec`, by `reshard` on explicit axes and by a constraint on others."""
     move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     placed: jax.Array = move(x, NamedSharding(mesh, spec))
     return placed
@@ -300,7 +301,7 @@ def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _global_barrier(kind: str, x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """Adds a barrier ("wait" or "pass") of all devices of `mesh` to a global array that is sharded as `spec`."""
+    """Adds a barrier ("wait" or "pass") of all devices of `mesh` to `x`, sharded as `spec`, in a job of processes."""
     if not native.has_barrier:
         return x
     wait = functools.partial(_collective, kind, axes=tuple(mesh.axis_names), source_line="")

@@ -57,8 +57,8 @@ class GroupedSpec(Parts):
     """Describes a product of groups of rows.
 
     `is_transposed`: each matrix of w is stored (n, k). `whole`: (groups, m, k, n) of the global arrays, if the operands
-    are shards. `mesh`: every mesh axis as (name, size). `splits`: for m, k, g and n the mesh axes that split each, if
-    jaxmp split them. `is_global`: the operands are global arrays, and XLA's partitioner chooses their shardings.
+    are shards. `experts`: the axes above. `mesh`: every mesh axis as (name, size). `splits`: for m, k, g and n the axes
+    that split each, if jaxmp split them. `is_global`: the operands are global, and XLA's partitioner shards them.
     """
 
     out_dtype: np.dtype
@@ -134,7 +134,7 @@ def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 
 
 def batch_of(operands: Sequence[Any]) -> Any:
-    """Returns the extent of the batch."""
+    """Returns the extent of the batch: an extent that is not 1, because 1 serves every index; 1 if all are."""
     return next((y.shape[0] for y in operands if y.shape[0] != 1), 1)
 
 
@@ -152,7 +152,7 @@ def abstract_eval(
 def jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: GroupedSpec
 ) -> tuple[jax.Array, Tangent]:
-    """dd = dx w + x dw."""
+    """Differentiates in x and w, dd = dx w + x dw; bounds are integers."""
     x, w, bounds = primals
     tx, tw, _ = tangents
     d = grouped(spec, x, w, bounds)

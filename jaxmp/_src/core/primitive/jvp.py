@@ -95,10 +95,10 @@ def _derivative_jvp_rule(
 def _low_precision_jvp(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """Differentiates an fp8 or fp4 product as the same product of decoded operands, multiplied by their scales. So
-    cotangents are products in the wide type, cast to the types of the operands. Rounding d and gelu_aux counts as
+    """Differentiates a product of 8 bits and fewer as the same product of decoded operands, multiplied by their scales.
+    So cotangents are products in the wide type, cast to the types of the operands. Rounding d and gelu_aux counts as
     `astype`, and activations are differentiated at the values before the rounding. The largest absolute values and the
-    scales of d's blocks count as constants."""
+    scales of d's blocks count as constants. In the global order it refuses to differentiate in a scale."""
     fixed = dict(zip(spec.names, primals, strict=True))
     stored = bind_named(spec, fixed)
     moving = {name: t for name, t in zip(spec.names, tangents, strict=True) if not isinstance(t, ad.Zero)}

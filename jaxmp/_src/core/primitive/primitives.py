@@ -67,7 +67,7 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
 
 
 def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
-    """Asks a `jax.checkpoint` policy about a primitive; jaxmp's products are presented as `lax.dot_general`."""
+    """Asks a `jax.checkpoint` policy about a primitive; products, except of groups, are shown as `lax.dot_general`."""
     if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
     front = params["spec"].batch
@@ -170,8 +170,8 @@ def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> O
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """True if the kernel reduces the bias gradient across ranks. False if a level gathers the operands, because then
-    every rank would reduce it again."""
+    """True if the kernel may reduce the bias gradient across ranks. False at a level on several ranks, where operands
+    are gathered and every rank would reduce it again; "host", the default of one process, reduces it."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
 
@@ -229,7 +229,8 @@ def naming_by_spec(rule: Rule) -> Rule:
 
 
 def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
-    """Returns the axes that d varies over in shard_map. If operands vary over fewer axes, their transposes sum."""
+    """Returns the axes that d varies over in shard_map. If operands vary over fewer axes, their transposes sum. Raises
+    ValueError if a type in `extra` varies over axes that the call sums over."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
@@ -304,7 +305,7 @@ def activated_matmul(
 
 
 def summed_over(spec: MatmulSpec) -> frozenset[str]:
-    """Returns the axes that the transpose of `activated_matmul` sums for the bias cotangent: the rows of a grid."""
+    """Returns the axes that the transpose of `activated_matmul` sums for the bias cotangent: of a grid the rows."""
     return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())
 
 

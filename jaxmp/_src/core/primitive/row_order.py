@@ -25,7 +25,7 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
-    """Puts gathered rows of x in the global order: (ranks, outer, rows) to (outer, ranks, rows) along `dimension`."""
+    """Puts gathered rows in global order, if asked: (ranks, outer, rows) to (outer, ranks, rows) along `dimension`."""
     if not spec.global_order or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
@@ -35,7 +35,7 @@ def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
 
 
 def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
-    """Inverts `unfolded` for the rows of a gathered D: from the global order to the order of the call."""
+    """Inverts `unfolded` for the rows of D, if the call gathers: from the global order to the order of the call."""
     if not spec.contraction.gathers or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     parts = x.reshape(spec.order.outer_rows, spec.group.nranks, -1, x.shape[-1])
@@ -61,7 +61,8 @@ def rows_of_result(spec: MatmulSpec) -> Layout:
 def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
-    """Returns (call, left, right) of the all-reduced product that sums the local product `call` over `summed`."""
+    """Returns (call, left, right) of the all-reduced product that sums the local product `call` over `summed`. Only in
+    global order, it first gathers rows that ranks hold interleaved (`layout`), and puts them in order."""
     if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)

@@ -37,7 +37,8 @@ from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
 def matmul_transpose_rule(
     cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
 ) -> list[jax.Array | None]:
-    """Transposes a product, or d = alpha * A@B + bias. The JVP rule binds the latter to differentiate b and bias."""
+    """Returns the cotangents of a, b and bias, None for operands that are not linear. `extra` is empty, or the bias of
+    d = alpha * A@B + bias, which the JVP rule binds to differentiate b and bias. Refuses all other calls."""
     if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
         raise NotAvailable(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), product = cts, spec.bilinear()
@@ -64,7 +65,7 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
     """Returns the cotangent of the stored a, for `ct` of d.
 
     dA = alpha * t @ B^T: a reduce-scatter if rows of A were gathered, an all-gather if sums were scattered, local if
-    they were all-reduced, a grid for a grid.
+    they were all-reduced, a grid for a grid. Refuses a complex a stored (k, m) on a grid in the global order.
     """
     product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
     if product.is_reduced:
@@ -228,7 +229,8 @@ def _gradient_epilog(
 
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
-    """Raises NotImplementedError if a gradient would be a sum over ranks outside our calls."""
+    """Raises NotImplementedError if a gradient in the global order would be a sum over ranks outside our calls: under
+    check_vma=False on several ranks, and for an operand of a grid that is equal along an axis."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise spec.level.mesh_refusal(
             "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",
