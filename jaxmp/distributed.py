@@ -54,7 +54,7 @@ class _Job:
         self.at_end = watch.idle_thread()
 
     def close(self) -> None:
-        """Closes the sockets on which peers connect."""
+        """Closes the sockets on which peers connect, ends the idle thread, and forgets the job's data on hardware."""
         hardware.set_of_job("")
         self.at_end(lambda: None)
         if self.peers is not None:
@@ -77,7 +77,7 @@ def initialize(
 
     Every process calls it, before anything that starts JAX's backend. Without arguments the launcher provides them:
     mpiexec (through mpi4py; `pip install 'jaxmp[mpi]'` brings both) or SLURM's srun. Without a launcher pass the first
-    three arguments.
+    three arguments. It also adds XLA flags that end a collective after some time, and starts threads that watch peers.
 
     From then on, a call over several processes first waits until all of them have come to it with an equal call. If a
     process does not come within `timeout`, has ended, or came with another call, then waiting for the result raises an
@@ -161,7 +161,8 @@ def initialize(
 
 
 def _join(job: _Job, host: str, timeout: int) -> None:
-    """Meet the other processes, and connect this one's neighbours."""
+    """Meets the other processes, starts the barrier and the watch, and connects this one's neighbours. `timeout`: in
+    seconds. Raises DistributedError if processes are missing or refuse."""
     native = native_lib.extension()
     join = functools.partial(
         bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
@@ -189,7 +190,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job and its collectives: waits for the others to leave it too, then ends JAX's part.
+    """Leaves the job, if any, and its collectives: waits for the others to leave it too, then ends JAX's part.
 
     At the end of a program this happens by itself. JAX cannot be initialized again while a backend exists; after
     `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
@@ -218,10 +219,10 @@ def shutdown() -> None:
 
 
 def cause(error: BaseException) -> DistributedError | None:
-    """Returns the failure of another rank that made JAX raise `error`; None if there is no such failure.
+    """Returns the failure of another rank that made JAX raise `error`, or `error` if it is one; None for other errors.
 
     A program that is already running fails in JAX, with an error of JAX's type. Most such errors hold our message. An
-    error of the transport does not; then `cause` finds out which rank failed.
+    error of the transport does not; then `cause` finds out which rank failed (up to a second), and the job has failed.
 
     >>> import jax, jaxmp
     >>> try:
@@ -246,7 +247,7 @@ def cause(error: BaseException) -> DistributedError | None:
 
 
 def _why_transport_failed(native: Any, is_large: bool) -> str:
-    """Explains a collective that failed half-way: peers that have just ended, or a silent one.
+    """Explains a collective that failed half-way: peers that have just ended, or silent ones. Waits up to a second.
 
     In a large job the news of it may come after the news of ranks of other groups that have ended well.
     """
@@ -300,7 +301,7 @@ def _farewell(job: _Job) -> str:
 
 
 def _uncaught() -> BaseException | None:
-    """Returns the exception that ends this process.
+    """Returns the exception that ends this process, or None.
 
     The interpreter keeps the last uncaught exception. If it has ended the program, its outermost frame has no caller.
     At a prompt, and if a library prints an exception, the program goes on.
@@ -327,7 +328,8 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _at_exit() -> None:
-    """Ends a failed job: JAX's own exit would wait in a barrier for processes that may be gone."""
+    """Leaves the job at the end of the program. After a failure or an exception it ends the process with status 1,
+    because JAX's own exit would wait in a barrier for processes that may be gone."""
     global _job
     if _job is None:
         return

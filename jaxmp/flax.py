@@ -97,7 +97,7 @@ class MoE(nnx.Module):  # type: ignore[misc]
       normalize: divide the gates of a token by their sum.
       activation: as in `jaxmp.moe_mlp`.
       determinism: as in `jaxmp.moe_mlp`, also for the router's product; XLA computes the scores.
-      dtype, param_dtype, kernel_init, rngs: as in `flax.nnx.Linear`.
+      dtype, param_dtype, kernel_init (not of the router), rngs: as in `flax.nnx.Linear`.
       kernel_metadata: for the experts' weights (num_experts, ...); `{"out_sharding": ("expert",)}` gives each rank of
         an explicit axis its own experts.
 

@@ -3,7 +3,8 @@
 A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
 Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. int8 takes `tensor` and `rows`. JAX gives a cotangent
 of q the type of q, which makes large ones NaN and small ones 0: to train, write the derivative yourself
-(examples/05_fp8_linear.py).
+(examples/05_fp8_linear.py). Quantizers compute in float32. They raise TypeError for complex numbers, and for int8 in
+blocks; ValueError if the blocks do not divide k.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest number that a quantizer uses: 127 (int8), 448 (e4m3), 57344 (e5m2), 6 (e2m1).
+    """Returns the largest number that a quantizer uses: 127 (int8), 448 (e4m3), 57344 (e5m2), 6 (e2m1).
 
     Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales only.
     """
@@ -112,7 +113,7 @@ def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) 
 
 
 def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows,)): one float32 scale for each row.
+    """Returns (q, scale (rows,)) of x (rows, k): one float32 scale for each row. x may have more dimensions in front.
 
     For the columns of w (k, n) in int8: `q, scale = rows(w.T, jnp.int8)`, and `q.T` is the operand.
     """
@@ -123,7 +124,7 @@ def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
+    """Returns (q, scale (rows, k/128)) of x (rows, k): one float32 scale for 128 adjacent elements of a row."""
     _check_blocks("vec128", x, 128, dtype=dtype)
     scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
     divisor = low_precision.expand(scale, low_precision.VEC128, x.shape)
@@ -131,7 +132,7 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
+    """Returns (q, scale (rows/128, k/128)) of x (rows, k): one float32 scale for 128 x 128 elements, rows padded."""
     _check_blocks("blk128", x, 128, dtype=dtype)
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
@@ -170,14 +171,15 @@ def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
 
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`."""
+    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`. None is a
+    scale of 1. Raises ValueError if no mode fits."""
     mode = _mode("dequantize", q, scale)
     factor = None if scale is None else jnp.asarray(scale)
     return low_precision.dequantize(jnp.asarray(q), factor, mode, jnp.dtype(dtype))
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
-    """Returns the float32 scale of every element of `q`."""
+    """Returns the float32 scale of every element of `q`, in q's shape. Raises ValueError if no mode fits."""
     mode = _mode("expand", q, scale)
     return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
@@ -194,7 +196,7 @@ def swizzle(scale: Array) -> jax.Array:
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
-    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype`."""
+    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype` from uint8. Raises ValueError for another length."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
         raise ValueError(
@@ -220,13 +222,13 @@ def pack_fp4(q: Array) -> jax.Array:
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
-    """Inverts `pack_fp4`. Raises TypeError for any type but uint8."""
+    """Inverts `pack_fp4`: returns float4_e2m1fn (..., k) from uint8 (..., k/2). Raises TypeError for other types."""
     _check_type("unpack_fp4", packed, "uint8")
     return wire.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
 def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """Limits a scale for this amax, so that it divides numbers by neither 0 nor infinity."""
+    """Limits a scale to normal float32 numbers, so that it can divide; 1 for an amax of 0, infinity or NaN."""
     limits = jnp.finfo(jnp.float32)
     return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
@@ -237,7 +239,7 @@ def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _wide(x: Array) -> jax.Array:
-    """Returns `x` in float32; finite numbers stay finite."""
+    """Returns `x` in float32; finite numbers stay finite. Raises TypeError unless it is an array of real numbers."""
     if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
     if jnp.iscomplexobj(x):

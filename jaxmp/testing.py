@@ -72,7 +72,7 @@ class Layout:
 
 
 def layouts(ndevices: int) -> Iterator[Layout]:
-    """Yields every pattern on meshes of `ndevices` devices."""
+    """Yields layouts with every pattern on meshes of `ndevices` devices: 1 (without 2-D meshes) or an even number."""
     line = (("x", ndevices),)
     rows, cols = P("x", None), P(None, "x")
     yield Layout("local", line, rows, P(None, None), rows)
@@ -93,7 +93,7 @@ def layouts(ndevices: int) -> Iterator[Layout]:
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Returns normal values of `dtype`, the same for the same arguments."""
+    """Returns normally distributed values of `dtype`, the same for the same arguments."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -102,7 +102,7 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
-    """True if a type has an epilog; on GPUs only types of 16 and 32 bits are tested, as in `make test-gpu`.
+    """True if a type has an epilog. On GPUs epilogs are tested for real types of 16 and 32 bits, as in `make test-gpu`.
 
     cuBLASMp sums an operand of float16 in float16, which jaxmp refuses under a level.
     """
@@ -138,7 +138,8 @@ def check_rows(
     *,
     epilog: Epilog = Epilog.NONE,
 ) -> int:
-    """Checks that rows of D and aux keep their bits when A has only these rows, or others too; `extents`: (k, n)."""
+    """Checks that rows of D and aux keep their bits if A has only these rows, or others too; `extents`: (k, n). Raises
+    AssertionError if they do not; returns the number of comparisons. `counts`: how many rows to compare."""
     k, n = extents
     is_transposed = epilog == Epilog.BGRADA  # it sums an a that is stored (k, m)
     product = functools.partial(
@@ -170,7 +171,7 @@ def check_rows(
 
 
 def check_columns(level: str, implementation: str, dtype: str, extents: tuple[int, int], counts: Sequence[int]) -> int:
-    """Checks that columns of D keep their bits when B has only these columns, or others too; `extents`: (k, m)."""
+    """Does for columns of D and B what `check_rows` does for rows of D and A; `extents`: (k, m)."""
     k, m = extents
     largest = max(counts)
     a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
@@ -199,7 +200,8 @@ def check_meshes(
 ) -> int:
     """Checks that a product and its gradients on meshes of `counts` devices have the bits of one device.
 
-    `extents` are (m, n, k), `only` names of layouts, all by default.
+    `extents` are (m, n, k), `only` names of layouts, all by default. `transpose`: "T" or "N" for a and for b. Returns
+    the number of layouts. Raises AssertionError for other bits.
     """
     m, n, k = extents
     is_transposed = [letter == "T" for letter in transpose]
@@ -248,7 +250,7 @@ def check_meshes(
 
 
 def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
-    """Yields a check of everything that is promised, shape by shape."""
+    """Yields a check of everything that is promised, shape by shape; `is_quick`: of a part, on the largest mesh."""
     devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
     devices = devices[-1:] if is_quick else devices
     for dtype, implementation in itertools.product(DTYPES, implementations):
