@@ -367,8 +367,11 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
 
 
 def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
-    """Returns (the factor with the product's shape, (value, along)), or None if neither factor repeats a smaller value.
-    The other factor repeats `value`, which varies along the parts `along`. `dims`: the parts of the product."""
+    """Returns (the full factor, (value, along)) of an elementwise multiplication, or None if no factor repeats a value.
+
+    The full factor has the result's shape. The other factor repeats `value`, which varies along the parts `along`.
+    `dims`: the parts of the result.
+    """
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue

@@ -129,7 +129,8 @@ def _waits_for_jax(frame: types.FrameType | None) -> bool:
 
 
 def end_process(process: int, reason: str, is_told: bool = False) -> None:
-    """Ends this process of a failed job with status 1, and tells the peers and, unless `is_told`, the user."""
+    """Ends this process, rank `process` of a failed job, at once with status 1. Sends the reason to the peers. Prints
+    it, unless `is_told`."""
     if not is_told:
         print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
     native.extension().leave_barrier(reason[:500])

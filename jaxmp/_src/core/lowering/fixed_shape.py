@@ -129,7 +129,10 @@ def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
-    """Returns the spec of every call: (m, k), (k, n); if `is_scaled` b is stored (n, k), and for BGRADA a (k, m)."""
+    """Returns the spec of every call: a is stored (m, k), b (k, n), neither is conjugated, and sums have any order.
+
+    If `is_scaled`, b is stored (n, k). For BGRADA a is stored (k, m) and stays conjugated.
+    """
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
         **levels.ANY_ORDER.option,

@@ -223,11 +223,11 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
 
 
 def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
-    """Returns `x` with zeros off the diagonals of repeated indices, and its indices. A repeated index stays on one
-    dimension; its other dimensions get new letters, which the caller sums over.
+    """Returns `x` with zeros off the diagonals of repeated indices, and its indices.
 
-    An index stays with its sharded dimension, if there is one, so that the sum over its other dimensions moves nothing.
-    If extents differ, the index has the extent of its last dimension, as in `jnp.einsum`.
+    A repeated index stays on one dimension. Its other dimensions get letters that are new in this operand alone, so the
+    caller sums over them before it joins `x` with another operand. The index has the extent of its last dimension, as
+    in `jnp.einsum`. It stays with a sharded dimension of that extent if there is one, so that the sum moves nothing.
     """
     renamed = list(indices)
     sharding = jax.typeof(x).sharding

@@ -71,7 +71,11 @@ def _runs_of(positions: Sequence[int]) -> list[Run]:
 
 
 def _split(mesh: Mapping[str, int], cuts: Collection[int]) -> dict[str, int]:
-    """Returns the axes of a mesh, split at multiples of `cuts` (numbers of positions)."""
+    """Returns the axes of a mesh, each split at the `cuts` within it. Cuts are strides in the mesh's order of devices.
+
+    `cuts` has the strides at both ends of each axis that is split, and each cut divides the next larger one. With
+    {"data": 8} and cuts 1, 2, 8 the axes are data:(1)4 of 4 and data:(4)2 of 2.
+    """
     axes: dict[str, int] = {}
     end = math.prod(mesh.values())
     for name, size in mesh.items():

@@ -125,7 +125,9 @@ def _untransposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> tu
 
 
 def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
-    """Returns the spec with the positions of D's rows and columns in the global array."""
+    """Returns the spec with the order of D's rows and columns: the extent and axes of each row dimension, and the axes
+    of columns. `a` is the device's shard, with its leading dimensions. The group's row axes are left out. If the call
+    gathers, the extent of the gathered dimension is the extent over all its ranks."""
     shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
     rows = [
         (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))

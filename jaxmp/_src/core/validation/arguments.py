@@ -138,7 +138,8 @@ def _source_line(function: str) -> str:
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
-    """Raises NotImplementedError for an array alpha or beta with 8-bit operands, a bias gradient, or a fixed order."""
+    """Raises NotImplementedError for 8-bit operands, a bias gradient or a fixed order. Called if alpha or beta is an
+    array."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:
         what = f"{dtype} operands" if is_low_precision else f"epilog {spec.epilog.name}"

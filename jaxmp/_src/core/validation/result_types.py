@@ -241,7 +241,8 @@ def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None, has_
 
 
 def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
-    """Returns (`preferred` or `jnp.matmul`'s type, whether it is weak); weak operands give way to what is added."""
+    """Returns (the type of the result, whether it is weak): `preferred`, which is never weak, or the type of
+    `jnp.matmul`. If this is weak, it is promoted with the types of `added`."""
     if preferred is not None:
         return preferred, False
     out, is_weak = jax.dtypes.result_type(*operands, return_weak_type_flag=True)

@@ -179,7 +179,8 @@ def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side]
 def _remedies(
     walk: Walk, level: Any, options: Sequence[dict[str, str]]
 ) -> Iterator[tuple[str, Callable[[Side], list[Any]]]]:
-    """Yields (remedy, a function that runs a side with it): `fuse` at `level`, and compiler options that are new."""
+    """Yields (remedy, a function that runs a side with it): `fuse` at `level`, then each of `options` that the first
+    side does not have."""
     yield f'jaxmp.fuse(fn, determinism="{level}")', lambda side: side.whole(fuse(side.fn, determinism=level))
     given = walk.sides[0].options
     for each in options:

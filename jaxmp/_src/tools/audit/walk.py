@@ -188,7 +188,8 @@ class Walk:
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
     def _scan(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
-        """Walks the steps of a scan in order. None without steps, or if the variant has another number, as for rows."""
+        """Walks the steps of a scan in order, and returns the pairs of its results. Returns None for a scan without
+        steps, or if the variant's scan has another number of steps, as a scan over the rows of another batch has."""
         length, bodies = eqn.params["length"], [e.params["jaxpr"] for e in (eqn, other)]
         if length == 0 or other.params["length"] != length:
             return None

@@ -300,7 +300,8 @@ def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
 
 
 def _check_death(layout: Layout) -> int:
-    """Kills the last rank between two products: every other rank has to end with the reason, so none returns."""
+    """Kills the last rank between two products. Every other rank has to end with the reason. Never returns, but raises
+    AssertionError on a rank that survives."""
     product, ones = _product_of(layout), np.ones((64, 64), np.float32)
     jax.block_until_ready(product(ones, ones))
     if jax.process_index() == jax.process_count() - 1:

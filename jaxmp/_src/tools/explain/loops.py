@@ -34,8 +34,8 @@ def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
 
 
 def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Collection[Dim]]:
-    """Returns the outermost loop, or None, that adds the site's result to a value that it carries and uses nowhere
-    else, and the dimensions that the result passes."""
+    """Returns (the outermost loop, or None, that adds the site's result to a value that it carries and uses nowhere
+    else; every dimension that the result reaches by linear operations, within a limit of the search)."""
     found, (place, each) = None, site
     waiting = [Dim(place, each, str(i) * (len(each.shapes) > 1), 0) for i in range(len(each.shapes))]
     seen = dict.fromkeys(waiting)

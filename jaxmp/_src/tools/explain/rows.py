@@ -328,9 +328,11 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
 def _communication_row(
     eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
 ) -> Iterator[Row]:
-    """Yields the row of a collective over the mesh `over`; no row if each rank only keeps a part of its data. On
-    automatic axes, where XLA decides what moves, only a constraint that follows another one, `constraint`, or a reshard
-    of jaxmp has a row."""
+    """Yields the row of a collective over the mesh `over`, or none if a device receives nothing.
+
+    If the result's mesh has automatic axes, XLA decides what moves. Then only a constraint, or a reshard of jaxmp, has
+    a row. `constraint`: the constraint that `eqn` follows, if any.
+    """
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return  # XLA's partitioner decides what moves
