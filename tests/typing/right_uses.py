@@ -64,6 +64,7 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     assert_type(jaxmp.dot_general(x, y, (((1,), (0,)), ((), ()))), jax.Array)
     assert_type(jaxmp.dot_general(x, y, (([1], [0]), ([], [])), None, jnp.float32, determinism="batch"), jax.Array)
     assert_type(jaxmp.einsum("ij,jk->ik", x, y, out_sharding=rows, precision="highest"), jax.Array)
+    assert_type(jaxmp.ragged_dot(x, y, x, determinism="topology"), jax.Array)
 
     # Low precision.
     assert_type(quantize.tensor(x, scale=None), tuple[jax.Array, jax.Array])

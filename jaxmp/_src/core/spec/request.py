@@ -149,7 +149,7 @@ class GroupOptions(_Placed, total=False):
     """Options of `ragged_dot` and `ragged_dot_general`."""
 
     implementation: GroupedImplementation | None
-    determinism: Literal["run_to_run", "batch"]
+    determinism: Determinism
 
 
 class LayerOptions(TypedDict, total=False):
