@@ -139,7 +139,9 @@ def started(program):
     step, optimizer = step_of(program, loss)
     params, state = jax.tree.map(np.asarray, (params, state))
     if program.micro > 1:
-        batch = jax.tree.map(lambda x: x.reshape(program.micro, -1, *x.shape[1:]), batch)
+        # A microbatch has as many rows as the largest mesh has devices.
+        copies = max(1, 8 * program.micro // len(jax.tree.leaves(batch)[0]))
+        batch = jax.tree.map(lambda x: np.concatenate([x] * copies).reshape(program.micro, -1, *x.shape[1:]), batch)
     moments = jax.tree.map(np.asarray, jax.jit(optimizer.init)(params))
     steps = {"plain": step, "level": jaxmp.fuse(step, determinism="topology")}
     return steps, (params, state, moments, np.asarray(jax.random.PRNGKey(SEED))), batch
