@@ -151,7 +151,7 @@ def narrow_batches():
 
 
 def batches_at_a_level():
-    """A batch at a level is a loop of local calls. It has no collective, because XLA does not order those of loops."""
+    """A batch at a level is a loop of local calls without a collective: XLA does not order collectives of loops."""
     rng, mesh = np.random.default_rng(7), jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((3, 6, 8), (3, 8, 10)))
     operands = cases.put(a, mesh, P(None, "x", "y")), cases.put(b, mesh, P(None, "y"))

@@ -78,6 +78,11 @@ def test_info_names_what_serves_and_why(capsys):
         assert section in out
 
 
+def test_info_of_a_job_needs_one(capsys):
+    status, _, message = run(capsys, "info", "--job")
+    assert (status, "mpiexec -n 4 jaxmp info --job" in message) == (2, True)
+
+
 def test_the_processor_is_read_from_the_systems_text():
     x86 = processor.parse("model name\t: Some Processor\nflags\t\t: fpu avx2 amx_bf16\nmodel name\t: Other\n", "?", 2)
     assert x86 == processor.Processor("Some Processor", 2, ("avx2", "amx_bf16"))

@@ -125,7 +125,7 @@ def _lower(*operands: Any, function: Function, options: Options, **_: Any) -> An
 
 
 def lowered(eqn: Any) -> list[jax_compat.Jaxpr]:
-    """Returns [the jaxpr to which a `linear_p` equation is lowered], so that reports list its calls; else []."""
+    """Returns a list with the jaxpr of a `linear_p` equation's lowering, so that reports list its calls; else []."""
     if eqn.primitive is not linear_p:
         return []
     return [jax_tracing.trace(lambda *operands: _lower(*operands, **eqn.params), [v.aval for v in eqn.invars])[0]]

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxmp._src.core.contraction.contraction import Contraction, Dim, Dims
 from jaxmp._src.platform.hardware.call_time import Transfer
 
-# The types in which an operand and its gradient cross between ranks, or None for their own.
+# The types for sending an operand and its gradient between ranks, or None for their own.
 Narrow = tuple[DTypeLike | None, DTypeLike | None]
 WIDE: Narrow = None, None
 

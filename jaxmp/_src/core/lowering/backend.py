@@ -76,8 +76,8 @@ def choose_for_batch(
     XLA has a batched product, cuBLASMp has none. On CPUs hostmp also has one, of each device's own or gathered
     operands, if the operands are narrower than their sums, but not for scaled fp8 or fp4. These products run one by
     one, because the library is faster even then: large products on CPUs that ranks share or that have scales, and
-    operands of 8 bits or fewer on GPUs, which XLA widens. So do products of CPU devices that share no call, because
-    each of their collectives may have a barrier.
+    operands of 8 bits or fewer on GPUs, which XLA widens. Products of CPU devices that share no call
+    run one by one too, between collectives of the whole batch.
     """
     choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)

@@ -122,7 +122,7 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
     types = a.dtype, b.dtype
-    # Such a call may not wait in a loop of a program of several processes.
+    # One call per index is a loop, and ranks share no call in a loop of a program of several processes.
     unshared = where.unshared or process_barrier.IN_BODY * where.shares_memory
     choice, is_one_product = backend.choose_implementation(spec, where.platform, unshared, types), False
     if may_batch(spec):

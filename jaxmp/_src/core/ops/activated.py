@@ -79,8 +79,8 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 
 def check_spec(spec: MatmulSpec) -> None:
-    """Raises NotImplementedError if XLA may not apply the activation: at a level with a fixed order of sums, for a
-    result of integers or of 8 bits and fewer, and for 8-bit operands with a bias of float16."""
+    """Raises NotImplementedError if XLA may not apply the activation. This holds at a level with a fixed order of sums,
+    for a result of integers or of 8 bits and fewer, and for 8-bit operands with a bias of float16."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -130,8 +130,8 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
-    """Returns (spec, operands) of a product, with at most a bias in its epilog, for a result of `dtype`. The bias is
-    converted too, unless its type is given in the spec. Options in `comm` that do not fit the type are dropped."""
+    """Returns the spec and operands that give a product the result type `dtype`. Its epilog has at most a bias. The
+    bias is converted too, unless the spec gives its type. Options in `comm` that do not fit the type are dropped."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands

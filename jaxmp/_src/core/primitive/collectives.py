@@ -195,9 +195,8 @@ def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str,
         if of_gradient is None or to != "varying":
             return gathered(t, axis=axis)
         copies = jnp.broadcast_to(t.astype(jnp.float32), (nranks, *t.shape)).astype(of_gradient)
-        return joined(
-            all_to_all(copies, axes, 0, 0, source_line=source_line, narrow=narrow)
-        )  # its transpose sums the copies
+        # The transpose sums the copies.
+        return joined(all_to_all(copies, axes, 0, 0, source_line=source_line, narrow=narrow))
 
     @jax.custom_jvp
     def gather(x: jax.Array) -> jax.Array:

@@ -230,7 +230,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
     """Raises NotImplementedError if a call with a deferred sum asks for more than the product and its scales.
 
-    `axes`: the mesh axes of the sum, for the message.
+    The message names `axes`, the mesh axes of the sum.
     """
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
     if beside or spec.epilog or spec.asks_all_reduce:

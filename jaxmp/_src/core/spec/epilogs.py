@@ -46,7 +46,7 @@ _ACTIVATIONS, _DERIVATIVES = {2: "relu", 32: "gelu"}, {8: "relu", 64: "gelu"}
 
 @dataclasses.dataclass(frozen=True)
 class EpilogRule:
-    """What the bits of an epilog say.
+    """The inputs, outputs and gradient of an epilog, read from the bits of its number.
 
     `aux`: the name of the stored z, or of its signs; or None. `with_aux`: the epilog of the same D that also stores it;
     None without activation. `derivative`: z is multiplied by the derivative of this activation, from `aux_input`.

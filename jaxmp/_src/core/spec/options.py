@@ -86,5 +86,5 @@ class CommOptions(Parts):
 
     @property
     def narrow(self) -> Narrow:
-        """The types in which b and its gradient cross."""
+        """The types for sending b and its gradient between ranks."""
         return self.weights, self.gradients

@@ -24,7 +24,7 @@ class Audit:
     Attributes:
       vary: "batch", "mesh" or "processes".
       reference, variants: what was compared: "64 rows" with ("1 row", "32 rows", "67 rows").
-      rows: a row for each operation that differs, in the order in which the variants, one by one, show them.
+      rows: a row for each operation that differs: first the operations found with the first variant, and so on.
       uncompared: the operations that could not be compared, and why.
       outputs: the outputs of the whole program, compiled in one piece, that differ.
       compared: how many operations were compared; operations with one line and one shape count once.

@@ -365,8 +365,8 @@ def _live_equations(jaxpr: Any, line: str) -> list[Any]:
 
 
 def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) -> Iterator[tuple[Any, Any]]:
-    """Yields the equations of both traces in pairs that look equal (`_likeness`), in an order in which both can run. An
-    equation that only one trace has comes with None."""
+    """Yields the equations of both traces in pairs that look equal (`_likeness`). Both traces can run in the order of
+    the pairs. An equation that only one trace has comes with None."""
     names, other_names = ([_likeness(eqn, is_batch) for eqn in eqns] for eqns in (equations, others))
     if names == other_names:
         yield from zip(equations, others, strict=True)

@@ -21,7 +21,7 @@ from jaxmp._src.platform.hardware.processor import processor
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime import config, cuda_libraries, native
 from jaxmp._src.tools.cli import calibrate
-from jaxmp._src.tools.cli.output import make_cpu_devices, print_json, print_table, progress, rich
+from jaxmp._src.tools.cli.output import CommandError, make_cpu_devices, print_json, print_table, progress, rich
 
 _PACKAGES = (
     *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum", "rich"),
@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints `facts` and returns 0 always. --calibrate measures and stores first. In a job the first process prints."""
-    _, nprocesses = (config.launcher() if options.job or options.calibrate else None) or ("", 1)
+    found = config.launcher() if options.job or options.calibrate else None
+    if options.job and not found:
+        raise CommandError("--job needs a job of processes; start one: mpiexec -n 4 jaxmp info --job, or srun")
+    nprocesses = found[1] if found else 1
     if nprocesses > 1:
         distributed.initialize()
     is_first = nprocesses == 1 or jax.process_index() == 0
@@ -56,12 +59,13 @@ def run(options: argparse.Namespace) -> int:
             calibration.save(measured)
     if not options.json:
         rich("table")  # raises before the work where rich is missing
-    found = facts()
-    if options.json or not is_first:
-        if is_first:
-            print_json(found)
+    sections = facts()
+    if not is_first:
         return 0
-    for title, section in found.items():
+    if options.json:
+        print_json(sections)
+        return 0
+    for title, section in sections.items():
         rows = [(name, _text(value)) for name, value in section.items()]
         print_table(title, ("", ""), rows)
     return 0
