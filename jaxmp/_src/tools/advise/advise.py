@@ -244,13 +244,11 @@ def _ranked(found: list[Choice]) -> Iterator[Choice]:
 
 
 def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
-    """Returns the elements that some device must receive under any algorithm, if each begins with part of one copy.
-
-    The larger of two bounds. For any memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent
-    parallel matrix multiplication communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements:
-    2mnk / (P sqrt(S)) - S, Smith, Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication",
-    2019 (COSMA has its parallel form).
-    """
+    """Returns the elements that some device must receive under any algorithm, if each begins with part of one copy. The
+    larger of two bounds. For any memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent parallel
+    matrix multiplication communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements: 2mnk / (P
+    sqrt(S)) - S, Smith, Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication", 2019 (COSMA
+    has its parallel form)."""
     small, middle, large = sorted((m, k, n))
     total = m * k + k * n + m * n
     if devices <= large / middle:

@@ -175,9 +175,7 @@ def _product(eqn: Any) -> Sequence[str] | None:
 
 def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
     """Returns the classes of a reshape's result: of dimensions with as many elements from there on and a common factor.
-
-    Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1.
-    """
+    Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1."""
     begins = {math.prod(shape[i:]): i for i, n in enumerate(shape) if n > 1}
     pairs = [(begins.get(math.prod(out[j:])), n) for j, n in enumerate(out)]
     return [None if i is None or math.gcd(shape[i], n) == 1 else dims[i] for i, n in pairs]

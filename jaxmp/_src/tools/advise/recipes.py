@@ -96,10 +96,8 @@ class _Classes:
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Returns Megatron's hidden dimensions that `size` divides: largest first, but no two of a matrix.
-
-        In two consecutive layers the first has its columns sharded and the second its rows.
-        """
+        """Returns Megatron's hidden dimensions that `size` divides: largest first, but no two of a matrix. In two
+        consecutive layers the first has its columns sharded and the second its rows."""
         found = set[int]()
         for dim, extent in self._extents.items():
             if extent % size == 0 and all(found.isdisjoint(each) for each in self._matrices if dim in each):
@@ -141,14 +139,11 @@ class _Classes:
 
 
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
-    """Returns the classes of the batch: first dimensions of arguments after the first `nparameters`, the parameters.
-
-    No parameter has a dimension of such a class. All classes that it returns have one extent.
-
-    If it has several extents, it is the one that most arguments have, or else the largest argument's. If the program
-    does not tell which arguments are parameters, a batch dimension comes first in every argument that has it; of
-    several extents, the integers' (such as tokens) counts, or else the first argument's.
-    """
+    """Returns the classes of the batch: first dimensions of arguments after the first `nparameters`, the parameters. No
+    parameter has a dimension of such a class. All classes that it returns have one extent. If it has several extents,
+    it is the one that most arguments have, or else the largest argument's. If the program does not tell which arguments
+    are parameters, a batch dimension comes first in every argument that has it; of several extents, the integers' (such
+    as tokens) counts, or else the first argument's."""
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:
         others = {dim for each in dims for dim in each[1:]}

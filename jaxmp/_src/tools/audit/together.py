@@ -78,10 +78,8 @@ def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[
 
 
 def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list[Any]:
-    """Returns a few of the `items`, in their order, that differ together; none if all together do not.
-
-    Asks at most (k + 1) (log2(n) + 1) times for k of n items. It has asked for what it returns.
-    """
+    """Returns a few of the `items`, in their order, that differ together; none if all together do not. Asks at most (k
+    + 1) (log2(n) + 1) times for k of n items. It has asked for what it returns."""
     items, kept = list(items), list[Any]()
     if not items or not differs(items):
         return []

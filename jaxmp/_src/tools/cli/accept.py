@@ -229,10 +229,8 @@ def _line(ndevices: int) -> jax.sharding.Mesh:
 
 
 def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
-    """Compares calls in a row, each of other integers; ranks take turns in being late on their device.
-
-    Every tenth call follows a delay. In half of the batches XLA's all-to-alls are between the calls.
-    """
+    """Compares calls in a row, each of other integers; ranks take turns in being late on their device. Every tenth call
+    follows a delay. In half of the batches XLA's all-to-alls are between the calls."""
     rng, ndevices, products = np.random.default_rng(0), layouts[0].make_mesh().size, list(map(_product_of, layouts))
     mesh = _line(ndevices)
     move = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "x")))

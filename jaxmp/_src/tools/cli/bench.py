@@ -146,9 +146,7 @@ def _operand(shape: tuple[int, int], dtype: str, sharding: NamedSharding, seed: 
 
 def disagreement(calls: dict[str, Callable[[], Any]], k: int, dtype: str) -> str:
     """Explains a difference of the two results, on this process's devices, that is more than rounding; "" if none is.
-
-    Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|.
-    """
+    Operands are at most 1, so each of the sums errs by at most some u k, and each result by u |D|."""
     results = [np.concatenate([np.ravel(x.data) for x in call().addressable_shards]) for call in calls.values()]
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), results[0].dtype))
     ours, theirs = (x.astype(np.complex128) for x in results)

@@ -115,10 +115,8 @@ def mesh_of(text: str) -> Mesh | None:
 
 
 def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    """Returns the type that JAX writes as f32[8@x,16] or bfloat16[8@(x,y),16], sharded over `mesh` if there is one.
-
-    A dimension without axes is replicated. Raises CommandError for other text, and for axes that no mesh has.
-    """
+    """Returns the type that JAX writes as f32[8@x,16] or bfloat16[8@(x,y),16], sharded over `mesh` if there is one. A
+    dimension without axes is replicated. Raises CommandError for other text, and for axes that no mesh has."""
     found = re.fullmatch(r"(\w+)\[([^\[\]]*)\]", text.replace(" ", ""))
     dims = re.findall(r"(\d+)(?:@(\w+|\([\w,]+\)))?(?:,|$)", found[2]) if found else []
     if not found or ",".join(f"{n}@{axes}" if axes else n for n, axes in dims) != found[2]:

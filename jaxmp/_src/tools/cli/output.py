@@ -20,10 +20,7 @@ class CommandError(Exception):
 
 
 def rich(module: str) -> Any:
-    """Imports a module of rich, an optional dependency.
-
-    Raises CommandError where it is not installed.
-    """
+    """Imports a module of rich, an optional dependency. Raises CommandError where it is not installed."""
     try:
         return importlib.import_module(f"rich.{module}")
     except ImportError:
@@ -31,10 +28,8 @@ def rich(module: str) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
-    """Prints a table; the last `numbers` columns are aligned to the right.
-
-    Cells fold at spaces where a terminal is narrow, never within words; in a file or a pipe none folds.
-    """
+    """Prints a table; the last `numbers` columns are aligned to the right. Cells fold at spaces where a terminal is
+    narrow, never within words; in a file or a pipe none folds."""
     console, texts = rich("console").Console(), [list(map(str, row)) for row in rows]
     widths = _widths([columns, *texts], console.width if console.is_terminal else None)
     console.width = max(_drawn(widths), console.width if console.is_terminal else len(title))
@@ -92,10 +87,8 @@ def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Calla
 
 
 def require_devices(count: int) -> list[jax.Device]:
-    """Returns the first `count` devices; on CPUs it makes them, if JAX's backend has not started.
-
-    Raises CommandError if there are fewer.
-    """
+    """Returns the first `count` devices; on CPUs it makes them, if JAX's backend has not started. Raises CommandError
+    if there are fewer."""
     make_cpu_devices(count)
     devices = jax.devices()
     if len(devices) < count:
@@ -112,10 +105,7 @@ def make_cpu_devices(count: int) -> None:
 
 
 def named_hardware(name: str) -> Hardware:
-    """Returns the machine of --hardware.
-
-    Raises CommandError where there is none, or "this" has not been measured.
-    """
+    """Returns the machine of --hardware. Raises CommandError where there is none, or "this" has not been measured."""
     try:
         return hardware_of("--hardware", name)
     except ValueError as error:
@@ -127,10 +117,8 @@ _SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": 
 
 
 def dtype_of(text: str) -> str:
-    """Returns a type's full name from "bf16", "f32" or the name itself.
-
-    Raises CommandError where there is no such type.
-    """
+    """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError where there is no such
+    type."""
     name = _SHORT_TYPES.get(text, text)
     try:
         return str(jnp.dtype(name).name)

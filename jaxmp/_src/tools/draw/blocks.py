@@ -33,8 +33,8 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown. A
-    `ragged_dot` has an array with a matrix per group: it is drawn as a matrix with a row for each group."""
+    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown. The
+    array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for each group."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -77,11 +77,9 @@ def _place(dims: tuple[Dim, Dim], coordinates: Mapping[str, int], sizes: Mapping
 
 
 def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
-    """Returns the blocks that device 0, which holds each matrix' first block, gets from others, by matrix.
-
+    """Returns, by the matrix' name, the blocks that device 0 gets from others. Device 0 holds each matrix' first block.
     An all-gather gathers the rows of A in its group, a grid the blocks of A in its row and the blocks of B in its
-    column. The result is empty for all other patterns.
-    """
+    column. The result is empty for all other patterns."""
     if row.pattern not in ("all_gather", "grid"):
         return {}
     (of_a, _, of_d), sizes = row.placement, dict(row.mesh)
@@ -94,7 +92,8 @@ def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
 
 
 def label(devices: Sequence[int], total: int) -> str:
-    """Returns devices as short text: "0-3" for neighbours, "0 2 ... 9" for more than 4, "all" for all `total`."""
+    """Returns devices as short text: "0-3" for more than 2 neighbours, "0 1 ... 9" (the first two and the last) for
+    more than 4 others, "0 2" for fewer, and "all" for all `total` devices if they are several."""
     if len(devices) == total and total > 1:
         return "all"
     if len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1:
@@ -103,7 +102,7 @@ def label(devices: Sequence[int], total: int) -> str:
 
 
 def shown(count: int, most: int) -> list[int | None]:
-    """Returns the indices of the blocks that are drawn: all, or at most `most` entries with None for a gap."""
+    """Returns the indices of the blocks that are drawn: all, or the first `most` - 2, None for a gap, and the last."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]
@@ -116,7 +115,8 @@ _SUMS = {
 
 
 def sentence(row: Row) -> str:
-    """Describes in one sentence what a device of the first group does."""
+    """Says in one sentence how devices compute a call: they sum partial products, multiply the rows of their groups,
+    receive blocks of A or B (said for device 0), or multiply what they hold."""
     if row.pattern in _SUMS:
         return _SUMS[row.pattern]
     if not row.has_matrices:

@@ -23,7 +23,8 @@ def text_of(row: Row) -> str:
 
 
 def title(row: Row) -> str:
-    """Returns the line of the program, the pattern with its axes, extents and types."""
+    """Returns one line: the line of the program, pattern, mesh axes with their sizes, extents, types, and how often it
+    runs."""
     axes = " ".join(f"{name}={size}" for name, size in row.mesh)
     extents = "x".join(map(str, row.extents))
     count = f", {row.count} times" if row.count > 1 else ""

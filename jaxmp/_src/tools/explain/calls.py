@@ -23,7 +23,7 @@ _SAME_READS = "needed where every device uses the result; if the result is shard
 
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
-    """Yields the calls by these `implementations` that read data of other devices, with their causes."""
+    """Yields (row, cause) of each call by one of these `implementations` that reads data of other devices."""
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:
@@ -33,8 +33,9 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
-    """Returns the cause of a collective that jaxmp added to a call, from the row of the collective or of the call; the
-    cause `found` so far if there is no such row."""
+    """Returns the cause of a collective of this `kind` that jaxmp added to a call: `found`, the cause so far, with the
+    reason in the row of the collective at this line; or the cause of the call with this pattern; or `found` if there is
+    no row."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):
@@ -50,8 +51,8 @@ def axes_of(row: Row) -> tuple[str, ...]:
 
 
 def _sites(origins: Origins) -> Iterator[Site]:
-    """Yields the calls in the program before XLA's partitioner. Their first operands are a and b, unless they have
-    several products."""
+    """Yields the calls in the program before XLA's partitioner, as sites with operands 0 and 1 as a and b. A call with
+    several results has several products, so it is yielded once for each pair of operands."""
     for computation in origins.program.whole.computations.values() if origins.program.whole else ():
         for each in computation.instructions.values():
             if is_call(each) and multiplies(each):

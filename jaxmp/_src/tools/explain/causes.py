@@ -2,7 +2,7 @@
 
 There are three kinds of sentences: "sort wants dimension 0 of x whole, but data shards it" for operations along a
 dimension, "this product sums dimension 1 of x, which model shards" for operations that add parts, and "add has data on
-dimension 1, but data shards dimension 0 of x" for other operations.
+dimension 1, but data shards dimension 0 of x" for other operations. `search` and `values` define the terms.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _EXTENTS = "take extents that the axis divides, as of heads, or shard another di
 
 
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
-    """Returns why a collective of the compiled program moves operand number `operand`."""
+    """Returns why a collective of the compiled program moves operand number `operand`. It is explained as it is after
+    the partitioner if it is found there. A collective that the program itself calls has the kind "written", "gradient"
+    or "jaxmp"; an operation that jax.checkpoint repeats has "recomputed"."""
     program = origins.program
     module, axes = program.compiled, program.axes(collective)
     if collective.primitive in _WRITTEN:
@@ -61,7 +63,8 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
 
 
 def _in_shard_map(whole: Module | None, collective: Instruction) -> Iterator[Place]:
-    """Yields the operations that a collective may come from. In a shard_map their names lack the scopes around it."""
+    """Yields the operations of `whole` that a collective may come from: of its kind, with the end of its name, because
+    in a shard_map their names lack the scopes around it."""
     for place in whole.computations.values() if whole else ():
         for each in place.instructions.values():
             if each.kind == collective.kind and each.op_name and collective.op_name.endswith(each.op_name):
@@ -78,7 +81,8 @@ def _written(collective: Instruction, line: str) -> Cause:
 
 class _Causes(Search):
     def sum(self) -> Cause:
-        """Returns the cause of a collective that reduces partial results of an operation with sharded operands."""
+        """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
+        product, gather, scatter, reduction, or a slice (`_for_cut`). In a gradient it is mostly needed."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -123,7 +127,8 @@ class _Causes(Search):
         )
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
-        """Returns the sharded dimensions that the likeliest product sums; all that it sums if none is sharded."""
+        """Returns the dimensions, of both operands, that the likeliest of the products in `places` sums: the dimensions
+        that the axes shard, or all if the axes shard none."""
         products = [place for place in places if place[1].opcode in _PRODUCTS]
         # Another product of this name may have a result of other extents.
         for found in (products, self.program.named(self.source)):
@@ -144,7 +149,8 @@ class _Causes(Search):
         return False
 
     def move(self) -> Cause:
-        """Returns the cause of a collective that moves data: the operation that reads the data first."""
+        """Returns the cause of a collective that moves data: the operation that reads the data first, or else the
+        operation that made it, if that needs a dimension whole."""
         reader, through = next(self.readers(), (None, self.collective))
         made = self.module.line(self.source) or self.module.line(self.collective)
         leaves = self.returned(through) if reader is None and self.is_entry else ([], None, False)
@@ -201,7 +207,8 @@ class _Causes(Search):
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
         """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop;
-        None if the operation needs no sharded dimension whole. `leaves`: the program returns it sharded as it is."""
+        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result in the same
+        sharding."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
@@ -211,7 +218,8 @@ class _Causes(Search):
         return None
 
     def _along(self, name: str, found: Edge | None, line: str) -> Cause:
-        """Returns the cause for an operation that needs a dimension whole."""
+        """Returns the cause for an operation that needs a dimension whole; `_unsplit` if its needs do not explain the
+        move."""
         if found is None:
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
@@ -234,7 +242,8 @@ class _Causes(Search):
         return Cause("whole", text, remedy if self.sharded(*found[:2], 0) else self.every.shard_another(dims), line)
 
     def _for_cut(self, each: Instruction) -> Cause | None:
-        """Returns the cause for a slice of one element along a sharded dimension that a reshape drops, or None."""
+        """Returns the cause for `each`, a squeeze or reshape, if it drops a sharded dimension that a slice cut to one
+        element; else None."""
         for place, whole in self.program.wholes(each)[: each.primitive in ("squeeze", "reshape")]:
             below = place.operands(whole)[0]
             if below.opcode == "slice" and any(at.extents[at.dim] == 1 for at in self.sharded(place, whole, 0)):
@@ -289,7 +298,8 @@ class _Causes(Search):
     # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """Returns the cause if a constraint, a loop or the results ask for an operation's sharding; else None."""
+        """Returns the cause if a constraint, a loop or the results ask for the sharding of the user's result; else
+        None."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None

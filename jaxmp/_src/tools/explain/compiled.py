@@ -94,15 +94,13 @@ class CompiledExplanation:
 
     @property
     def collectives(self) -> tuple[Operation, ...]:
-        """The rows that communicate."""
+        """The rows that communicate: XLA's collectives, and jaxmp's calls that read data of other devices."""
         return tuple(row for row in self.rows if row.kind != "dot")
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a device receives, in all collectives and in calls of jaxmp that read data of other devices.
-
-        A loop without a known number of iterations counts once.
-        """
+        """Bytes that a device receives, in all collectives and in calls of jaxmp that read data of other devices. A
+        loop without a known number of iterations counts once."""
         return sum(map(_total, self.collectives))
 
     @property
@@ -111,7 +109,8 @@ class CompiledExplanation:
         return sum(_total(row) for row in self.collectives if row.is_hidden)
 
     def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
-        """Returns the bytes that a device receives, grouped by `key(row)`, for example `lambda row: row.line`."""
+        """Returns the bytes that a device receives, summed by `key(row)`, for example `lambda row: row.line`, the most
+        first."""
         sums: dict[Any, int] = {}
         for row in self.collectives:
             sums[key(row)] = sums.get(key(row), 0) + _total(row)
@@ -162,7 +161,7 @@ class CompiledExplanation:
 
 
 def compile_program(lowered: Any) -> tuple[Any, Program]:
-    """Compiles a `jax.stages.Lowered`. Returns (compiled program, its text with those around XLA's partitioner)."""
+    """Compiles a `jax.stages.Lowered`. Returns (compiled program, its text with the texts around XLA's partitioner)."""
     with tempfile.TemporaryDirectory() as folder:
         compiled = _compile(lowered, folder)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
@@ -241,10 +240,8 @@ def _rows(origins: Origins, left: Mapping[str, str], calls: Sequence[Row]) -> It
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
-    """Returns (type, bytes that a device receives) of each array of a collective; an all-to-all has one.
-
-    Bytes are counted for a ring or direct sends; an all-reduce counts as a reduce-scatter and an all-gather.
-    """
+    """Returns (type, bytes that a device receives) of each array of a collective; an all-to-all has one. Bytes are
+    counted for a ring or direct sends; an all-reduce counts as a reduce-scatter and an all-gather."""
     groups = groups_of(each, ndevices)
     p = max(map(len, groups), default=1)
     share = (p - 1) / p
@@ -264,7 +261,8 @@ def _flops(computation: Computation, dot: Instruction) -> int:
 
 
 class _Independent:
-    """Finds the products of a computation that do not depend on a collective and on which it does not depend."""
+    """For the collectives of a computation: the products that neither depend on them nor they on the products,
+    collectives of the same `round`, and what runs between start and end."""
 
     def __init__(self, module: Module, computation: Computation) -> None:
         self._computation, self._order = computation, list(computation.instructions.values())
@@ -305,7 +303,8 @@ class _Independent:
         return tuple(dict.fromkeys(filter(None, lines)))
 
     def in_flight(self, collective: Instruction) -> tuple[bool, tuple[str, ...]]:
-        """Returns (True if work is between its start and end, the lines of jaxmp's calls between devices there)."""
+        """Returns (True if work is between its start and end, the lines of jaxmp's calls between devices there);
+        (False, ()) for a collective that is not asynchronous."""
         if not collective.opcode.endswith("-start"):
             return False, ()
         at = self._place[collective.name]
@@ -327,9 +326,9 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 
 def _merged(rows: Sequence[Operation]) -> list[Operation]:
-    """Merges rows of equal line, kind, axes and kind of cause, and adds their bytes and counts. A merged row has the
-    bytes of all runs. Needed collectives come after others, and products last. Causes and remedies are joined by
-    `_joined`."""
+    """Merges rows that are equal in line, kind, axes, kind of cause, `is_needed`, `is_hidden` and `across`, and adds
+    their counts. A merged row has the bytes of all runs, and its count is None if one is. Needed collectives come after
+    others, and products last. Causes and remedies are joined by `_joined`."""
     groups: dict[Any, list[Operation]] = {}
     for row in sorted(rows, key=lambda row: (row.kind == "dot", row.is_needed)):
         key = (row.kind, row.line, row.axes, row.cause_kind, row.is_needed, row.is_hidden, row.across)
@@ -346,7 +345,8 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """Joins at most three different texts, one per line. Texts that differ only in numbers of layers are one text."""
+    """Joins at most three different texts, one per line, and a line that counts the others. Texts that differ only in
+    numbers of layers, in brackets, are one text."""
     groups: dict[str, set[str]] = {}
     for text in texts:
         groups.setdefault(re.sub(r"\[\d+\]", "[*]", text), set()).add(text)
@@ -355,7 +355,8 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def _narrow(table: list[list[str]]) -> list[list[str]]:
-    """Shortens names of lines and types in place, to 80 columns if possible; each keeps 12 characters."""
+    """Shortens lines (column 0) and types (column 3) in place, from the left, to a width of 80 if possible; each keeps
+    12 characters. Returns the table."""
     for column, least in ((0, 12), (3, 12)):
         width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
         most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))
@@ -371,7 +372,8 @@ def _cells(row: Operation) -> list[str]:
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
-    """Yields the lines below a row. `remedies`: the remedies that rows above have shown."""
+    """Yields the lines below a row. `remedies`: the remedies that rows above have shown, which are not repeated; the
+    row's are added."""
     for text in row.cause.splitlines():
         yield f"{text}{'; hidden behind other work' * row.is_hidden}"
     for text in row.remedy.splitlines():

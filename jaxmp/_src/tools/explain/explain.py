@@ -133,7 +133,8 @@ def assert_no_collectives(
 def _check_allowed(
     explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]], inside: str | None
 ) -> None:
-    """Raises AssertionError with the table of the collectives that are not allowed, if there are any."""
+    """Raises AssertionError with the table of the collectives that are not allowed, if there are any. With `inside` it
+    checks only rows that a loop repeats, but also calls of jaxmp."""
     every = (row for row in explanation.collectives if (_is_repeated(row) if inside else row.kind in COLLECTIVES))
     if rows := tuple(row for row in every if not _is_allowed(row, allowed)):
         found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
@@ -142,7 +143,7 @@ def _check_allowed(
 
 
 def _is_repeated(row: Operation) -> bool:
-    """True if a loop runs it, for more than one value."""
+    """True if a loop runs `row` several or an unknown number of times, for more than a scalar."""
     return row.count != 1 and not row.shape.endswith("[]")
 
 
@@ -185,7 +186,8 @@ class _Explained:
         return explanation
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces the function. With `compiled` it keeps its shardings, donation and argument names if possible."""
+        """Traces the function. With `compiled`, a jitted function is traced with its shardings and donation, and a
+        function of arrays alone as it is; any other becomes a function of its arrays (`split_arrays`)."""
         if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
             traced = self._fn.trace(*args, **kwargs)
             if hasattr(traced, "jaxpr"):  # a jit of nnx has other stages

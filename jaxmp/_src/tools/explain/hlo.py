@@ -59,7 +59,8 @@ class Instruction:
 
     @property
     def primitive(self) -> str:
-        """The primitive of JAX's equation; "" for arguments, because their names have no slash."""
+        """The primitive of JAX's equation; "" for arguments, because their names have no slash; "jit" for a copy that
+        an inner jit makes to ask for a sharding."""
         name = self.op_name.rpartition("/")[2] if "/" in self.op_name else ""
         return "jit" if self.opcode == "copy" and name.startswith("jit(") else name  # an inner jit asks for a sharding
 
@@ -203,11 +204,9 @@ class Module:
         self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
 
     def line(self, of: Instruction) -> str:
-        """Returns the user's line of an instruction (`innermost`). The line that calls it comes first if several lines
-        do, or if the function only asks for a sharding.
-
-        "train.py:41 -> norm:12" is line 12 in a function norm of the same file.
-        """
+        """Returns the user's line of an instruction (`innermost`), after "caller -> " if several lines call its
+        function, or if the function only asks for a sharding. "train.py:41 -> norm:12" is line 12 in a function norm of
+        the same file. A line in another file has the file's name."""
         inner, stack = self.innermost(of), self._stack(of)
         pairs = [(a, b, self._callers.get(a, ())) for a, b in itertools.pairwise(stack)]
         above = (b for a, b, _ in pairs if self._only_constrains(a) and not self._only_constrains(b))
@@ -224,7 +223,7 @@ class Module:
         return next((source_lines.line_name(*frame[:2]) for frame in self._stack(of)), "")
 
     def _only_constrains(self, frame: Frame) -> bool:
-        """True if a function only asks for a sharding. Most trainers have such a function."""
+        """True if the frame's function only asks for a sharding. Most trainers have such a function."""
         return _function(frame) not in self._working
 
     @functools.cached_property
@@ -241,8 +240,9 @@ class Module:
         return self._stacks.get(int(found[1]), ()) if found else ()
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
-        """Yields (computation, how often the program runs it) from `name` or the entry on; None if a loop's count is
-        unknown. Fused computations are included if they have a product."""
+        """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs `count`
+        times, and what it runs (`called_by`). The number is None in a loop with an unknown count. Fused computations
+        are included if they have a product."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():
@@ -258,7 +258,8 @@ def _function(frame: Frame) -> tuple[Any, ...]:
 
 
 def called_by(instruction: Instruction) -> list[tuple[str, int | None]]:
-    """Returns (computation, how often) for each that an instruction runs as a whole, not element by element."""
+    """Returns (name of a computation, how often) for each that an instruction runs as a whole, not element by element:
+    a loop's body (None if its count is unknown), branches, calls and fusions."""
     if instruction.opcode == "while":
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
         return [(instruction.attribute("body").lstrip("%"), int(trips[1]) if trips else None)]
@@ -307,10 +308,9 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """Keeps one frame per function outside libraries of layers; JAX repeats frames around a loop for its body.
-
-    A call of an exported function has the frames of the export inside its own; of a function in both, it keeps its own.
-    """
+    """Keeps one frame per function outside libraries of layers, because JAX repeats frames around a loop for its body.
+    Keeps the innermost frame if all are in libraries. A call of an exported function has the frames of the export
+    inside its own. A function in both keeps the call's frame."""
     frames: dict[Any, Frame] = {}
     ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
     for start, end in reversed([*itertools.pairwise(sorted({0, *ends, len(stack)}))]):

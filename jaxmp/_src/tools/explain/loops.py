@@ -17,9 +17,7 @@ _HOW = "jax.sharding.reshard, or jax.lax.pcast in shard_map; on automatic axes i
 
 def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
     """Returns `why`, the cause of a gradient's sum over `values.axes`, with a remedy if a loop adds the gradients up.
-
-    `sites`: what may compute the gradient, in the program before XLA's partitioner.
-    """
+    `sites`: what may compute the gradient, in the program before XLA's partitioner."""
     whole = values.program.whole
     for site in sites if whole else ():
         loop, passed = _accumulates(values, site)
@@ -51,7 +49,8 @@ def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Colle
 
 
 def _is_linear(at: Dim) -> bool:
-    """True if an operation is linear in the one operand that is no constant."""
+    """True if an operation only moves data, adds, runs a loop or call, or multiplies or divides with a constant
+    operand."""
     place, each, *_ = at
     if each.opcode in ("multiply", "divide"):
         return any(below.opcode == "constant" for term in place.operands(each) for below in chain(place, term))
@@ -59,7 +58,7 @@ def _is_linear(at: Dim) -> bool:
 
 
 def _is_carry(at: Dim) -> bool:
-    """True if a value is an argument of its computation, with one user."""
+    """True if a value is a parameter of its computation, or a copy or conversion of one, and has one user."""
     place, each, part, _ = at
     if each.opcode in ("convert", "copy", "get-tuple-element") and len(place.users[each.name]) == 1:
         return _is_carry(value(place, each, 0))

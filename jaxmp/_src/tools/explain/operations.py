@@ -43,7 +43,8 @@ _OWN = {
 
 
 def otherwise(name: str, place: Computation, each: Instruction) -> str:
-    """Returns a way to move less than an operation, or ""."""
+    """Returns a way to move less than the operation `name`, which the instruction `each` in `place` computes, or "" if
+    none is known. A gather or scatter along several dimensions has a way of its own."""
     indexed = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}.get(each.opcode, "")
     if len(each.numbers(indexed)) > 1:
         return _ALIGNED if len(value(place, each, 1).extents) < 2 else _VMAPPED  # x.at[1:-1].set, or x.at[i, j]
@@ -51,7 +52,8 @@ def otherwise(name: str, place: Computation, each: Instruction) -> str:
 
 
 def worked_along(place: Computation, each: Instruction) -> Collection[int] | None:
-    """Returns the dimensions of operand 0 that an operation needs whole, or with neighbours; None if unknown."""
+    """Returns the dimensions of operand 0 that an operation needs whole, or with neighbours; empty if it needs none,
+    None if its needs are unknown."""
     extents = value(place, each, 0).extents
     rank = len(extents)
     if each.primitive in _OF_MATRICES:
@@ -88,10 +90,8 @@ def cumulative(name: str, each: Instruction) -> str:
 
 
 def hands_on(user: Instruction) -> bool:
-    """True if the partitioner emitted an instruction that only moves data: a move, a collective or its "-done".
-
-    The program's own reshapes and slices do not count, nor do copies made for a primitive in ASKING.
-    """
+    """True if the partitioner emitted an instruction that only moves data: a move, a collective or its "-done". The
+    program's own reshapes and slices do not count, nor do copies made for a primitive in ASKING."""
     if user.primitive in ASKING and user.opcode == "copy":
         return False
     moves = user.opcode in MOVES or user.kind in COLLECTIVES or user.opcode.endswith("-done")

@@ -1,4 +1,7 @@
-"""Finds the origin of a dimension's sharding: the arguments, constraints and results that ask for it."""
+"""Finds the origin of a dimension's sharding: the arguments, constraints and results that ask for it.
+
+An origin is a text: "dimension 0 of x", "with_sharding_constraint in train.py:12" or "out_shardings".
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ class Origins:
         return self.producers(at, axis) or self.consumers(at, axis)
 
     def producers(self, start: Dim, axis: str) -> tuple[str, ...]:
-        """Returns at most two arguments or constraints that give the dimension this axis."""
+        """Returns at most two arguments or constraints, at `start` or before it, that make the axis shard the
+        dimension; () if the axis does not shard it."""
         stack, below = [start], dict[Dim, list[Dim]]()
         while stack:
             at = stack[-1]
@@ -80,7 +84,9 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns the origin if the value is an argument, asks for a sharding itself, or is a loop's carry."""
+        """Returns the origin at `at` itself: the argument's name, unless XLA chose its sharding; the line of an
+        instruction that asks for a sharding (of a shard_map, only for manual axes); for a loop's carry, the origins of
+        its next value; else ()."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
             self._known[at, axis] = ()  # ends the recursion, because the body leads back here
@@ -99,8 +105,8 @@ class Origins:
         return ()
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
-        """Returns what the value meets first on its way to the results: an operand with this axis, a constraint, or a
-        result ("out_shardings"); () if nothing. `where`: add the line where it meets an operand."""
+        """Returns the origins that the value meets first on its way to the results: of an operand with this axis, a
+        constraint, or a result ("out_shardings"); () if nothing. `where`: add the line where it meets an operand."""
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""
@@ -108,7 +114,9 @@ class Origins:
         return tuple(name + f" in {line}" * (bool(line) and name.startswith("dimension")) for name in names)
 
     def met(self, start: Dim, axis: str) -> Dim | None:
-        """Returns the dimension of the first user with an origin of this axis, or of the program's result, or None."""
+        """Returns the first dimension after `start` that has a producer of this axis, or else the dimension of the
+        program's result. Follows users, and dimensions that a product sums together, while the axis shards them. None
+        if there is no such dimension within the search's limit, or if XLA chooses the shardings of results."""
         waiting, seen = [start], {start}
         while waiting and len(seen) < 500:
             at = waiting.pop(0)
@@ -135,10 +143,9 @@ class Origins:
     # Corresponding dimensions ------------------------------------------------------------------------------------
 
     def operands(self, at: Dim) -> Iterator[Dim]:
-        """Yields the dimensions that this one comes from, element by element, also across computations.
-
-        A parameter leads to its caller's operand. A call or a conditional leads to the roots of what it calls.
-        """
+        """Yields the dimensions of operands that this one comes from, element by element, also across computations. A
+        parameter leads to its caller's operand. A call or a conditional leads to the roots of what it calls, a loop to
+        its first carry."""
         place, each, part, index = at
         if each.opcode == "parameter":
             if place.name in self.program.callers:
@@ -167,7 +174,8 @@ class Origins:
                 yield below._replace(dim=found)
 
     def users(self, at: Dim) -> Iterator[Dim]:
-        """Yields the dimensions of results that are computed from this one."""
+        """Yields the dimensions of results that are computed from this one; from a computation's root also the caller's
+        result."""
         place, each, part, index = at
         for user in place.users[each.name]:
             if user.opcode == "tuple":
@@ -191,7 +199,8 @@ class Origins:
     # Names -------------------------------------------------------------------------------------------------------
 
     def name(self, at: Dim) -> tuple[str, int]:
-        """Returns (name, dimension) of the value that is passed on to `at`: "x", "the result of mul (train.py:41)"."""
+        """Returns (name, dimension) of the value that is passed on to `at`: "x" for an argument, "the loop's carry
+        (train.py:9)", or "the result of mul (train.py:41)"."""
         top = at
         while True:
             each, primitive = at.instruction, at.instruction.primitive
@@ -219,7 +228,7 @@ class Origins:
         ), top.dim
 
     def whole_operand(self, place: Computation, user: Instruction, number: int) -> Dim:
-        """Returns the first dimension of an operand, before a shard_map takes a device's part of it."""
+        """Returns dimension 0 of an operand, before a shard_map takes a device's part of it."""
         at = value(place, user, number)
         while at.instruction.opcode == "custom-call" and at.instruction.primitive == "shard_map":
             at = value(place, at.instruction, 0)
@@ -232,7 +241,7 @@ class Origins:
         return self._module.line(each)
 
     def _changes(self, at: Dim) -> bool:
-        """True if a loop changes the value of this parameter."""
+        """True if `at` is a parameter of a loop's body, and the loop changes its value."""
         end = at._replace(instruction=at.computation.root)
         while end.instruction.opcode in MOVES and (below := next(self.operands(end), None)) is not None:
             end = below
@@ -275,12 +284,12 @@ def function(place: Computation, each: Instruction, primitive: str) -> str:
 
 
 def value(computation: Computation, user: Instruction, number: int) -> Dim:
-    """Returns the first dimension of an operand."""
+    """Returns dimension 0 of operand `number` of `user`."""
     return Dim(computation, computation.instructions[user.operands[number]], user.parts[number], 0)
 
 
 def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
-    """Returns the dimensions of an operand that a product or convolution sums."""
+    """Returns the dimensions of operand `side` (0 or 1) that a product or convolution sums."""
     dims = dot.numbers(f"{('lhs', 'rhs')[side]}_contracting_dims")
     if dot.opcode == "convolution":
         labels = re.findall("[a-z0-9]+", dot.attribute("dim_labels"))[side]
@@ -289,7 +298,8 @@ def summed(computation: Computation, dot: Instruction, side: int) -> list[Dim]:
 
 
 def _same_place(at: Dim, below: Dim, number: int) -> int | None:
-    """Returns the dimension of an operand that corresponds to dimension `at` of the result, or None."""
+    """Returns the dimension of `below`, operand `number` of the instruction in `at`, that corresponds to the dimension
+    `at` of the result; None if there is none."""
     each, index = at.instruction, at.dim
     rank, extents = len(at.extents), below.extents
     if each.opcode not in _MAPPED:
@@ -325,7 +335,7 @@ def _same_place(at: Dim, below: Dim, number: int) -> int | None:
 
 
 def _of_lookup(each: Instruction, index: int, number: int, rank: int, operand_rank: int) -> int | None:
-    """Does `_same_place` for the table and the indices of a gather or scatter."""
+    """Does `_same_place` for dimension `index` of a gather or scatter: for its table (0) and its indices (1)."""
     is_gather = each.opcode == "gather"
     tables = each.numbers("operand_batching_dims" if is_gather else "input_batching_dims")
     indices = each.numbers("start_indices_batching_dims" if is_gather else "scatter_indices_batching_dims")

@@ -1,4 +1,7 @@
-"""Matches the instructions of a program before and after XLA's partitioner."""
+"""Matches the instructions of a program before and after XLA's partitioner.
+
+A `Place` is an instruction with its computation. The part of an operand is its index in a tuple, or "".
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,9 @@ class Program:
         return self._axes[collective]
 
     def wholes(self, part: Instruction) -> list[Place]:
-        """Returns the instructions on whole arrays that one after the partitioner may come from, the likeliest first.
-
-        Layers of one line are distinguished by their order.
-        """
+        """Returns the instructions on whole arrays that one after the partitioner may come from, the likeliest first:
+        of the same name, if possible also of the same opcode and local shape. Empty if it has no name. Layers of one
+        line are distinguished by their order."""
         if not part.op_name:
             return []
         key, shape = (origin(part), part.opcode), part.shapes[:1]
@@ -81,11 +83,11 @@ class Program:
         return found[at:] + found[:at]
 
     def named(self, part: Instruction) -> list[Place]:
-        """Returns the instructions on whole arrays with the name and opcode of one after the partitioner."""
+        """Returns the instructions on whole arrays with the same name and opcode as one after the partitioner."""
         return self._wholes.get((origin(part), part.opcode), [])
 
     def local(self, computation: Computation, each: Instruction) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns the type and extents of an instruction, or of its first part, on one device."""
+        """Returns [(type, extents)] that an instruction, or the first array of its tuple, has on one device."""
         by = [math.prod(self.mesh[axis] for axis in dim) for dim in self.dims(computation, each, "0")]
         return [
             (kind, tuple(n // m for n, m in zip(extents, by, strict=False)) if by else extents)
@@ -93,7 +95,8 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array; () if none, or of a tuple without its `part`."""
+        """Returns the axes that shard each dimension of a whole array. () if none does, or for a tuple without a
+        `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
@@ -103,7 +106,8 @@ class Program:
         return self._dims[text, part]
 
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
-        """Returns the collective after the partitioner that became one of the compiled program, by names, or None."""
+        """Returns the collective after the partitioner that became one of the compiled program, found by `keys`, or
+        None. Of several, one with the same operand size and axes; the last key finds none without both."""
         size = computation.operands(collective)[operand].nbytes
 
         # The products in a layer's gradient have the same name.
@@ -142,7 +146,8 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
-    """Returns keys that identify a collective in every version of a program, the most reliable one first.
+    """Returns keys that identify a collective in every version of a program, the most reliable one first: its channel,
+    its name, and the name of the operation that makes its operand (`source`). Combined collectives have no channel key.
 
     The last key is the scope and frame of the operation that makes its operand; XLA may have replaced that operation.
     """
@@ -233,9 +238,7 @@ def groups_of(instruction: Instruction, ndevices: int) -> tuple[tuple[int, ...],
 
 def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] | None:
     """Returns the mesh axes that shard each dimension, from the text of a sharding; () if replicated, None if unknown.
-
-    A tuple has no such list; ask for the sharding of one of its parts.
-    """
+    A tuple has no such list; ask for the sharding of one of its parts."""
     if dims := re.search(r"mesh\[.*?\], \[(.*)\]", text):
         return tuple(tuple(re.findall(r"'([^']*)'", dim)) for dim in re.findall(r"\{([^{}]*)\}", dims[1]))
     found = re.match(r"devices=\[([\d,]+)\](<=)?(\S+)", text)
@@ -252,7 +255,8 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
 
 
 def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which devices of a group or pair differ; None without groups or a device's place."""
+    """Returns the mesh axes along which devices of a group or pair differ. None without groups or a mesh, or if the
+    mesh has no such device."""
     size = math.prod(mesh.values())
     if not found or not mesh or any(device >= size for group in found for device in group):
         return None

@@ -86,16 +86,14 @@ class Row:
 
     @property
     def contraction(self) -> str:
-        """The index that each axis splits, and its indices of op(a), op(b) and d: "mk,kn->mn  x: k (k k m)", or ""."""
+        """The index that each axis splits, and its indices of op(a), op(b) and d: "mk,kn->mn  x: k (k k m)". "" for a
+        `ragged_dot`, or without a `placement`."""
         return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement and self.has_matrices else ""
 
     def time(self, hardware: Hardware) -> CallTime | None:
         """Predicts the time of one run; None if extents are symbolic, if XLA partitions the product, or if the machine
-        has no rate for the type.
-
-        On devices that share a processor, the host implementation reads the operands of its peers in place. On other
-        machines it counts as cuBLASMp, which overlaps its transfers.
-        """
+        has no rate for the type. On devices that share a processor, the host implementation reads the operands of its
+        peers in place. On other machines it counts as cuBLASMp, which overlaps its transfers."""
         if not isinstance(self.flops, int) or (self.pattern == "XLA's" and self.ndevices > 1):
             return None
         types = self.dtypes.split(",")[0].replace(" -> ", " x ").split(" x ")

@@ -78,11 +78,14 @@ def rows_of(
     dims: tuple[Dim, ...] = (),
     terms: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """Yields the rows of `jaxpr`, which runs `count` times, and of the jaxprs in it.
+    """Yields the rows of `jaxpr`, which runs `count` times, and of the jaxprs in it: products of jaxmp, products that
+    `fuse` left to JAX or jaxmp to XLA, and collectives that jaxmp added and that move data. A call on automatic axes
+    has the pattern `UNSETTLED` or `UNSETTLED_BATCH`. Scans multiply `count` by their lengths; other loops count once.
 
     `line`: the user's line that calls the jaxpr. `is_ours`: the jaxpr may be in JAX's cache from a call at another
-    line, so the lines of its equations are not used. `dims`: the dimensions of the enclosing shard_map that several
-    axes shard. `terms`: the results that are terms of deferred sums, by `id`, with the axes.
+    line, so the lines of its equations are not used. `scopes`: the name stacks around the jaxpr. `dims`: the dimensions
+    of the enclosing shard_map that several axes shard. `terms`: the axes of deferred sums, by the `id` of each result
+    of the jaxpr that is a term of such a sum.
     """
     terms = shards.terms_of_sums(jaxpr, terms)
     gathered: dict[int, frozenset[str]] = {}
@@ -135,7 +138,8 @@ def rows_of(
 
 
 def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
-    """Yields the row of an equation in a call that XLA's partitioner has settled, if it multiplies or communicates."""
+    """Yields the row of `one`, an equation in a call that XLA's partitioner has settled; nothing if the equation
+    neither multiplies nor moves data."""
     eqn, scopes, types = one.eqn, (str(one.eqn.source_info.name_stack),), [v.aval for v in one.eqn.invars]
     if eqn.primitive in GROUPED:
         yield grouped_row(eqn.params["spec"], [*types, eqn.outvars[0].aval], line, count)
@@ -147,20 +151,22 @@ def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
 
 
 def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
-    """True if an equation is a collective that jaxmp adds."""
+    """True if an equation is a collective that jaxmp adds: of a kind in `_COMMUNICATES`, in a scope of jaxmp's."""
     return _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in scopes)
 
 
 def _collective_name(eqn: Any) -> str:
-    """Returns the name of the lax collective of an equation, also for jaxmp's primitives; else the primitive's name."""
+    """Returns the name of an equation's primitive; for jaxmp's primitives the name of the lax collective that it stands
+    for."""
     if eqn.primitive is reshard_p:
         return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
     return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
-    """Adds to `gathered`, by `id`, the axes along which an equation's results were gathered, now or before. They are
-    equal along them, even if their types vary. Skips equations other than gathers with several operands or a jaxpr."""
+    """Adds to `gathered`, by the `id` of each result of `eqn`, the axes along which `eqn` or equations before it
+    gathered the value. Devices along them hold the same value, even if its type varies over them. Adds nothing for
+    other equations than gathers that have several operands or an inner jaxpr."""
     if _collective_name(eqn).startswith("all_gather") and "axis_name" in eqn.params:  # not for its end, all_gather_done
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
@@ -183,8 +189,9 @@ def matmul_row(
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
     dims: tuple[Dim, ...] = (),
 ) -> Row:
-    """Returns the row of a product of shards like `a` and `b`. `varying`: the axes along which each differs between
-    ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`: one more reason."""
+    """Returns the row of a product of one device's shards, with the types `a` and `b`. `varying`: the axes along which a, and
+    along which b, differs between ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`:
+    one more reason, added to the row's. A call that XLA has yet to settle counts as local."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)
@@ -244,10 +251,8 @@ def matmul_row(
 
 
 def grouped_row(spec: GroupedSpec, avals: Sequence[Any], line: str = "", count: int = 1) -> Row:
-    """Returns the row of a product of groups of rows. `avals`: the types of x, w, bounds and the result.
-
-    Its operations count all rows, in any group; on a mesh, of all devices together.
-    """
+    """Returns the row of a product of groups of rows (`ragged_dot`). `avals`: the types of x, w, bounds and the result.
+    `flops` counts all rows, also rows outside of the groups; on a mesh, of all devices together."""
     x, w, bounds, d = avals
     with naming(spec.function + f" at {line}" * bool(line)):
         decision = decide.grouped(spec, avals, decide.here(spec.mesh, spec.experts))
@@ -285,7 +290,7 @@ def _scales(spec: MatmulSpec) -> str:
 
 
 def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
-    """Returns the row of a product of global arrays that XLA partitions."""
+    """Returns the row of a `dot_general` of global arrays that XLA partitions, with the pattern "XLA's"."""
     a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
     (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
     k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
@@ -328,11 +333,10 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
 def _communication_row(
     eqn: Any, line: str, count: int, scopes: tuple[str, ...], over: Any, constraint: Any = None
 ) -> Iterator[Row]:
-    """Yields the row of a collective over the mesh `over`, or none if a device receives nothing.
-
-    If the result's mesh has automatic axes, XLA decides what moves. Then only a constraint, or a reshard of jaxmp, has
-    a row. `constraint`: the constraint that `eqn` follows, if any.
-    """
+    """Yields the row of a collective over the mesh `over`, or none if a device receives nothing. Its scope in
+    `_SCOPES`, or else its kind in `_COMMUNICATES`, gives the reason. If the result's mesh has automatic axes, XLA
+    decides what moves. Then only a reshard of jaxmp, or a constraint right after another one (`constraint`), has a
+    row."""
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return  # XLA's partitioner decides what moves

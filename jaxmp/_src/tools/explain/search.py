@@ -1,4 +1,7 @@
-"""Finds the readers of a collective in a compiled program, and the values that they want in another sharding."""
+"""Finds the readers of a collective in a compiled program, and the values that they want in another sharding.
+
+A reader is the first instruction after the collective that does not only move data. `values` defines edges.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Values):
-    """A collective in its computation, the axes of its devices, and the number of the operand that it moves."""
+    """A collective in its computation of `module`, the `axes` of its devices, and the number of the operand that it
+    moves."""
 
     module: Module
     computation: Computation
@@ -75,18 +79,19 @@ class Search(Values):
         return first
 
     def worked(self, found: Edge) -> list[Dim]:
-        """Returns the sharded dimensions of operand 0, or of the operand of a concatenate, that an operation needs
-        whole; all sharded ones if its needs are unknown."""
+        """Returns the dimensions, sharded over the axes, of operand 0 (of a concatenate, of the operand in `found`)
+        that the user in `found` needs whole; all sharded ones if its needs are unknown."""
         dims = self.sharded(*found[:2], found[2] * (found[1].opcode == "concatenate"))
         along = worked_along(*found[:2])
         return [each for each in dims if along is None or each.dim in along]
 
     def is_along(self, found: Edge) -> bool:
-        """True if `worked` explains why XLA moves data, or if the operation's first operand is not sharded."""
+        """True if `worked` is not empty, and so explains why XLA moves data, or if the axes do not shard operand 0."""
         return bool(self.worked(found)) or not self.sharded(*found[:2], 0)
 
     def returned(self, through: Instruction) -> tuple[list[Dim], Dim | None, bool]:
-        """Returns (sharded dimensions of the returned array; the program's result; True if their shardings differ)."""
+        """Returns (sharded dimensions of the array that the program returns as `through`; dimension 0 of the program's
+        result; True if their shardings differ). ([], None, True) if no partitioner ran."""
         if (whole := self.program.whole) is None:
             return [], None, True
         place, root = whole.computations[whole.entry], self.computation.root
@@ -101,10 +106,9 @@ class Search(Values):
         return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def consumer(self, found: Edge) -> Dim | None:
-        """Returns what asks for the sharding of a user's result: a constraint, a loop or the results; or None.
-
-        Considers only results that the axes do not shard, or that get their sharding from no operand.
-        """
+        """Returns what asks for the sharding of the result of the user in `found`: a constraint, a loop, or the
+        program's results (then the user's own result); None if nothing does. Considers only results that the axes do
+        not shard, or that get their sharding from no operand."""
         (place, user, _), whole = found, self.program.whole
         assert whole is not None
         dims, result = self.program.dims(place, user), Dim(place, user, "", 0)
@@ -133,7 +137,8 @@ class Search(Values):
         return result if is_chosen else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
-        """Yields the parameters for the value `at` in the branches of a conditional; nothing for another user."""
+        """Yields the parameters of a conditional's branches that get the value `at`; nothing if `user` is no
+        conditional."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
             inner = self.program.whole.computations[name]  # type: ignore[union-attr]
             if place.operands(user)[1 + i] is at:
@@ -147,7 +152,8 @@ class Search(Values):
 
 
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
-    """Yields an instruction, and the instructions before it that pass data on to it."""
+    """Yields `at`, then the instruction that its data comes from, and so on back to one that does not only move
+    data."""
     yield at
     while at.operands and hands_on(at):
         at, _ = partitioned.operand_of(computation, at, 0)

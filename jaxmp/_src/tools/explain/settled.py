@@ -16,9 +16,10 @@ from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_ro
 
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
-    """Replaces unsettled rows by the rows that the partitioner settles, matched by shape. Unmatched settled rows come
-    last; unmatched unsettled ones are dropped, or are local if nothing was settled. `whole`: the program before the
-    partitioner; None on one device. `has_batches`: XLA partitions the products with a batch."""
+    """Returns `rows` with each `UNSETTLED` row replaced by a row that the partitioner settles, matched by operation and
+    extents, with the line of the former. Unmatched settled rows come last; unmatched unsettled rows are dropped. If
+    nothing was settled, unsettled rows are local. `whole`: the program before the partitioner; None on one device.
+    `has_batches`: XLA partitions the products with a batch, `UNSETTLED_BATCH`; otherwise they are local."""
     settled = list(_settled(whole)) if whole is not None else []
     left, found = list(settled), []
     for row in rows:
@@ -33,7 +34,8 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
 
 
 def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
-    """Yields (row, number of parts into which the mesh splits its batch)."""
+    """Yields (row, number of parts into which the mesh splits its batch) for the calls of `whole`, as XLA shards
+    them."""
     products = functools.cache(partitioner.settled)
     for computation, count in whole.executed():
         for each in computation.instructions.values():
@@ -48,7 +50,7 @@ def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
 
 
 def _arrays(each: Instruction) -> tuple[Global, ...]:
-    """Returns the result of an instruction, or the parts of a tuple."""
+    """Returns the result of an instruction, with its sharding, as a tuple of one, or of all if it has several."""
     text = each.sharding or "replicated"
     shardings = split(text) if text.startswith("{") else [text]
     pairs = zip(each.shapes, shardings, strict=True)
@@ -56,7 +58,9 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
 
 
 def _is_part_of(settled: Row, row: Row) -> bool:
-    """True if a settled call may be this one, or its transpose."""
+    """True if a settled call may be this row's, or compute its transpose: of the same operation, epilog (or without
+    one, because XLA applies it after a transposed call) and extents. A `ragged_dot` needs the same types and no
+    transpose."""
     if row.operation == "ragged_dot":
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog after it
@@ -66,7 +70,8 @@ def _is_part_of(settled: Row, row: Row) -> bool:
 
 
 def _on_one_device(row: Row, has_batches: bool) -> Row:
-    """Completes a row that the partitioner did not settle: a product on one device, or a batch that XLA partitions."""
+    """Returns `row` with the pattern "local" if the partitioner has not settled it, and otherwise as it is. If
+    `has_batches`, an unsettled batch also gets XLA as its implementation."""
     if row.pattern == UNSETTLED_BATCH and has_batches:
         why = "a batch, which XLA partitions (auto axes, no in_shardings); the shapes per device are its own"
         row = dataclasses.replace(row, implementation="xla", why=why, algorithm="lax.dot_general", workspace=0)

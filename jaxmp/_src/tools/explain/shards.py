@@ -18,7 +18,9 @@ from jaxmp._src.platform.jax_internals import jax_compat
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """Returns (axes along which groups have other rows of a, or other columns of b), without axes of both (a batch)."""
+    """Returns two dimensions of mesh axes outside of the call's group: axes along which only a differs between
+    groups (other rows), and axes along which only b does (other columns). Axes along which both differ, a batch, are
+    left out."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
@@ -27,9 +29,8 @@ def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) 
 
 def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] = ()) -> tuple[tuple[Dim, Dim], ...]:
     """Returns the axes of rows and columns of op(a), op(b) and d: `outside` axes, and the group's axes by its pattern.
-
-    Axes of one dimension are in the order of one of the `known` dimensions, or the axes of the group come last.
-    """
+    If several axes shard a dimension, they are in the order of the dimension in `known` with the same axes. If there is
+    none, the group's axes come last."""
     product, ahead = spec.contraction, {"m": outside[0], "n": outside[1], "k": ()}
     ordered = {frozenset(dim): dim for dim in known}
 
@@ -41,7 +42,8 @@ def placement(spec: MatmulSpec, outside: tuple[Dim, Dim], known: Iterable[Dim] =
 
 
 def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
-    """Returns the axes that shard x, w and the result; for an array with a matrix per group, (groups, columns)."""
+    """Returns the axes that shard (rows, columns) of x, w and the result; for the array with a matrix per group,
+    (groups, columns). () if the call has no axes."""
     if not spec.splits:
         return ()
     axes = dict(spec.splits)
@@ -50,7 +52,7 @@ def grouped_placement(spec: GroupedSpec) -> tuple[tuple[Dim, Dim], ...]:
 
 
 def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int, int]:
-    """Returns (m, k, n) of a product of groups of rows; for a contraction the rows are its k."""
+    """Returns the extents (m, k, n) of a product of groups of rows; (k, m, n) if it contracts over the rows."""
     return (k, m, n) if spec.is_contraction else (m, k, n)
 
 
@@ -68,11 +70,9 @@ def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
 
 
 def terms_of_sums(jaxpr: jax_compat.Jaxpr, known: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
-    """Returns the variables that are terms of sums which the program defers, by `id`, with the axes of the sums.
-
-    `known`: the terms among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced
-    array.
-    """
+    """Returns the variables that are terms of deferred sums, by `id`, with the axes of the sums: operands of an
+    equation that makes an unreduced array, and the values that they are computed from, back to a product. `known`: the
+    terms among the results. A term leaves a shard_map as a part of an array; JAX makes it an unreduced array."""
     found = dict(known)
     for eqn in reversed(jaxpr.eqns):
         before = (jax_compat.unreduced_axes(v.aval) for v in eqn.invars)
@@ -97,7 +97,8 @@ def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
 
 
 def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns the shardings before and after a reshard; None for a constraint that follows no other (`constraint`)."""
+    """Returns the shardings before and after an equation: a reshard of jaxmp's or JAX's, or a constraint on the result
+    of the constraint `constraint`; None if `constraint` is None for a constraint."""
     if eqn.primitive is reshard_p:
         have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
         return have, want

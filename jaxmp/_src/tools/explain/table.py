@@ -122,7 +122,8 @@ class Explanation:
         return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 
     def _notes(self) -> list[str]:
-        """Returns lines below the table: the prediction, patterns, implementations with reasons, and cuBLASMp's log."""
+        """Returns lines below the table: the prediction, the index that each pattern's axes split, each implementation
+        with its reason and largest workspace, and cuBLASMp's log."""
         workspaces: dict[str, int] = {}
         for row in self.rows:
             reason = f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}"
@@ -135,7 +136,8 @@ class Explanation:
         return [*self._prediction(), *splits, *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
 
     def _prediction(self) -> list[str]:
-        """Returns a line about the times: the machine, the total, exposed communication, utilisation and gaps."""
+        """Returns one line about the times: the machine, the total, exposed communication, utilisation, and rows
+        without a prediction. No line without a machine."""
         if self.hardware is None:
             return []
         unknown = sum(time is None for time in self.times)
@@ -185,7 +187,7 @@ def _remarks(row: Row) -> str:
 
 
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
-    """Returns the header and the cells without empty columns."""
+    """Returns the header and the cells, without empty columns, and without implementations if all calls have the same."""
     columns = _COLUMNS
     if len({row.implementation for row in rows if _is_call(row)}) == 1:  # the notes below the table name it
         columns = {header: cell for header, cell in _COLUMNS.items() if header != "by"}
@@ -194,13 +196,13 @@ def _table(rows: tuple[Row, ...]) -> list[list[str]]:
 
 
 def _operation(row: Row) -> str:
-    """Returns the operation with its epilog, or with C, and how often it runs."""
+    """Returns the operation with its epilog, or with C, and how often it runs if more than once."""
     operation = row.operation.replace("+epilog", "+c" if row.epilog == "NONE" else f"+{row.epilog.lower()}")
     return operation + (f" x{row.count}" if row.count > 1 else "")
 
 
 def _pattern(row: Row) -> str:
-    """Returns the pattern, and the axes of the ranks that share it."""
+    """Returns the pattern ("" if it is "-"), and the axes of the ranks that share the operation."""
     return " ".join([row.pattern.strip("-"), *re.findall(r"'([^']+)'", row.groups)]).strip()
 
 
@@ -210,13 +212,15 @@ def _whole(row: Row) -> str:
 
 
 def _local(row: Row) -> str:
-    """Returns m x k x n of a call's shards, or a collective's operand's shape; "" if as `_whole`, or for others."""
+    """Returns m x k x n of the shards of a jaxmp call, or the shape of a collective's operand on a device. "" if it
+    equals `_whole`, or for a product that `fuse` left to JAX."""
     text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
     return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
 
 
 def _dtypes(row: Row) -> str:
-    """Returns the types of a, b and d, and of their sums, if they differ."""
+    """Returns the types of a, b and d, once if they are equal; the type of sums in brackets if it is not d's; and what
+    else `row.dtypes` has, such as scale modes."""
     types, *rest = row.dtypes.split(", ")
     short, sums = [short_type(name) for name in re.split(" x | -> ", types)], short_type(row.accumulator)
     text = short[0] if len(set(short)) == 1 else " -> ".join([" x ".join(dict.fromkeys(short[:2])), short[-1]])
@@ -224,7 +228,7 @@ def _dtypes(row: Row) -> str:
 
 
 def short_type(dtype: str) -> str:
-    """Returns the name of a type as JAX prints it in a jaxpr."""
+    """Returns the name of a type as JAX prints it in a jaxpr: "f32" for "float32"."""
     return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
 
 

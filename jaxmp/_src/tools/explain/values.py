@@ -1,4 +1,7 @@
-"""Compares how mesh axes shard values with how operations need them, and puts both in words."""
+"""Compares how mesh axes shard values with how operations need them, and puts both in words.
+
+An `Edge`, (computation, instruction, number), is the use of operand `number` by an instruction, its user.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Values:
         return self.all(value(place, user, number)) if number < len(user.operands) else []
 
     def differs(self, place: Computation, user: Instruction, number: int) -> bool:
-        """True if the axes shard a dimension of an operand in another way than its user needs."""
+        """True if the axes shard a dimension of an operand that its user needs whole, or sharded over other axes."""
         wants = dict[int, set[str]]()
         operand = value(place, user, number)
         for i in range(len(user.shapes[0][1]) if user.shapes else 0):
@@ -77,7 +80,8 @@ class Values:
         return joined(texts)
 
     def origin(self, each: Dim, name: str = "") -> str:
-        """Describes the origin of a dimension's sharding, " (from dimension 0 of w)"; "" if it is `name` or unknown."""
+        """Describes the origins of a dimension's sharding, other than `name`: " (from dimension 0 of w)" for producers,
+        or else " (to meet out_shardings)" for consumers; "" if there is none."""
         producers = [name for axis in self.axes_of(each) for name in self.origins.producers(each, axis)]
         axes = () if producers else self.axes_of(each)
         consumers = [name for axis in axes for name in self.origins.consumers(each, axis, where=True)]
@@ -102,7 +106,8 @@ class Values:
         return by_axes
 
     def operand(self, found: Edge) -> str:
-        """Describes the sharding of an operand, or of a value that it is computed from if only that is sharded."""
+        """Describes the sharding of an operand: its own, or of a value that it is computed from if only that is
+        sharded; if neither is, says that XLA splits it."""
         if text := self.describe(self.sharded(*found)):
             each, is_turned = found[0].operands(found[1])[found[2]], False
             while each.opcode in MOVES and each.operands and not is_turned:
@@ -115,7 +120,9 @@ class Values:
         return self.describe(dims) or f"XLA splits {self.origins.name(at)[0]} over {self.over}"
 
     def result(self, at: Dim, *, origins: bool = True) -> str:
-        """Describes the sharding of a result or a constraint, "model on dimension 0 (from dimension 0 of w)", or ""."""
+        """Describes the sharding of a result or a constraint over the axes, or else over any axis: "model on dimension
+        0 (from dimension 0 of w)", or "" if it is whole. The origins are left out for a constraint, or without
+        `origins`."""
         dims = self.all(at) or self.every.all(at)
         axes = (joined(self.axes_of(each) or self.origins.axes(each)) for each in dims)
         is_made = origins and at.instruction.primitive not in ASKING
@@ -128,14 +135,15 @@ class Values:
         return [*dict.fromkeys(names)]
 
     def leave_whole(self, dims: Iterable[Dim]) -> str:
-        """Returns the remedy that leaves a dimension whole, or changes what asks for it, where its sharding begins."""
+        """Returns the remedy to leave the dimensions whole where their sharding begins: "leave dimension 0 of x whole"
+        for arguments, "change with_sharding_constraint in train.py:12" for other origins."""
         names = self.begins(dims)[:2]
         if arrays := [name for name in names if name.startswith("dimension")]:
             return f"leave {joined(arrays)} whole"
         return f"change {joined(names)}" if names else "leave this dimension whole"
 
     def shard_another(self, dims: Sequence[Dim]) -> str:
-        """Returns the remedy `leave_whole`, or to shard another dimension of the array if it has one."""
+        """Returns the remedy `leave_whole`, and adds to shard another dimension if the array has one."""
         axes = self.axes_in(dims) & {*self.axes}
         is_other = axes and any(len(each.extents) > 1 for each in dims)
         return self.leave_whole(dims) + (f"; shard another dimension over {joined(axes)}" if is_other else "")

@@ -44,8 +44,8 @@ class Event:
 
 
 def ranges_of(program: str) -> dict[str, str]:
-    """Returns a name for each jaxmp call in a compiled program's text, by instruction. The name is the range that jaxmp
-    put around the call, or `_described` if XLA has dropped the range."""
+    """Returns a name for each jaxmp call in a compiled program's text, by the call's instruction. The name is the range
+    that jaxmp put around the call, or `_described` if XLA has dropped the range."""
     found = {}
     for line in map(str.strip, program.splitlines()):
         if any(call in line for call in _CALLS) and (match := _INSTRUCTION.match(line)):
@@ -55,7 +55,8 @@ def ranges_of(program: str) -> dict[str, str]:
 
 
 def _described(line: str) -> str:
-    """Describes a call without a range by its attributes, or a product of groups by the types of its arrays."""
+    """Describes a call without a range: by its attributes, where a and b are swapped because libraries are
+    column-major, or for a product of groups of rows, which has no such attributes, by the types of its arrays."""
     of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
