@@ -199,7 +199,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _meshes(devices: int) -> Iterator[Mesh]:
-    """Yields the meshes of one and of two axes with all these devices."""
+    """Yields the meshes of all these devices: of one axis, "x", and of two axes, "y" and "x"."""
     for size in range(1, devices + 1):
         if devices % size == 0 and (size > 1 or devices == 1):  # x alone, rather than y alone
             yield tuple((axis, count) for axis, count in (("y", devices // size), ("x", size)) if count > 1)
@@ -208,7 +208,7 @@ def _meshes(devices: int) -> Iterator[Mesh]:
 def _choices(
     extents: dict[str, int], dtype: np.dtype, out_dtype: np.dtype, mesh: Mesh, hardware: Hardware
 ) -> Iterator[Choice]:
-    """Yields the shardings of a product on this mesh that give each axis a role; none is marked efficient yet."""
+    """Yields the shardings of a product on this mesh that give each axis a role; `_ranked` marks the efficient ones."""
     itemsizes = (dtype.itemsize, dtype.itemsize, out_dtype.itemsize, accumulator(dtype).itemsize)
     gathers_k = not low_precision.is_scaled(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
@@ -235,8 +235,8 @@ def _choices(
 
 
 def _ranked(found: list[Choice]) -> Iterator[Choice]:
-    """Yields choices: which fit first, then by time and memory. One is efficient if it needs less memory than all
-    choices before it."""
+    """Yields choices, sorted: choices that fit in memory first, then by time, then by memory. A choice is marked
+    efficient if it needs less memory than all choices before it."""
     least = float("inf")
     for each in sorted(found, key=lambda x: (not x.fits, x.seconds, x.memory)):
         yield dataclasses.replace(each, is_efficient=each.memory < least)

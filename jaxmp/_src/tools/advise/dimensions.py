@@ -1,7 +1,8 @@
 """Which dimensions of a program's arguments are one: the batch, the features, the hidden features of a layer, experts.
 
 Each dimension of a traced value has a class, an integer. Two classes merge where an operation takes their dimensions as
-one, as a product does with the columns of `x` and the rows of `w`.
+one, as a product does with the columns of `x` and the rows of `w`. Dimensions of a result get the classes of the
+operands' dimensions that they correspond to, and new classes where there is none.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Value = tuple[list[int], int]
 
 
 class Dimensions:
-    """The classes of a jaxpr's dimensions. `types`: by line, the type of its product's first operand. `arguments`: the
-    classes of each argument's dimensions."""
+    """The classes of the dimensions of `jaxpr`'s values. `types`: by line, the type of the first operand of its last
+    product. `arguments`: the classes of each argument's dimensions."""
 
     def __init__(self, jaxpr: Any) -> None:
         self._parents: list[int] = []
@@ -43,7 +44,7 @@ class Dimensions:
 
     @property
     def looped(self) -> set[int]:
-        """Returns the classes of dimensions that a loop iterates over."""
+        """Returns the classes of dimensions that a scan iterates over."""
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
@@ -82,7 +83,9 @@ class Dimensions:
         return [value(v) for v in jaxpr.outvars]
 
     def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes | None]:
-        """Returns the classes of dimensions for each result of an equation, None if they are not known."""
+        """Returns the classes of dimensions of each result of an equation; None for each dimension or result without
+        known ones. Merges the classes of equal dimensions of an elementwise operation's operands. `every`: a bit for
+        each argument of the program that the operands depend on."""
         name, params, shapes = eqn.primitive.name, eqn.params, [_shape(v) for v in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, values, every)
@@ -127,8 +130,9 @@ class Dimensions:
         return [*carry, *([None, *dims] for dims, _ in results[ncarry:])]
 
     def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Classes | None]:
-        """Returns the classes of the results of an equation's bodies, which take its last operands; for a while loop,
-        of what it carries. Merges the bodies' classes; skips bodies with other shapes."""
+        """Returns the classes of the results of an equation's bodies (of a cond's branches, for example), which take
+        its last operands; for a while loop, of what it carries. Merges the bodies' classes. Skips bodies with other
+        shapes, such as a loop's condition; the result is None for each if there is no other."""
         found = [[dims for dims, _ in values[-len(shapes) :]]] if eqn.primitive.name == "while" else []
         for body in jax_compat.subjaxprs(eqn.params):
             first = len(values) - len(body.invars)
@@ -174,8 +178,8 @@ def _product(eqn: Any) -> Sequence[str] | None:
 
 
 def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
-    """Returns the classes of a reshape's result: of dimensions with as many elements from there on and a common factor.
-    Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1."""
+    """Returns the classes of a reshape's result: of the operand's dimension that has as many elements from it on, and a
+    common factor; else None. Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1."""
     begins = {math.prod(shape[i:]): i for i, n in enumerate(shape) if n > 1}
     pairs = [(begins.get(math.prod(out[j:])), n) for j, n in enumerate(out)]
     return [None if i is None or math.gcd(shape[i], n) == 1 else dims[i] for i, n in pairs]

@@ -158,8 +158,8 @@ class ProgramAdvice(Ranking[Plan]):
 
 def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
     """Returns the function that `advise(fn, devices=...)` returns. It compiles a plan for each recipe, prints the table
-    unless `quiet`, and leaves out plans that raise. If all do, it raises the first error; ValueError without a product
-    that has a predicted time, or if the mesh that is set has another number of devices."""
+    unless `quiet`, and leaves out plans that raise. If all do, it raises the first error. It raises ValueError if no
+    plan has a product, or if the mesh that is set has another number of devices."""
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn, updated=())
@@ -216,7 +216,8 @@ def _plan(
 
 
 def _mesh(axes: Mesh) -> jax.sharding.Mesh:
-    """Returns a mesh of devices of the mesh that is set, or of any; of some that only compile if those are too few."""
+    """Returns a mesh with `axes`, on the first devices of the mesh that is set, or else of JAX. If those are too few,
+    on devices that can only be compiled for. Its axes have the types of the mesh that is set, or else are automatic."""
     ambient, kinds = jax_compat.ambient_mesh(), jax.sharding.get_abstract_mesh().axis_types
     names, sizes = zip(*axes, strict=True)
     devices = jax.devices() if ambient is None else list(ambient.devices.flat)
@@ -229,8 +230,9 @@ def _mesh(axes: Mesh) -> jax.sharding.Mesh:
 def _steps(
     explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Iterator[PlanStep]:
-    """Yields the steps of a program: XLA's products, one per `round` of collectives, and jaxmp's calls. `types`: the
-    type of the products of a line, because XLA widens types on CPUs."""
+    """Yields the steps of a program: XLA's products, XLA's collectives (one step for all of one kind, axes and
+    `round`), and jaxmp's calls. A product of a type without a rate has no time. `types`: the type of the products of a
+    line, because XLA widens types on CPUs."""
     ndevices = math.prod(mesh.values())
     rounds: dict[Any, list[Operation]] = {}
     for row in explanation.rows:

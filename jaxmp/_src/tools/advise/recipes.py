@@ -1,4 +1,7 @@
-"""The known ways to share a program among devices, as shardings of its arguments."""
+"""The known ways to share a program among devices, as shardings of its arguments.
+
+A recipe on two mesh axes has two parts, a recipe of `RECIPES` for each. A class is a dimension's, as in `dimensions`.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +95,12 @@ class _Classes:
         self._extents = dict(sorted(extents, key=lambda pair: -pair[1]))
 
     def _rows(self, leaf: Leaf) -> list[int]:
-        """Returns the dimensions that no loop iterates over."""
+        """Returns the numbers of an argument's dimensions that no loop iterates over."""
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Returns Megatron's hidden dimensions that `size` divides: largest first, but no two of a matrix. In two
-        consecutive layers the first has its columns sharded and the second its rows."""
+        """Returns the classes of Megatron's hidden dimensions that `size` divides: largest first, but no two of a
+        matrix. In two consecutive layers the first has its columns sharded and the second its rows."""
         found = set[int]()
         for dim, extent in self._extents.items():
             if extent % size == 0 and all(found.isdisjoint(each) for each in self._matrices if dim in each):
@@ -107,7 +110,8 @@ class _Classes:
     def specs(
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the sharding of each argument by `parts`, (recipe, mesh axes); None if one of them shards nothing."""
+        """Returns the sharding of each argument by `parts`, (recipe, mesh axes). None if the dimensions of some kind
+        that a part names shard no argument. `sizes`: of the mesh axes."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave

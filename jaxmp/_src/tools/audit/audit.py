@@ -132,7 +132,8 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
-    """Compares each of `sides` with the first, the reference. If outputs of the whole program differ, explains them."""
+    """Runs the first of `sides`, the reference, next to each of the others, and compares operations and outputs. If
+    outputs of the whole program differ, looks for small groups of operations that differ, and tries remedies."""
     report, outputs, differing = Report(), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
@@ -167,7 +168,8 @@ def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
 def _batches(
     trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) of the batch unchanged, and in other sizes. Raises ValueError if `fn` takes no other."""
+    """Yields (variation, side) of the batch unchanged, and in other sizes. Raises ValueError if `fn` does not take
+    another size, or as `_batched_arrays` does."""
     is_batched, nrows, argnums = _batched_arrays(args, argnums)
     batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
     mesh = jax_compat.ambient_mesh()
@@ -190,8 +192,9 @@ def _batches(
 def _batched_arrays(
     args: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> tuple[list[bool], int, tuple[int, ...]]:
-    """Returns (for each array whether it is of the batch, number of rows, numbers of the arguments of the batch).
-    Raises ValueError unless all arrays of these arguments begin with one extent of at least 2."""
+    """Returns (for each array, True if it is of the batch; number of rows; numbers of the arguments of the batch).
+    Without `argnums` these are all arguments with the first extents of the last argument with arrays. Raises ValueError
+    unless all arrays of these arguments begin with one extent of at least 2."""
     extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
     if not args or not any(extents):
         raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')
@@ -215,7 +218,8 @@ def _batched_arrays(
 
 
 def _devices_along_rows(arrays: Sequence[Any]) -> int:
-    """Returns a number that must divide the rows of the batch, so that devices can share them as they do."""
+    """Returns a number that must divide the rows of the batch: the least common multiple of the numbers of shards along
+    the first dimension; 1 without mesh shardings."""
     shards = [
         x.shape[0] // x.sharding.shard_shape(x.shape)[0]
         for x in arrays

@@ -58,9 +58,9 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """Puts `host` on the devices of the array `like`, with its sharding. Random keys are made from their data. These,
-    and arrays for an uncommitted `like`, go to JAX's default device. `leading`: the number of dimensions that it has
-    before the dimensions of `like`; negative if it has fewer."""
+    """Puts `host` on the devices of the array `like`, with its sharding. If `like` is uncommitted or has random keys,
+    which are made from the data `host`, the array goes to JAX's default device. `leading`: the number of dimensions
+    that `host` has before the dimensions of `like`; negative if it has fewer."""
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
@@ -79,7 +79,8 @@ def place(host: np.ndarray, sharding: Any) -> Any:
 
 
 def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
-    """Returns a sharding of `ndim` dimensions for arrays with `leading` more, or fewer, dimensions in front."""
+    """Returns `sharding`, of `ndim` dimensions, for arrays with `leading` more, or fewer, dimensions in front. For
+    other shardings than of a mesh, returns the first of its devices."""
     if not isinstance(sharding, NamedSharding):
         return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
     spec = sharding.spec

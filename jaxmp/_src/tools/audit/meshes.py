@@ -31,8 +31,8 @@ def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tu
 
 
 def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) for devices of this process alone, as many as fit, and for the mesh of the operands.
-    Raises ValueError unless that mesh has devices of every process of a job of several."""
+    """Yields (variation, side) for a smaller mesh of devices of this process alone, as many as fit, and for the mesh of
+    the operands. Raises ValueError unless that mesh has devices of every process of a job of several."""
     mesh = _mesh_of(arrays)
     owners = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
     if len(owners) < 2 or len(owners) < jax.process_count():
@@ -89,7 +89,8 @@ def _name(mesh: Mesh) -> str:
 
 
 def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns sizes from all ones up to `sizes`: the step before divides each size by its least prime factor."""
+    """Returns sizes of meshes, ascending from all ones to `sizes`; each divides the sizes after it by their least prime
+    factors."""
     found = [sizes]
     while max(found[0]) > 1:
         found.insert(0, tuple(size // _least_factor(size) for size in found[0]))

@@ -65,7 +65,7 @@ def kind_of(eqn: Any) -> str:
 
 def our_equation(eqn: Any) -> Any:
     """Returns jaxmp's product in an equation: the equation, or the first one in a `shard_map` or in a `jit` of jaxmp.
-    None for other equations, and for a user's `shard_map` that also has a product or sum of JAX."""
+    None if there is none, and for a user's `shard_map` that also has a product or sum of JAX."""
     if eqn.primitive.name in _OURS:
         return eqn
     if eqn.primitive.name not in ("jit", "shard_map"):
@@ -79,7 +79,8 @@ def our_equation(eqn: Any) -> Any:
 
 
 def is_packed(eqn: Any, dtype: np.dtype) -> bool:
-    """True if an output of this type is jaxmp's relu mask; its bytes are arranged by the shape of a device's part."""
+    """True if an output of this type is jaxmp's relu mask, the only uint8 result of its products; its bytes are
+    arranged by the shape of a device's part."""
     return dtype == np.uint8 and our_equation(eqn) is not None
 
 

@@ -1,4 +1,7 @@
-"""One trace of the program, on its devices and of its batch: runs its equations one at a time, each compiled alone."""
+"""One trace of the program, on its devices and of its batch: runs its equations one at a time, each compiled alone.
+
+An audit has a side for the reference, and one for each variant.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,8 @@ class Side:
             return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
 
     def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
-        """Compiles equations in one piece, runs them on `values`, and returns the arrays of the variables `made`."""
+        """Compiles equations in one piece, runs them on `values`, by variable, and returns the arrays of the variables
+        `made`."""
         inside = {v for eqn in equations for v in eqn.outvars}
         read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
 
@@ -98,7 +102,8 @@ class Side:
             return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """Returns the results of one equation on these arrays. Equal equations share one compiled function."""
+        """Returns the results of one equation on these arrays; its literals stay literals. Equal equations share one
+        compiled function."""
         # An operand that is a literal of the program stays a literal.
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)

@@ -78,8 +78,8 @@ def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[
 
 
 def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list[Any]:
-    """Returns a few of the `items`, in their order, that differ together; none if all together do not. Asks at most (k
-    + 1) (log2(n) + 1) times for k of n items. It has asked for what it returns."""
+    """Returns a few of the `items`, in their order, with `differs(few)` True; none if all together do not differ. Asks
+    `differs` at most (k + 1) (log2(n) + 1) times for k of n items, also about the result itself."""
     items, kept = list(items), list[Any]()
     if not items or not differs(items):
         return []
@@ -98,8 +98,8 @@ def smallest(differs: Callable[[list[Any]], bool], items: Sequence[Any]) -> list
 
 
 def _differ(walk: Walk, body: Body, some: Sequence[tuple[Any, Any]]) -> bool:
-    """True if some equations, compiled together on each side and run on equal values, give other bits. Compares only
-    results that are read elsewhere and are comparable."""
+    """True if the pairs of equations `some`, compiled together on each side and run on the values that were found
+    before, give other bits. Compares only results that are read elsewhere and are comparable."""
     inside, (_, values) = {id(eqn) for eqn, _ in some}, body.environments
     read = {v for eqn, _ in body.pairs if id(eqn) not in inside for v in jax_tracing.variables(eqn)}
     read |= {v for v in body.outvars if not jax_tracing.is_literal(v)}
@@ -136,7 +136,8 @@ def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable that an equation divides by, before its broadcast; None if neither smaller nor a root."""
+    """Returns the variable that a `div` divides by, before its broadcasts, if it is smaller than the result or a square
+    root; else None."""
     if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
         return None
     v = eqn.invars[1]
@@ -157,8 +158,8 @@ _OPTIONS = (
 
 
 def _trials(walks: Sequence[Walk], remedies: Iterable[tuple[str, Callable[[Side], list[Any]]]]) -> Iterator[Trial]:
-    """Yields a trial of each remedy on the whole program, until with one of them no output differs. A remedy that the
-    compiler or `fuse` refuses leaves all outputs, and has the error in its text."""
+    """Yields a trial of each remedy on the whole program, until with one of them no output differs. If the compiler or
+    `fuse` refuses a remedy, all outputs count as differing, and the remedy's text has the error."""
     differing = count = len(walks[0].results)
     for remedy, run in remedies:
         try:

@@ -44,7 +44,8 @@ class Body:
 
 
 class Walk:
-    """The reference and one variant, from the first equation to the last.
+    """The reference and one variant, from the first equation to the last. Scans, whiles and conds are followed step by
+    step, if both sides take the same steps; other equations run as a whole.
 
     Attributes:
       variation, sides: what varies; the reference and the variant.
@@ -67,7 +68,8 @@ class Walk:
         self.results = self._jaxprs((reference.jaxpr, variant.jaxpr), (inputs, others), line)
 
     def differences(self, ones: Sequence[Any], others: Sequence[Any]) -> list[bits.Difference | None]:
-        """Compares outputs of the whole program on both sides; None for an output that is equal or not comparable."""
+        """Compares the outputs `ones` of the whole program on the reference's side with `others` on the variant's; None
+        for an output that is equal or not comparable."""
         return [
             None
             if relation in ("other", "packed") or value.is_mixed
@@ -104,7 +106,8 @@ class Walk:
         return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in outvars]
 
     def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
-        """Runs an equation that the other side does not have; what it makes is compared where both meet again."""
+        """Runs an equation that the other side does not have, on `side` (0 or 1). Its results are compared where an
+        equation of both sides reads them (`_join`)."""
         operands = [_read(environments[side], v) for v in eqn.invars]
         origin = (eqn, jax_compat.traced_line(eqn) or line)
         for i, x in enumerate(self.sides[side].run(eqn, [x.array for x in operands])):
@@ -112,10 +115,11 @@ class Walk:
             environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
     def _join(self, one: Value, other: Value) -> Pair:
-        """Returns two values and their relation; the variant's value gets the bits that the reference's value implies.
-        If they do not correspond, a difference is reported, or that they were not compared. They stay as they are, with
-        the relation "other", if no equation of one side alone made one, or if their shapes do not relate or orders
-        differ."""
+        """Returns two values and their relation. If they do not correspond, but an equation that only one side has
+        made one of them, reports a difference (on another mesh) or that they were not compared (in another batch),
+        and continues with the bits that the reference implies. The values stay as they are, with the relation
+        "other", if no such equation made one, if their shapes do not relate, or if only their orders make most of
+        the difference."""
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -135,7 +139,9 @@ class Walk:
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
-        """Returns True if they correspond, trying the relation `first` first; `other` then keeps twin and relation."""
+        """True if two values correspond: in a relation that their shapes allow (tries `first` first), or as "packed" if
+        they may be in the order of the devices and have the same elements in any order. Then `other` keeps twin and
+        relation."""
         if other.twin is one:
             return True
         relations = self.variation.relations(np.shape(one.array), np.shape(other.array))
@@ -254,13 +260,13 @@ class Walk:
         return settled
 
     def _is_unread(self, one: Value, other: Value) -> bool:
-        """True if these are ordered by device in two shapes, and do not have the same elements in another order."""
+        """True if these values are in the order of the devices, in two shapes, and do not have the same elements."""
         return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, found: tuple[Value, Value], line: str) -> tuple[Value, Value]:
         """Returns output `i` of both sides; reports a difference, or why the output cannot be compared. The variant
-        then goes on with the reference's bits, but keeps its own value if no dimension is the batch, if the order
-        differs, or where `_of_size` keeps it."""
+        then goes on with the reference's bits. It keeps its own value if no dimension is the batch, if the order
+        differs, or if `_of_size` keeps it."""
         one, other = found
         batched = [relation for _, x, relation in pairs if isinstance(relation, Rows) and x.is_of_batch]
         if self._correspond(one, other, batched[0] if batched else None):
@@ -295,8 +301,8 @@ class Walk:
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
         """Returns the value with which the variant continues if operands or the equation depend on the batch size. An
         iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For floats
-        that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, the
-        reference's values are used, or nothing after them could be compared; the report says that these were not."""
+        that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, returns
+        the reference's values, or nothing after them could be compared, and reports that these were not."""
         if not other.is_of_batch and self.variation.rows is not None:
             return other
         if not jnp.issubdtype(one.array.dtype, jnp.inexact):
@@ -342,7 +348,7 @@ def _apart(pairs: Sequence[Pair]) -> tuple[list[Value], list[Value]]:
 
 
 def _inheriting(value: Value, operands: Sequence[Value]) -> Value:
-    """Marks `value` as of the batch, or as mixed, if one of its operands is; returns it."""
+    """Marks `value` as of the batch, or as mixed, if one of `operands` is; returns it."""
     value.is_of_batch |= any(x.is_of_batch for x in operands)
     value.is_mixed |= any(x.is_mixed for x in operands)
     return value

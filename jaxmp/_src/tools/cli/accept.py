@@ -76,8 +76,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any]:
-    """Returns the results of all checks in `nranks` processes, until `end`. A check that ends its process has failed,
-    and the next ones still run. Raises CommandError without CUDA devices."""
+    """Returns the results of all checks in `nranks` processes, until `end`, a `time.monotonic()`. A check that ends its
+    process has failed (except the death of a rank, with the right errors), and the next ones still run in new
+    processes. Raises CommandError without CUDA devices, or if the first processes write nothing."""
     found: dict[int, dict[str, Any]] = {}
     first, total, is_over, head = 0, 1, False, {}
     while first < total and not is_over:
@@ -109,7 +110,8 @@ def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any
 
 
 def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) -> list[int | None]:
-    """Runs the checks from `first` on in new processes. Returns their exit statuses; None if killed at `end`."""
+    """Runs the checks from `first` on in new processes, which write to `folder`. Returns their exit statuses; None for
+    a process that still ran at `end`. Kills them then."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -133,7 +135,8 @@ def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) ->
 
 
 def _cell(job: dict[str, Any], kind: str) -> str:
-    """Returns a cell of the table: how many checks of a kind passed, were refused by name or failed; or "not run"."""
+    """Returns a cell of the table: how many checks of a kind passed, were refused by name or failed; or "not run"; "-"
+    for the death of a rank in one process."""
     if kind == _DEATH and job["name"] == "one process":
         return "-"
     found = [check for check in job["checks"] if check["check"] == kind]
@@ -162,7 +165,8 @@ def _sentence(jobs: list[dict[str, Any]]) -> str:
 
 
 def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
-    """Runs the checks from the one numbered `place_in_job[3]` on; RANK.jsonl gets a head, and two lines per check."""
+    """Runs the checks from the one numbered `place_in_job[3]` on, of rank `place_in_job[0]`. The file RANK.jsonl gets a
+    head, and two lines per check, before and after it. A check that raises is recorded as refused or failed."""
     rank, nranks, port, first = place_in_job
     if nranks > 1:
         distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[rank])
@@ -229,8 +233,9 @@ def _line(ndevices: int) -> jax.sharding.Mesh:
 
 
 def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
-    """Compares calls in a row, each of other integers; ranks take turns in being late on their device. Every tenth call
-    follows a delay. In half of the batches XLA's all-to-alls are between the calls."""
+    """Compares the results of calls in a row, each of other integers; returns how many. Ranks take turns in being
+    late on their device: every tenth call follows a delay. In half of the batches XLA's all-to-alls are between the
+    calls."""
     rng, ndevices, products = np.random.default_rng(0), layouts[0].make_mesh().size, list(map(_product_of, layouts))
     mesh = _line(ndevices)
     move = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "x")))
@@ -287,8 +292,8 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
 
 
 def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
-    """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}, if results agree. Ranks have `_IN_FLIGHT` calls at
-    once."""
+    """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}; raises AssertionError if results differ. Ranks have
+    `_IN_FLIGHT` calls at once."""
     calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)

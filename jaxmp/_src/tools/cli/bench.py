@@ -70,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> list[str]:
-    """Returns the pattern asked for, or all that extents and devices allow. Raises CommandError if there is none."""
+    """Returns the pattern asked for, or all that extents and devices allow. Raises CommandError if there is none, if
+    the pattern asked for does not exist or fit, and for numbers below 1."""
     if options.mesh < 1 or min(options.m, options.k, options.n) < 1:
         raise CommandError("M, K, N and --mesh must be at least 1")
     if options.pattern != "all":
@@ -170,7 +171,8 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
 
 
 def verdict(names: list[str], ratios: list[float]) -> str:
-    """Returns a sentence about the ratios of XLA's time to jaxmp's."""
+    """Returns a sentence about the ratios of XLA's time to jaxmp's: their mean, and the patterns where jaxmp is
+    slower."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio < 1 - _EQUAL]
     text = f"{mean:.2f} times XLA's rate" if abs(mean - 1) > _EQUAL else "XLA's rate"

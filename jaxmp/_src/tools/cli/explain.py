@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the explanation and returns 0. Raises CommandError for a mistake in the function or its types."""
+    """Prints the explanation and returns 0. Raises CommandError for a mistake in the options, or in the function or its
+    types."""
     hardware = named_hardware(options.hardware) if options.hardware else None
     mesh = mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
@@ -77,7 +78,8 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """Runs the file, with its folder on the import path, and returns the function. Raises CommandError without one."""
+    """Runs the file, with its folder on the import path, and returns the function; its name may have dots. Raises
+    CommandError if there is no such file or function."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:
@@ -103,7 +105,8 @@ def _load(place: str) -> Callable[..., Any]:
 
 
 def mesh_of(text: str) -> Mesh | None:
-    """Returns a mesh of explicit axes from "x=2,y=2", with new CPU devices if JAX has not started; None from ""."""
+    """Returns a mesh of explicit axes from "x=2,y=2", with new CPU devices if JAX has not started; None from "". Raises
+    CommandError for other text, and for too few devices."""
     if not text:
         return None
     if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints `facts` and returns 0 always. --calibrate measures and stores first. In a job the first process prints."""
+    """Prints `facts` and returns 0. --calibrate measures and stores first. In a job only the first process stores and
+    prints. Raises CommandError for --job outside of a job."""
     found = config.launcher() if options.job or options.calibrate else None
     if options.job and not found:
         raise CommandError("--job needs a job of processes; start one: mpiexec -n 4 jaxmp info --job, or srun")

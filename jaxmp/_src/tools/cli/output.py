@@ -76,7 +76,8 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A context with a progress bar on stderr. It yields a function that ends a step and shows the name it gets."""
+    """A context with a progress bar of `total` steps on stderr, none if `is_quiet` or no terminal. It yields a function
+    that ends a step and shows the name it gets."""
     if is_quiet:
         yield lambda _: None
         return
@@ -105,7 +106,7 @@ def make_cpu_devices(count: int) -> None:
 
 
 def named_hardware(name: str) -> Hardware:
-    """Returns the machine of --hardware. Raises CommandError where there is none, or "this" has not been measured."""
+    """Returns the machine of --hardware. Raises CommandError if there is none, or "this" has not been measured."""
     try:
         return hardware_of("--hardware", name)
     except ValueError as error:
@@ -117,7 +118,7 @@ _SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": 
 
 
 def dtype_of(text: str) -> str:
-    """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError where there is no such
+    """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError if there is no such
     type."""
     name = _SHORT_TYPES.get(text, text)
     try:

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks and prints their results. Returns 1 if one fails, else 0."""
+    """Runs the checks and prints their results. Returns 1 if one fails, else 0. Raises CommandError without the devices
+    asked for."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -70,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
-    """Yields every pattern and type for placement and rounding; on CPUs, or by request, the promises about bits."""
+    """Yields checks of placement and rounding for every pattern and type; then, on CPUs or if `implementation` is
+    "cublasmp", of the promises about bits."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
@@ -89,8 +91,9 @@ def check_placement(
     has_gradients: bool = False,
 ) -> int:
     """Checks all results of a product of small integers, which have exact sums: every element must be in its place.
-    Each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices. `has_gradients`:
-    also its gradients, and no epilog, unless the type has one byte. Returns 1; raises AssertionError."""
+    With an epilog each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
+    `has_gradients`: checks the gradients too, without the epilog, unless the type has one byte. Returns 1; raises
+    AssertionError."""
     m, k, n = extents
     a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
     row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1
@@ -149,7 +152,8 @@ def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
-    """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of float64's."""
+    """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of float64's, D*.
+    Returns 1; raises AssertionError."""
     a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
     got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))

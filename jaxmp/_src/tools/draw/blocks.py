@@ -33,7 +33,7 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call; () for a collective, for a product of XLA's, or if the mesh is unknown. The
+    """Returns op(A), op(B) and D of a call. () for a collective, for a product of XLA's, or if the mesh is unknown. The
     array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for each group."""
     if not row.placement or not row.mesh:
         return ()

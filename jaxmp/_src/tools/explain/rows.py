@@ -189,9 +189,9 @@ def matmul_row(
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
     dims: tuple[Dim, ...] = (),
 ) -> Row:
-    """Returns the row of a product of one device's shards, with the types `a` and `b`. `varying`: the axes along which a, and
-    along which b, differs between ranks. `dims`: the dimensions of the enclosing shard_map that several axes shard. `why`:
-    one more reason, added to the row's. A call that XLA has yet to settle counts as local."""
+    """Returns the row of a product of one device's shards, with the types `a` and `b`. `varying`: the axes along which
+    a, and along which b, differs between ranks. `dims`: the dimensions of the enclosing shard_map that several axes
+    shard. `why`: one more reason, added to the row's. A call that XLA has yet to settle counts as local."""
     spec = spec.settled()
     with naming(spec.function + f" at {line}" * bool(line)):
         where = decide.here(spec.group.mesh, spec.group.axes)
