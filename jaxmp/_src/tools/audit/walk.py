@@ -4,6 +4,10 @@ A value of the variant *corresponds* to one of the reference if it has the same 
 the same rows. An equation with inputs that correspond and outputs that do not is reported, and the variant continues at
 the reference's outputs. The pairing of equations is a matter of names and shapes alone, so it may pair what does not
 belong together; since the inputs of a pair are compared too, that costs a comparison and reports nothing false.
+
+Scans, whiles and conds are followed step by step if both sides take the same steps; other equations run alone. A value
+is *mixed* if its rows depend on other rows of the batch, and *packed* if its elements are in an order that differs
+between meshes and that only the gradient knows.
 """
 
 from __future__ import annotations
@@ -44,8 +48,7 @@ class Body:
 
 
 class Walk:
-    """The reference and one variant, from the first equation to the last. Scans, whiles and conds are followed step by
-    step, if both sides take the same steps; other equations run as a whole.
+    """The reference and one variant, from the first equation to the last.
 
     Attributes:
       variation, sides: what varies; the reference and the variant.

@@ -1,4 +1,7 @@
-"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result."""
+"""Explains why a call of jaxmp moves data, from the shardings of its operands and its result.
+
+A site, (computation, instruction, numbers), is a call and the numbers of its operands a and b.
+"""
 
 from __future__ import annotations
 

@@ -185,7 +185,8 @@ def _compile(lowered: Any, folder: str) -> Any:
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
-    """Explains a compiled program. `calls`: the rows of jaxmp's calls."""
+    """Explains a compiled program: XLA's collectives and products, then jaxmp's calls that read data of other devices.
+    `calls`: the rows of jaxmp's calls."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))

@@ -16,8 +16,8 @@ _HOW = "jax.sharding.reshard, or jax.lax.pcast in shard_map; on automatic axes i
 
 
 def summed_once(values: Values, sites: Iterable[Place], why: Cause) -> Cause:
-    """Returns `why`, the cause of a gradient's sum over `values.axes`, with a remedy if a loop adds the gradients up.
-    `sites`: what may compute the gradient, in the program before XLA's partitioner."""
+    """Returns `why`, the cause of a gradient's sum over `values.axes`; with a note and a remedy if a loop adds up what
+    one of `sites` computes. `sites`: what may compute the gradient, in the program before XLA's partitioner."""
     whole = values.program.whole
     for site in sites if whole else ():
         loop, passed = _accumulates(values, site)

@@ -147,10 +147,9 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
     """Returns keys that identify a collective in every version of a program, the most reliable one first: its channel,
-    its name, and the name of the operation that makes its operand (`source`). Combined collectives have no channel key.
-
-    The last key is the scope and frame of the operation that makes its operand; XLA may have replaced that operation.
-    """
+    its name, and the name of the operation that makes its operand (`source`). A combined collective has no channel, and
+    its own name comes last of these. The last key is the scope and frame of `source`; XLA may have replaced that
+    operation."""
     is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # XLA has combined others
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)

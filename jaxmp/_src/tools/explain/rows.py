@@ -80,7 +80,8 @@ def rows_of(
 ) -> Iterator[Row]:
     """Yields the rows of `jaxpr`, which runs `count` times, and of the jaxprs in it: products of jaxmp, products that
     `fuse` left to JAX or jaxmp to XLA, and collectives that jaxmp added and that move data. A call on automatic axes
-    has the pattern `UNSETTLED` or `UNSETTLED_BATCH`. Scans multiply `count` by their lengths; other loops count once.
+    has the pattern `UNSETTLED` until the partitioner chooses one, or `UNSETTLED_BATCH` if it is a batch that XLA may
+    compute. Scans multiply `count` by their lengths; other loops count once.
 
     `line`: the user's line that calls the jaxpr. `is_ours`: the jaxpr may be in JAX's cache from a call at another
     line, so the lines of its equations are not used. `scopes`: the name stacks around the jaxpr. `dims`: the dimensions

@@ -1,6 +1,7 @@
 """Finds the readers of a collective in a compiled program, and the values that they want in another sharding.
 
-A reader is the first instruction after the collective that does not only move data. `values` defines edges.
+A reader is the first instruction after the collective that does not only move data. An `Edge`, (computation, user,
+number), is the use of operand `number` by the instruction `user`. A `Place` is an instruction with its computation.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from jaxmp._src.tools.explain.rows import UNSETTLED, UNSETTLED_BATCH, settled_ro
 
 def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool) -> list[Row]:
     """Returns `rows` with each `UNSETTLED` row replaced by a row that the partitioner settles, matched by operation and
-    extents, with the line of the former. Unmatched settled rows come last; unmatched unsettled rows are dropped. If
-    nothing was settled, unsettled rows are local. `whole`: the program before the partitioner; None on one device.
-    `has_batches`: XLA partitions the products with a batch, `UNSETTLED_BATCH`; otherwise they are local."""
+    extents. It keeps the old row's line, and its count divided by the parts of the batch. Unmatched settled rows come
+    last; unmatched unsettled rows are dropped. If nothing was settled, unsettled rows are local. `whole`: the program
+    before the partitioner; None on one device. `has_batches`: XLA partitions the products with a batch,
+    `UNSETTLED_BATCH`; otherwise they are local."""
     settled = list(_settled(whole)) if whole is not None else []
     left, found = list(settled), []
     for row in rows:

@@ -1,4 +1,7 @@
-"""The shards of a row of `explain`: mesh axes, shardings around reshards, shapes per device."""
+"""The shards of a row of `explain`: mesh axes, shardings around reshards, shapes per device.
+
+A `Dim` is the tuple of mesh axes that shard one dimension of an array.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from jaxmp._src.platform.jax_internals import jax_compat
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """Returns two dimensions of mesh axes outside of the call's group: axes along which only a differs between
-    groups (other rows), and axes along which only b does (other columns). Axes along which both differ, a batch, are
+    """Returns (axes along which only a differs between groups, so that they have other rows; axes along which only b
+    differs, so that they have other columns). Axes along which both differ, a batch, and the axes of the groups are
     left out."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
@@ -57,7 +60,9 @@ def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int
 
 
 def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of x, w and the result of groups of rows, as stored."""
+    """Returns the shapes of x, w and the result of groups of rows, as stored. x is (m, k). If the product contracts
+    over the rows, w is (m, n) and the result has a (k, n) per group; otherwise w has one, or its transpose, and the
+    result is (m, n)."""
     if spec.is_contraction:
         return (m, k), (m, n), (groups, k, n)
     return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)
@@ -97,8 +102,8 @@ def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
 
 
 def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns the shardings before and after an equation: a reshard of jaxmp's or JAX's, or a constraint on the result
-    of the constraint `constraint`; None if `constraint` is None for a constraint."""
+    """Returns (sharding before, sharding after) of a reshard of jaxmp's or JAX's, or of a constraint on the result of
+    the constraint `constraint`. None for a constraint if `constraint` is None."""
     if eqn.primitive is reshard_p:
         have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
         return have, want
