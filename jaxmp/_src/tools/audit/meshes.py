@@ -89,8 +89,7 @@ def _name(mesh: Mesh) -> str:
 
 
 def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns sizes of meshes, ascending from all ones to `sizes`; each divides the sizes after it by their least prime
-    factors."""
+    """Returns sizes of meshes, from all ones up to `sizes`; each step back divides all by their least prime factor."""
     found = [sizes]
     while max(found[0]) > 1:
         found.insert(0, tuple(size // _least_factor(size) for size in found[0]))

@@ -88,8 +88,7 @@ class Side:
             return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
 
     def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
-        """Compiles equations in one piece, runs them on `values`, by variable, and returns the arrays of the variables
-        `made`."""
+        """Compiles equations in one piece, runs them on `values`, and returns the arrays of the variables `made`."""
         inside = {v for eqn in equations for v in eqn.outvars}
         read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
 

@@ -63,8 +63,7 @@ class Variation:
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
         """Returns how arrays of these shapes may relate, likeliest first: only "same" for equal shapes. Other shapes
         have the rows in the one dimension that differs, with each possible `outer` and `inner`. The result is empty if
-        several dimensions differ, if the extents are no multiples of the numbers of rows, or if the batch does not
-        vary."""
+        several dimensions differ, if the extents are no multiples of the numbers of rows, or if no batch varies."""
         if reference == variant:
             return ["same"]
         if self.rows is None or len(reference) != len(variant):
@@ -88,15 +87,13 @@ class Variation:
         return bits.difference(array, self.expected(reference, relation), across=self.across)
 
     def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
-        """True if an array has the bits of the reference's elements in any order, each once or equally often, and the
-        same type."""
+        """True if an array has the reference's type, and its elements in any order, each once or equally often."""
         is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 
     def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
         """Returns the difference of the sorted arrays if it is smaller by a factor `_CLOSER` than of the arrays as they
-        are: they have different orders, but differ in any order. Else None. The arrays have one shape, and differ both
-        ways."""
+        are: their orders differ, and some elements too. Else None. The arrays have one shape, and differ both ways."""
         found, least = self.difference(array, reference, "same"), self._sorted_difference(array, reference)
         assert found is not None
         assert least is not None

@@ -118,11 +118,10 @@ class Walk:
             environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
     def _join(self, one: Value, other: Value) -> Pair:
-        """Returns two values and their relation. If they do not correspond, but an equation that only one side has
-        made one of them, reports a difference (on another mesh) or that they were not compared (in another batch),
-        and continues with the bits that the reference implies. The values stay as they are, with the relation
-        "other", if no such equation made one, if their shapes do not relate, or if only their orders make most of
-        the difference."""
+        """Returns two values and their relation. If they do not correspond, but an equation that only one side has made
+        one of them, reports a difference (on another mesh) or that they were not compared (in another batch), and
+        continues with the bits that the reference implies. The values stay as they are, with the relation "other", if
+        no such equation made one, if their shapes do not relate, or if they differ mostly by their orders."""
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -142,9 +141,8 @@ class Walk:
         return one, _inheriting(Value(self._put(expected, other), one, relations[0]), [other]), relations[0]
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
-        """True if two values correspond: in a relation that their shapes allow (tries `first` first), or as "packed" if
-        they may be in the order of the devices and have the same elements in any order. Then `other` keeps twin and
-        relation."""
+        """True if two values correspond: in a relation that their shapes allow (`first` is tried first), or as "packed"
+        if they may be in the order of the devices and have the same elements. Then `other` keeps twin and relation."""
         if other.twin is one:
             return True
         relations = self.variation.relations(np.shape(one.array), np.shape(other.array))

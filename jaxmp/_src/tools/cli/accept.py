@@ -233,9 +233,8 @@ def _line(ndevices: int) -> jax.sharding.Mesh:
 
 
 def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
-    """Compares the results of calls in a row, each of other integers; returns how many. Ranks take turns in being
-    late on their device: every tenth call follows a delay. In half of the batches XLA's all-to-alls are between the
-    calls."""
+    """Compares calls in a row, each of other integers, and returns how many. Ranks take turns in being late on their
+    device: every tenth call follows a delay. In half of the batches XLA's all-to-alls are between the calls."""
     rng, ndevices, products = np.random.default_rng(0), layouts[0].make_mesh().size, list(map(_product_of, layouts))
     mesh = _line(ndevices)
     move = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "x")))

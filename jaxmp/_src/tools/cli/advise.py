@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the choices and returns 0. Raises CommandError for wrong arguments, and for what `advise` refuses with a
-    ValueError."""
+    """Prints the choices and returns 0. Raises CommandError for wrong arguments, or if `advise` raises a ValueError."""
     if not options.json:
         rich("table")  # raises before the work where rich is missing
     try:

@@ -171,8 +171,7 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
 
 
 def verdict(names: list[str], ratios: list[float]) -> str:
-    """Returns a sentence about the ratios of XLA's time to jaxmp's: their mean, and the patterns where jaxmp is
-    slower."""
+    """Returns a sentence about the ratios of XLA's time to jaxmp's: their mean, and the patterns where jaxmp loses."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio < 1 - _EQUAL]
     text = f"{mean:.2f} times XLA's rate" if abs(mean - 1) > _EQUAL else "XLA's rate"

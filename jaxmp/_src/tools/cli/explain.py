@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the explanation and returns 0. Raises CommandError for a mistake in the options, or in the function or its
-    types."""
+    """Prints the explanation and returns 0. Raises CommandError for a mistake in options, function or types."""
     hardware = named_hardware(options.hardware) if options.hardware else None
     mesh = mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():

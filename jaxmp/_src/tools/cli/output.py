@@ -88,8 +88,8 @@ def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Calla
 
 
 def require_devices(count: int) -> list[jax.Device]:
-    """Returns the first `count` devices; on CPUs it makes them, if JAX's backend has not started. Raises CommandError
-    if there are fewer."""
+    """Returns the first `count` devices, or raises CommandError. On CPUs makes them, if JAX's backend has not
+    started."""
     make_cpu_devices(count)
     devices = jax.devices()
     if len(devices) < count:
@@ -118,8 +118,7 @@ _SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": 
 
 
 def dtype_of(text: str) -> str:
-    """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError if there is no such
-    type."""
+    """Returns a type's full name from "bf16", "f32" or the name itself. Raises CommandError for other text."""
     name = _SHORT_TYPES.get(text, text)
     try:
         return str(jnp.dtype(name).name)

@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks and prints their results. Returns 1 if one fails, else 0. Raises CommandError without the devices
-    asked for."""
+    """Runs the checks and prints their results. Returns 1 if one fails, else 0. CommandError: too few devices."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -92,8 +91,7 @@ def check_placement(
 ) -> int:
     """Checks all results of a product of small integers, which have exact sums: every element must be in its place.
     With an epilog each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
-    `has_gradients`: checks the gradients too, without the epilog, unless the type has one byte. Returns 1; raises
-    AssertionError."""
+    `has_gradients`: gradients too, but no epilog, unless the type has one byte. Returns 1; raises AssertionError."""
     m, k, n = extents
     a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
     row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1

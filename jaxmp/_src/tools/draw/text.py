@@ -23,8 +23,7 @@ def text_of(row: Row) -> str:
 
 
 def title(row: Row) -> str:
-    """Returns one line: the line of the program, pattern, mesh axes with their sizes, extents, types, and how often it
-    runs."""
+    """Returns one line: the program's line, the pattern, mesh axes with sizes, extents, types and the count."""
     axes = " ".join(f"{name}={size}" for name, size in row.mesh)
     extents = "x".join(map(str, row.extents))
     count = f", {row.count} times" if row.count > 1 else ""

@@ -37,8 +37,7 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
     """Returns the cause of a collective of this `kind` that jaxmp added to a call: `found`, the cause so far, with the
-    reason in the row of the collective at this line; or the cause of the call with this pattern; or `found` if there is
-    no row."""
+    reason in the row of the collective at this line; or the cause of the call with this pattern; or else `found`."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):

@@ -208,8 +208,7 @@ class _Causes(Search):
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
         """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop;
-        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result in the same
-        sharding."""
+        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result as it is."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
@@ -219,8 +218,7 @@ class _Causes(Search):
         return None
 
     def _along(self, name: str, found: Edge | None, line: str) -> Cause:
-        """Returns the cause for an operation that needs a dimension whole; `_unsplit` if its needs do not explain the
-        move."""
+        """Returns the cause for an operation that needs a dimension whole; of `_unsplit` if it needs no sharded one."""
         if found is None:
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
@@ -299,8 +297,7 @@ class _Causes(Search):
     # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """Returns the cause if a constraint, a loop or the results ask for the sharding of the user's result; else
-        None."""
+        """Returns the cause if a constraint, a loop or the results ask for the user's sharding; else None."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None

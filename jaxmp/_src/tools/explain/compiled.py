@@ -109,8 +109,7 @@ class CompiledExplanation:
         return sum(_total(row) for row in self.collectives if row.is_hidden)
 
     def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
-        """Returns the bytes that a device receives, summed by `key(row)`, for example `lambda row: row.line`, the most
-        first."""
+        """Returns the bytes that a device receives, summed by `key(row)`, as `lambda row: row.line`, the most first."""
         sums: dict[Any, int] = {}
         for row in self.collectives:
             sums[key(row)] = sums.get(key(row), 0) + _total(row)
@@ -373,8 +372,7 @@ def _cells(row: Operation) -> list[str]:
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
-    """Yields the lines below a row. `remedies`: the remedies that rows above have shown, which are not repeated; the
-    row's are added."""
+    """Yields the lines below a row, without `remedies`, which rows above have shown; adds the row's to them."""
     for text in row.cause.splitlines():
         yield f"{text}{'; hidden behind other work' * row.is_hidden}"
     for text in row.remedy.splitlines():

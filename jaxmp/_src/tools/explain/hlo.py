@@ -241,8 +241,8 @@ class Module:
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
         """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs `count`
-        times, and what it runs (`called_by`). The number is None in a loop with an unknown count. Fused computations
-        are included if they have a product."""
+        times, and what it runs (`called_by`). None stands for an unknown number. Fused computations need to have a
+        product."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():

@@ -49,8 +49,7 @@ def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Colle
 
 
 def _is_linear(at: Dim) -> bool:
-    """True if an operation only moves data, adds, runs a loop or call, or multiplies or divides with a constant
-    operand."""
+    """True if an operation only moves data, adds, runs a loop or call, or multiplies or divides with a constant."""
     place, each, *_ = at
     if each.opcode in ("multiply", "divide"):
         return any(below.opcode == "constant" for term in place.operands(each) for below in chain(place, term))

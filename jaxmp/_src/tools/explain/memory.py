@@ -63,8 +63,7 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
 
 
 def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """Returns the instructions with results that live when the schedule holds the most bytes, including all
-    parameters."""
+    """Returns the instructions with results that live when the schedule holds the most bytes; all parameters do."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
     alias: dict[str, str] = {}
@@ -94,8 +93,7 @@ def _largest(module: Module, computation: Computation) -> list[Instruction]:
 
 
 def _matching(module: Module) -> int:
-    """Returns the bytes of results that can be paired with a program's argument of the same type, each argument
-    once."""
+    """Returns the bytes of results that can be paired with an argument of the same type, each argument with one."""
     entry = module.computations[module.entry]
     free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
     results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]

@@ -84,9 +84,9 @@ class Origins:
         return self._known[start, axis]
 
     def _own(self, at: Dim, axis: str) -> tuple[str, ...]:
-        """Returns the origin at `at` itself: the argument's name, unless XLA chose its sharding; the line of an
-        instruction that asks for a sharding (of a shard_map, only for manual axes); for a loop's carry, the origins of
-        its next value; else ()."""
+        """Returns the origin at `at` itself: an argument's name, unless XLA chose its sharding; an instruction that
+        asks for a sharding, with its line (a shard_map only for manual axes); for a loop's carry, origins of its next
+        value; or ()."""
         each = at.instruction
         if each.opcode == "parameter" and at.computation.name in self.program.callers:
             self._known[at, axis] = ()  # ends the recursion, because the body leads back here
@@ -144,8 +144,8 @@ class Origins:
 
     def operands(self, at: Dim) -> Iterator[Dim]:
         """Yields the dimensions of operands that this one comes from, element by element, also across computations. A
-        parameter leads to its caller's operand. A call or a conditional leads to the roots of what it calls, a loop to
-        its first carry."""
+        parameter leads to its caller's operand, a call or conditional to the roots of what it calls, a loop to its
+        operand."""
         place, each, part, index = at
         if each.opcode == "parameter":
             if place.name in self.program.callers:
@@ -174,8 +174,7 @@ class Origins:
                 yield below._replace(dim=found)
 
     def users(self, at: Dim) -> Iterator[Dim]:
-        """Yields the dimensions of results that are computed from this one; from a computation's root also the caller's
-        result."""
+        """Yields the dimensions of results that are computed from this one; for a root also the caller's."""
         place, each, part, index = at
         for user in place.users[each.name]:
             if user.opcode == "tuple":

@@ -95,8 +95,7 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array. () if none does, or for a tuple without a
-        `part`."""
+        """Returns the axes that shard each dimension of a whole array; () if none do, or for a tuple without `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
@@ -148,8 +147,7 @@ def _by_name(module: Module | None) -> dict[tuple[str, str], list[Place]]:
 def keys(computation: Computation, collective: Instruction, operand: int) -> list[str]:
     """Returns keys that identify a collective in every version of a program, the most reliable one first: its channel,
     its name, and the name of the operation that makes its operand (`source`). A combined collective has no channel, and
-    its own name comes last of these. The last key is the scope and frame of `source`; XLA may have replaced that
-    operation."""
+    its own name comes third. The last key is the scope and frame of `source`, which XLA may have replaced."""
     is_single = len(collective.operands) == 1 or collective.kind == "all-to-all"  # XLA has combined others
     channel = collective.attribute("channel_id") if is_single else ""
     made = source(computation, collective, operand)
@@ -254,8 +252,7 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
 
 
 def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which devices of a group or pair differ. None without groups or a mesh, or if the
-    mesh has no such device."""
+    """Returns the mesh axes along which devices of a group or pair differ; None without groups or a device's place."""
     size = math.prod(mesh.values())
     if not found or not mesh or any(device >= size for group in found for device in group):
         return None

@@ -157,8 +157,7 @@ def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
 
 
 def _collective_name(eqn: Any) -> str:
-    """Returns the name of an equation's primitive; for jaxmp's primitives the name of the lax collective that it stands
-    for."""
+    """Returns the name of an equation's primitive; for jaxmp's own the name of the lax collective that it is."""
     if eqn.primitive is reshard_p:
         return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
     return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
@@ -336,8 +335,8 @@ def _communication_row(
 ) -> Iterator[Row]:
     """Yields the row of a collective over the mesh `over`, or none if a device receives nothing. Its scope in
     `_SCOPES`, or else its kind in `_COMMUNICATES`, gives the reason. If the result's mesh has automatic axes, XLA
-    decides what moves. Then only a reshard of jaxmp, or a constraint right after another one (`constraint`), has a
-    row."""
+    decides what moves. Then only reshards of jaxmp have a row, and constraints right after another one,
+    `constraint`."""
     x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return  # XLA's partitioner decides what moves

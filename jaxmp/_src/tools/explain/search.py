@@ -29,8 +29,7 @@ class Cause(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search(Values):
-    """A collective in its computation of `module`, the `axes` of its devices, and the number of the operand that it
-    moves."""
+    """A collective in a computation of `module`, the `axes` of its devices, and the number of the operand it moves."""
 
     module: Module
     computation: Computation
@@ -138,8 +137,7 @@ class Search(Values):
         return result if is_chosen else None
 
     def _in_branches(self, place: Computation, at: Instruction, user: Instruction) -> Iterator[Place]:
-        """Yields the parameters of a conditional's branches that get the value `at`; nothing if `user` is no
-        conditional."""
+        """Yields the parameters of a conditional's branches that get the value `at`; nothing for another `user`."""
         for i, (name, _) in enumerate(called_by(user) if user.opcode == "conditional" else ()):
             inner = self.program.whole.computations[name]  # type: ignore[union-attr]
             if place.operands(user)[1 + i] is at:
@@ -153,8 +151,7 @@ class Search(Values):
 
 
 def chain(computation: Computation, at: Instruction) -> Iterator[Instruction]:
-    """Yields `at`, then the instruction that its data comes from, and so on back to one that does not only move
-    data."""
+    """Yields `at`, then the instruction that its data comes from, and so on, up to one that does not only move data."""
     yield at
     while at.operands and hands_on(at):
         at, _ = partitioned.operand_of(computation, at, 0)

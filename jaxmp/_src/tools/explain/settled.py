@@ -35,8 +35,7 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
 
 
 def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
-    """Yields (row, number of parts into which the mesh splits its batch) for the calls of `whole`, as XLA shards
-    them."""
+    """Yields (row, number of parts into which the mesh splits its batch) for the calls of `whole`, as sharded there."""
     products = functools.cache(partitioner.settled)
     for computation, count in whole.executed():
         for each in computation.instructions.values():
@@ -59,9 +58,9 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
 
 
 def _is_part_of(settled: Row, row: Row) -> bool:
-    """True if a settled call may be this row's, or compute its transpose: of the same operation, epilog (or without
-    one, because XLA applies it after a transposed call) and extents. A `ragged_dot` needs the same types and no
-    transpose."""
+    """True if a settled call may be this row's, or compute its transpose: of the same operation and epilog (or
+    without one, because XLA applies it after a transposed call) and extents. A `ragged_dot` has no transpose, but
+    equal types."""
     if row.operation == "ragged_dot":
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog after it

@@ -21,9 +21,8 @@ from jaxmp._src.platform.jax_internals import jax_compat
 
 
 def outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[Dim, Dim]:
-    """Returns (axes along which only a differs between groups, so that they have other rows; axes along which only b
-    differs, so that they have other columns). Axes along which both differ, a batch, and the axes of the groups are
-    left out."""
+    """Returns (axes along which other groups have other rows of a; axes along which they have other columns of b),
+    without the group's own axes, and without axes along which both a and b differ, a batch."""
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     names = [name for name, _ in spec.group.mesh]
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
@@ -60,9 +59,9 @@ def grouped_extents(spec: GroupedSpec, m: int, k: int, n: int) -> tuple[int, int
 
 
 def grouped_shapes(spec: GroupedSpec, groups: int, m: int, k: int, n: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of x, w and the result of groups of rows, as stored. x is (m, k). If the product contracts
-    over the rows, w is (m, n) and the result has a (k, n) per group; otherwise w has one, or its transpose, and the
-    result is (m, n)."""
+    """Returns the shapes of x (m, k), w and the result of groups of rows, as stored. If the product contracts over
+    the rows, w is (m, n) and the result has a (k, n) per group. Else w has one, maybe transposed, and the result is
+    (m, n)."""
     if spec.is_contraction:
         return (m, k), (m, n), (groups, k, n)
     return (m, k), (groups, n, k) if spec.is_transposed else (groups, k, n), (m, n)

@@ -121,8 +121,7 @@ class Values:
 
     def result(self, at: Dim, *, origins: bool = True) -> str:
         """Describes the sharding of a result or a constraint over the axes, or else over any axis: "model on dimension
-        0 (from dimension 0 of w)", or "" if it is whole. The origins are left out for a constraint, or without
-        `origins`."""
+        0 (from dimension 0 of w)"; "" if it is whole. The origin is left out for a constraint, or without `origins`."""
         dims = self.all(at) or self.every.all(at)
         axes = (joined(self.axes_of(each) or self.origins.axes(each)) for each in dims)
         is_made = origins and at.instruction.primitive not in ASKING
