@@ -119,6 +119,7 @@ class Dimensions:
         candidates = [[dims[i] for shape, dims in taken if shape[i] == n] for i, n in enumerate(out)]
         return [self._merge(dims) if dims else None for dims in candidates]
 
+    # Returns the classes of a scan's results, and merges its carries with what the body returns for them.
     def _scan(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes]:
         (body,) = jax_compat.subjaxprs(eqn.params)
         nconsts, ncarry = jax_compat.scan_counts(eqn)
@@ -143,6 +144,7 @@ class Dimensions:
             self._equate(found[0], others)
         return found[0] if found else [None] * len(shapes)
 
+    # Merges dimensions with one index; notes what the product sums and its type. Returns the result's classes.
     def _of_product(self, indices: Sequence[str], eqn: Any, values: list[Value]) -> Sequence[Classes | None]:
         (a, bits_a), (b, bits_b) = values[0], values[-1 if eqn.primitive is activated_matmul_p else 1]
         of: dict[str, int] = {}

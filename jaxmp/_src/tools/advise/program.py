@@ -197,6 +197,7 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
     return of_arguments
 
 
+# Compiles `fn` for its arguments `given` with the shardings of `recipe`.
 def _plan(
     recipe: Recipe, fn: Callable[..., Any], given: Any, types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Plan:

@@ -1,6 +1,7 @@
 """The known ways to share a program among devices, as shardings of its arguments.
 
-A recipe on two mesh axes has two parts, a recipe of `RECIPES` for each. A class is a dimension's, as in `dimensions`.
+A recipe on two mesh axes has two parts, a recipe of `RECIPES` for each. Dimensions with one class, an integer, are one
+dimension of the program, such as the batch (`dimensions`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class _Classes:
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
         """Returns the sharding of each argument by `parts`, (recipe, mesh axes). None if the dimensions of some kind
-        that a part names shard no argument. `sizes`: of the mesh axes."""
+        that a part names shard no argument. "parameters" comes last, and takes the largest dimension that is left.
+        `sizes`: of mesh axes."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave
@@ -131,7 +133,8 @@ class _Classes:
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
         """Returns the dimensions of an argument that may be sharded for `kind` of `RECIPES`, the best one first.
-        "batch" and "sequence" are for arguments of the batch, the others for parameters. Only "hidden" uses `size`."""
+        "batch" and "sequence" are for arguments of the batch, the others for parameters: "experts" the first of at
+        least three dimensions, "hidden" and "parameters" from the last one on. Only "hidden" uses `size`."""
         if kind in ("batch", "sequence"):
             wanted = self._batch if kind == "batch" else self._sequence
             return [i for i, dim in enumerate(leaf.dims) if dim in wanted and leaf.is_batch]

@@ -60,6 +60,7 @@ def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
     return next(iter(found), None) or jax_compat.ambient_mesh()
 
 
+# Puts the arrays on `mesh` and traces. Raises ValueError if that fails on a smaller mesh than the operands'.
 def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side:
     try:
         hosts = [bits.pull(x) for x in arrays]

@@ -42,7 +42,7 @@ class Value:
 
     @property
     def is_comparable(self) -> bool:
-        """True if its bits should be the bits of its twin, or of the twin's rows."""
+        """True if its bits should be the bits of its twin, or of the twin's rows: not "other", "packed" or mixed."""
         return self.relation not in ("other", "packed") and not self.is_mixed
 
     @functools.cached_property

@@ -1,4 +1,9 @@
-"""The parts that stay the same in a variant: how elements of its arrays correspond to the reference's elements."""
+"""The parts that stay the same in a variant: how elements of its arrays correspond to the reference's elements.
+
+The relation of a variant's value to the reference's is `Rows` if it has its rows, "same" if it is the same, "packed" if
+it says the same in an order that only the gradient knows (a mask, packed by the shape of a device's part; what each
+device keeps), or "other" by its nature (it depends on the size of the batch, or on the place of a row).
+"""
 
 from __future__ import annotations
 
@@ -35,9 +40,6 @@ class Rows:
         return np.ascontiguousarray(taken).reshape(shape)
 
 
-# How a value of the variant relates to one of the reference: it has its rows, is the same, says the same in an order
-# that only the gradient knows (a mask, packed by the shape of a device's part; what each device keeps), or is another
-# by its nature (it depends on the size of the batch, or on the place of a row).
 Relation = Rows | Literal["same", "packed", "other"]
 
 # Arrays count as reordered if sorting brings them closer by this factor.

@@ -82,6 +82,7 @@ class Walk:
 
     # Jaxprs ------------------------------------------------------------------------------------------------------
 
+    # Runs the equations of two jaxprs in pairs, keeps them in `bodies`, and returns the pairs of their results.
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
@@ -176,6 +177,7 @@ class Walk:
                 return found
         return self._alone(eqn, other, pairs, line)
 
+    # Follows the branch that the reference takes. None if the two traces choose by different indices.
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         (index, _, relation), *operands = pairs
         if relation != "same":
@@ -184,6 +186,7 @@ class Walk:
         taken = min(max(int(self.variation.decision(index.host)), 0), len(branches[0]) - 1)
         return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
 
+    # Follows a loop for as many steps as the reference takes.
     def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
         nconds, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         conditions, bodies = ([e.params[name] for e in (eqn, other)] for name in ("cond_jaxpr", "body_jaxpr"))
@@ -222,6 +225,7 @@ class Walk:
         values[1].twin, values[1].relation = values[0], relation
         return values[0], _inheriting(values[1], [other]), relation
 
+    # Stacks what the steps of a scan return. The relation is "other" if they differ, except for "packed".
     def _stack(self, steps: Sequence[Pair]) -> tuple[Value, Value]:
         values = []
         for side, column in zip(self.sides, _apart(steps), strict=True):
@@ -238,6 +242,7 @@ class Walk:
 
     # Equations that run alone ------------------------------------------------------------------------------------
 
+    # Runs each equation of a pair in one piece. Packed results relate only if no other result differs.
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
         ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
         others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
@@ -359,6 +364,7 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
     return Value(atom.val) if jax_tracing.is_literal(atom) else environment[atom]
 
 
+# Returns the equations that the results need. Raises NotImplementedError for mutable arrays.
 def _live_equations(jaxpr: Any, line: str) -> list[Any]:
     for eqn in reversed(jaxpr.eqns):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):

@@ -20,7 +20,8 @@ class Drawing:
     """Pictures of the calls of a program: `str` for a terminal, `.svg` for a file; notebooks show it.
 
     Attributes:
-      rows: the calls, as `explain` has them, without collectives; equal ones are one row, with their counts added.
+      rows: the calls, as `explain` has them, without collectives and products left to JAX. Rows of one line, pattern,
+        extents, sharding and types are one row, with their counts added.
       svg: the picture as the text of an SVG file.
     """
 

@@ -70,6 +70,7 @@ def _is_of(origins: Origins, site: Site, row: Row) -> bool:
     return origins.program.whole.innermost(site[1]) == row.line and sizes == sorted((m * k, k * n))
 
 
+# Returns the cause for the pattern of `row`, and names the operands of `site` unless it is None.
 def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
     values = Values(origins, axes_of(row))
     over = values.over

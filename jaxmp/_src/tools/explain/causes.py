@@ -259,6 +259,7 @@ class _Causes(Search):
 
     # Products ----------------------------------------------------------------------------------------------------
 
+    # Returns the cause for a product that reads the data, by how its operands are sharded where it sums and keeps.
     def _product(self, found: Edge, line: str) -> Cause:
         place, product, side = found
         who = "the gradient's " if is_backward(product) else "this "
@@ -315,6 +316,7 @@ class _Causes(Search):
         remedy = "ask for the sharding that the array has, or make the array with the sharding that this asks for"
         return Cause("constraint", text, remedy, (self.program.whole or self.module).line(asks[1]))
 
+    # Returns the cause for a result that is to have another sharding, or one that the axes do not divide.
     def _result(self, have: Sequence[Dim], result: Dim | None, line: str) -> Cause:
         is_chosen = self.program.compiled.chooses_results
         sharded = self.describe(have) or f"XLA splits an operand over {self.over}"

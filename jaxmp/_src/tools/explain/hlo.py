@@ -319,6 +319,7 @@ def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
     return (*reversed(frames.values()),) or stack[:1]
 
 
+# Reads an instruction from its line; None for another line.
 def _instruction(line: str) -> Instruction | None:
     if found := _PLAIN.match(line):  # matches most lines and takes a third of the time
         root, name, kind, opcode, inner, attributes = found.groups()

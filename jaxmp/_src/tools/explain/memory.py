@@ -42,6 +42,7 @@ class Memory:
     saved_for_gradient: int
 
 
+# Returns the memory of the compiled program `module`; None if the platform does not report it.
 def memory_of(compiled: Any, module: Module) -> Memory | None:
     stats = compiled.memory_analysis()
     if stats is None:

@@ -15,11 +15,12 @@ from jaxmp._src.platform.hardware.hardware import Hardware
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One call, or one collective that jaxmp added, as every rank runs it.
+    """One call, one product that is left to JAX or XLA, or one collective that jaxmp added, as every rank runs it.
 
     Attributes:
-      operation: "matmul", "matmul+epilog" or "ragged_dot"; for a collective "all_gather", "all_to_all",
-        "reduce_scatter", "all_reduce" or "collective_permute".
+      operation: "matmul", "matmul+epilog" (with an epilog or c) or "ragged_dot"; for a product that `fuse` left to JAX
+        its primitive; for a collective "all_gather", "all_to_all", "reduce_scatter", "all_reduce" or
+        "collective_permute".
       count: how often the program runs it (the trip counts of enclosing scans, multiplied). If both operands have a
         batch, also times its extent, both as one product and as one call per index.
       global_shapes, local_shapes: of a, b and d, as stored, of all groups together and per device; for a collective,
@@ -28,7 +29,8 @@ class Row:
       dtypes: "a x b -> d", the scale modes of a and b if they have scales, and gelu_aux's type if it is not d's.
       accumulator: the type of sums.
       determinism: the requested level: "run_to_run", "batch" or "topology".
-      pattern: how the ranks of a group share the product; groups: their number, size and axes.
+      pattern: how the ranks of a group share the product, "all_gather", or "XLA's"; "-" for a collective, or a product
+        left to JAX; groups: their number, size and axes.
       epilog: name of the epilog.
       implementation, why: the implementation and the rule that chose it.
       algorithm: the library's algorithm and kernel, if a plan can be made here.

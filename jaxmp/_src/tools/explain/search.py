@@ -106,9 +106,9 @@ class Search(Values):
         return found, result, self.program.dims(*result[:3]) != self.program.dims(*at[:3])
 
     def consumer(self, found: Edge) -> Dim | None:
-        """Returns what asks for the sharding of the result of the user in `found`: a constraint, a loop, or the
-        program's results (then the user's own result); None if nothing does. Considers only results that the axes do
-        not shard, or that get their sharding from no operand."""
+        """Returns the dimension that asks for the sharding of the result of the user in `found`: of a constraint, a
+        loop, or the program's results; None if nothing does. Considers only results that the axes do not shard, or that
+        get their sharding from no operand."""
         (place, user, _), whole = found, self.program.whole
         assert whole is not None
         dims, result = self.program.dims(place, user), Dim(place, user, "", 0)

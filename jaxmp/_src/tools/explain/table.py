@@ -187,7 +187,7 @@ def _remarks(row: Row) -> str:
 
 
 def _table(rows: tuple[Row, ...]) -> list[list[str]]:
-    """Returns the header and the cells, without empty columns, and without the implementation if it is the same."""
+    """Returns the header and the cells, without empty columns, and without the implementation if calls share it."""
     columns = _COLUMNS
     if len({row.implementation for row in rows if _is_call(row)}) == 1:  # the notes below the table name it
         columns = {header: cell for header, cell in _COLUMNS.items() if header != "by"}

@@ -83,6 +83,7 @@ def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
     return tuple(sorted(events, key=lambda event: (event.start, event.device)))
 
 
+# Yields the operations that devices ran, without instructions that contain others, with names from `ranges`.
 def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a type of jaxlib's has no module
