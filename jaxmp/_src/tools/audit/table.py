@@ -73,7 +73,8 @@ class Audit:
         return [*(f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()), *self._whole()]
 
     def _whole(self) -> Iterator[str]:
-        """Yields whether the whole program differs, which operations do so together, and what was tried."""
+        """Yields whether and by how much the whole program differs, which operations do so together, and what was
+        tried."""
         if not self.outputs:
             yield "whole program: no output that can be compared differs"
             return

@@ -65,7 +65,8 @@ class Variation:
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
         """Returns how arrays of these shapes may relate, likeliest first: only "same" for equal shapes. Other shapes
         have the rows in the one dimension that differs, with each possible `outer` and `inner`. The result is empty if
-        several dimensions differ, if the extents are no multiples of the numbers of rows, or if no batch varies."""
+        no batch varies, if ranks or several dimensions differ, or if the extents are no multiples of the numbers of
+        rows."""
         if reference == variant:
             return ["same"]
         if self.rows is None or len(reference) != len(variant):

@@ -61,8 +61,7 @@ class Walk:
         self.results, self.bodies = list[Pair](), dict[Any, Body]()
 
     def follow(self, line: str) -> None:
-        """Runs both sides by equations, reports differences, sets `results`. `line`: the line of equations without
-        one."""
+        """Runs both sides by equations, reports differences, sets `results`. `line`: for equations without a line."""
         reference, variant = self.sides
         inputs = [Value(x) for x in reference.arrays]
         others = [Value(x) for x in variant.arrays]

@@ -256,7 +256,8 @@ def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
 
 
 def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
-    """Compares sums of gradients of microbatches under checkpoints: calls follow each other without the host's wait."""
+    """Compares sums of gradients of microbatches under checkpoints with exact sums, and returns how many microbatches.
+    Calls follow each other without the host's wait."""
     mesh, (m, k, n), rng = _line(ndevices), extents, np.random.default_rng(1)
     shapes, specs = ((4, m, k), (k, n), (n, k)), (P(None, "x", None), P(None, "x"), P("x", None))
     xs, up, down = operands = [rng.integers(-1, 2, shape).astype(np.float32) for shape in shapes]

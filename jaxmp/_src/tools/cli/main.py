@@ -28,7 +28,7 @@ _COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status: 0 for success, 1 if a check fails, 2 if the command cannot run or
-    raises (with a line on stderr), 130 if interrupted. Other errors than CommandError are raised with --traceback."""
+    raises (with a line on stderr), 130 if interrupted. With --traceback, raises errors other than CommandError."""
     options = _parser().parse_args(arguments)
     try:
         return int(_COMMANDS[options.command][0].run(options))

@@ -88,8 +88,8 @@ def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Calla
 
 
 def require_devices(count: int) -> list[jax.Device]:
-    """Returns the first `count` devices, or raises CommandError. On CPUs makes them, if JAX's backend has not
-    started."""
+    """Returns the first `count` devices, made on CPUs if JAX has not started. Raises CommandError if there are
+    fewer."""
     make_cpu_devices(count)
     devices = jax.devices()
     if len(devices) < count:

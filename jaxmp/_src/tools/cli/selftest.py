@@ -128,7 +128,8 @@ def check_placement(
 
 
 def require_equal(got: jax.Array, want: np.ndarray, name: str) -> None:
-    """Raises AssertionError if a device of this process has another value, or a value in another place."""
+    """Raises AssertionError for another shape, or if a device of this process has another value or one in another
+    place."""
     if got.shape != want.shape:
         raise AssertionError(f"{name} has the shape {got.shape}, not {want.shape}")
     for shard in got.addressable_shards:  # a BLAS's sum of zeros may be -0, so no bits

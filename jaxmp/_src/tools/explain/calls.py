@@ -26,7 +26,7 @@ _SAME_READS = "needed where every device uses the result; if the result is shard
 
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
-    """Yields (row, cause) of each call by one of these `implementations` that reads data of other devices."""
+    """Yields (row, cause) of each product by one of these `implementations` that reads data of other devices."""
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:

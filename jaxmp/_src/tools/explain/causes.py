@@ -150,8 +150,9 @@ class _Causes(Search):
         return False
 
     def move(self) -> Cause:
-        """Returns the cause of a collective that moves data: the operation that reads the data first, or else the
-        operation that made it, if that needs a dimension whole."""
+        """Returns the cause of a collective that moves data: the operation that reads the data first, the operation
+        that made the data if it needs a dimension whole, or the loop or result that the data goes to. "unplaced" if
+        none is known."""
         reader, through = next(self.readers(), (None, self.collective))
         made = self.module.line(self.source) or self.module.line(self.collective)
         leaves = self.returned(through) if reader is None and self.is_entry else ([], None, False)

@@ -240,9 +240,9 @@ class Module:
         return self._stacks.get(int(found[1]), ()) if found else ()
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
-        """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs `count`
-        times, and what it runs (`called_by`). None stands for an unknown number. Fused computations need to have a
-        product."""
+        """Yields (computation, how often the program runs it): the computation `name`, or the entry, which runs
+        `count` times, and what it runs (`called_by`). None stands for an unknown number. Leaves out fusions without
+        a product."""
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():
