@@ -86,11 +86,9 @@ def is_packed(eqn: Any, dtype: np.dtype) -> bool:
 
 def is_by_device(eqn: Any, i: int) -> bool:
     """True if output `i` may be in the order of the devices: what `shard_map` keeps on each of them for a gradient,
-    also in the body of another equation.
-
-    JAX stacks these parts along their first dimension, and only that dimension has an entry in the spec. If two devices
-    hold half of rows b0 and b1 each, the order is b0[:h] b1[:h] b0[h:] b1[h:]. A user's `out_specs` may look the same.
-    """
+    also in the body of another equation. JAX stacks these parts along their first dimension, and only that dimension
+    has an entry in the spec. If two devices hold half of rows b0 and b1 each, the order is b0[:h] b1[:h] b0[h:] b1[h:].
+    A user's `out_specs` may look the same."""
     if eqn.primitive.name == "shard_map":
         spec = eqn.params["out_specs"][i].partitions
         return len(spec) == 1 and spec[0] is not None

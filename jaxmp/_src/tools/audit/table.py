@@ -73,7 +73,7 @@ class Audit:
         return [*(f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()), *self._whole()]
 
     def _whole(self) -> Iterator[str]:
-        """Yields whether and by how much the whole program differs, which operations do so together, and what was
+        """Yields by how much the whole program differs if it does, which operations do so together, and what was
         tried."""
         if not self.outputs:
             yield "whole program: no output that can be compared differs"

@@ -128,8 +128,7 @@ def check_placement(
 
 
 def require_equal(got: jax.Array, want: np.ndarray, name: str) -> None:
-    """Raises AssertionError for another shape, or if a device of this process has another value or one in another
-    place."""
+    """Raises AssertionError for another shape, or if a device of this process has another value somewhere."""
     if got.shape != want.shape:
         raise AssertionError(f"{name} has the shape {got.shape}, not {want.shape}")
     for shard in got.addressable_shards:  # a BLAS's sum of zeros may be -0, so no bits
