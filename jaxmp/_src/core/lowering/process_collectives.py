@@ -48,7 +48,8 @@ class SharedMemory:
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns `lax.psum`, summed in the order of the ranks."""
+        """Returns `lax.psum`, summed in the order of the ranks: by an all-gather if x has few bytes, otherwise by a
+        reduce-scatter and an all-gather."""
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
             first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)
@@ -87,7 +88,8 @@ class SharedMemory:
         extent: int | None = None,
         tables: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
-        """All-gathers x along a dimension, reduce-scatters it if `is_sum`, or collects `extent` rows by `tables`."""
+        """All-gathers x along a dimension, reduce-scatters it if `is_sum`, or collects `extent` rows by `tables`, the
+        `written` and `table` of `rows`. Returns x for one rank, and zeros if x or the result has no elements."""
         nranks = self._nranks(axes)
         if extent is None:
             extent = x.shape[dimension] // nranks if is_sum else x.shape[dimension] * nranks
