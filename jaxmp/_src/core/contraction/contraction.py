@@ -88,8 +88,7 @@ class Contraction:
     """`a`, `b`, `d`: the indices of the three arrays as stored. `layout`: the shardings of the arrays in the call.
 
     `is_partial`: only the axes of the group are known, as inside a user's shard_map. `is_grid_stored`: the arrays are
-    stored in the blocks of a grid, which may have a single row or column. `unreduced`: d's deferred axes. An axis that
-    is deferred neither communicates nor is contracted.
+    stored in the blocks of a grid, which may have a single row or column. `unreduced`: d's deferred axes.
     """
 
     a: str
@@ -110,8 +109,7 @@ class Contraction:
         return dataclasses.replace(self, layout=layout)
 
     def local(self) -> Contraction:
-        """Returns the contraction with d sharded as it is, and a and b as d along its indices and whole along others.
-        Each device holds all that its part of d needs."""
+        """Returns the contraction with d sharded as it is, and a and b as d along its indices, whole along others."""
         where = dict(zip(self.d, self.layout.d, strict=True))
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
@@ -186,11 +184,8 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if a, b and d each have two dimensions, the first one over some axes and the second one over others.
-
-        The axes are the same for all three. It does not matter which index is stored first. Batches do not count, but
-        any other third dimension does.
-        """
+        """True if a, b and d each have two dimensions, not counting batches, and both are sharded: the first one as
+        stored over the same axes in all three, and the second one too."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)

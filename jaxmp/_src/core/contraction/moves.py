@@ -24,11 +24,9 @@ def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
 
 def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
     """Returns the transfers to a rank that holds `a` and `b` bytes of the operands, and `sums` bytes of d as sums. A
-    grid of blocks has a transfer of each operand (`in_grid`), other calls have one, or none if nothing moves.
-
-    In a gather the rank receives the other ranks' parts. In a ring of P ranks, a reduce-scatter receives the rank's
-    own part P - 1 times, and an all-reduce receives 2 (P - 1) / P of the whole.
-    """
+    grid of blocks has a transfer of each operand (`in_grid`), other calls have one, or none if nothing moves. In a
+    gather the rank receives the other ranks' parts. In a ring of P ranks, a reduce-scatter receives the rank's own part
+    P - 1 times, and an all-reduce receives 2 (P - 1) / P of the whole."""
     axes = call.row_axes + call.col_axes
     p = size_of(mesh, axes)
     if call.gathered:
@@ -43,8 +41,7 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
 
 
 def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
-    """Returns the transfers to a rank in a grid: the other blocks of a in its row, and of b in its column, if any.
-    `a`, `b`: the bytes of a block."""
+    """Returns the transfers to a rank in a grid: other blocks of a (`a` bytes) in its row, of b in its column."""
     parts = (
         (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
         (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
@@ -66,11 +63,8 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
 
 
 class Gather(NamedTuple):
-    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map.
-
-    `varies`: the ranks compute different results from the gathered operand, so its transpose is a reduce-scatter.
-    `narrow`: the types for sending the operand and its gradient.
-    """
+    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map. `varies`: the
+    ranks compute different results from it, so its transpose is a reduce-scatter."""
 
     dimension: int
     axes: Dim
@@ -80,10 +74,8 @@ class Gather(NamedTuple):
 
 def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
     """Returns the shardings after each step from `have` to `want`, the last one `want`; none if the two are equal. Each
-    step is one slice, all-to-all, all-gather or permutation, tried in this order.
-
-    For a step that combines several of these, XLA would replicate the array or end the process.
-    """
+    step is one slice, all-to-all, all-gather or permutation, tried in this order. For a step that combines several of
+    these, XLA would replicate the array or end the process."""
     found: list[Dims] = []
     while (now := found[-1] if found else have) != want:
         step = _slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or _permutation(now, want)

@@ -140,8 +140,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
 def _calls(
     given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
 ) -> Iterator[Contraction]:
-    """Yields a call for each choice of roles for `axes`, one role for each. Skips a choice that needs several calls, or
-    with axes that do not divide an extent."""
+    """Yields a call for each choice of roles for `axes`, if it is one call and the axes divide the extents."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     for choice in choices:
         roles = dict(zip(axes, choice, strict=True))

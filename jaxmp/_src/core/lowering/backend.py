@@ -33,8 +33,7 @@ class Capabilities:
     as_documented: bool = False
 
     def of_tiles(self) -> Capabilities:
-        """Returns the capabilities for tiles at a level: the library's gelu counts as precise, because a level needs
-        its bits more than digits."""
+        """Returns the capabilities for tiles at a level: the library's gelu counts as precise (bits before digits)."""
         return dataclasses.replace(self, precise_gelu=True)
 
 
@@ -210,10 +209,7 @@ _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BL
 
 def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
     """Returns why a card of this compute capability does not multiply float8 or float4 operands with the spec's scales,
-    or "" (also for other types).
-
-    `capability`: None if the program is lowered for another machine, so that the card is unknown and not judged.
-    """
+    or "" (also for other types). `capability`: None if the program is for another machine; then it returns ""."""
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
         return ""

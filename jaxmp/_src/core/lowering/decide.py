@@ -102,11 +102,9 @@ class Decision:
 
 
 def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
-    """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0.
-
-    Raises the errors of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level.
-    Logs the decision about a single product at DEBUG.
-    """
+    """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0. Raises the errors
+    of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level. Logs the decision
+    about a single product at DEBUG."""
     if spec.batch:
         return _batch(spec, a, b, where)
     choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
@@ -147,11 +145,8 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:
     """Resolves the call for shards like `a` and `b` by the chosen implementation. XLA computes it if extents are
     symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed). A narrow operand next to a wide
-    one is converted, unless hostmp multiplies in float32.
-
-    Raises NotImplementedError if a form cannot keep what the caller asks for, and if a library is asked for symbolic
-    extents.
-    """
+    one is converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what the
+    caller asks for, and if a library is asked for symbolic extents."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
@@ -211,12 +206,9 @@ def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: for
 
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
-    """Returns the transfers that a rank receives in a product by `implementation`.
-
-    The host implementation, and every one in a fixed order, moves operands instead of partial sums: each rank computes
-    1/P of the rows (or columns) from the shards of all ranks, or gathers the operands of its part of d. XLA also sums
-    and gathers bias gradients.
-    """
+    """Returns the transfers that a rank receives in a product by `implementation`. The host implementation, and every
+    one in a fixed order, moves operands instead of partial sums: each rank computes 1/P of the rows (or columns) from
+    the shards of all ranks, or gathers the operands of its part of d. XLA also sums and gathers bias gradients."""
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
@@ -274,10 +266,8 @@ def why_xla(
     dtype: str = "",
     is_global: bool = False,
 ) -> str:
-    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does.
-
-    `is_global`: the operands are global arrays, and XLA's partitioner may split hostmp's call, but not at "topology".
-    """
+    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does. `is_global`:
+    the operands are global arrays, and XLA's partitioner may split hostmp's call, but not at "topology"."""
     if where.platform != "cpu":
         return f"the platform is {where.platform!r}"
     if not where.is_on_shards and (not is_global or level.global_order):
@@ -298,10 +288,8 @@ def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
     """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result. Raises
     NotImplementedError if hostmp is asked for or the level needs it, and it cannot compute the call, and at "topology"
-    for a contraction between ranks that exchange no rows.
-
-    The transfers assume that the rows of each rank are spread evenly over all groups.
-    """
+    for a contraction between ranks that exchange no rows. The transfers assume that the rows of each rank are spread
+    evenly over all groups."""
     x, w, bounds, d = types
     why = why_xla(spec.implementation, spec.level, where, dtype=x.dtype.name)
     if why and spec.implementation == "host":

@@ -83,10 +83,8 @@ class ResolvedCall:
         raise NotImplementedError
 
     def facts(self) -> tuple[str, int]:
-        """Returns (algorithm, workspace bytes per rank) of the plan of the call.
-
-        This is an expectation for cuBLASMp, because it chooses its algorithm and workspace when it runs.
-        """
+        """Returns (algorithm, workspace bytes per rank) of the plan of the call. This is an expectation for cuBLASMp,
+        because it chooses its algorithm and workspace when it runs."""
         return f"{self.name} ({self.form_why})", 0
 
 

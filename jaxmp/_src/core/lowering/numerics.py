@@ -63,11 +63,9 @@ def dot_general(
 
 def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
     """Returns the results by name from the accumulated product: scale, add C and bias, apply the activation or multiply
-    by its derivative, round once, sum the bias gradient (also over ranks).
-
-    `operands`: the operands of the call by name. a and b are this device's shards, and some epilogs sum them. An
-    "alpha" or "beta" among the operands is an array that replaces the spec's value.
-    """
+    by its derivative, round once, sum the bias gradient (also over ranks). `operands`: the operands of the call by
+    name. a and b are this device's shards, and some epilogs sum them. An "alpha" or "beta" among the operands is an
+    array that replaces the spec's value."""
     if scales_sums(z.dtype, spec):
         z = _scaled(z.astype(np.float32), operands)
     acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")

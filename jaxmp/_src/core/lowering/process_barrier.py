@@ -96,11 +96,10 @@ def unshared_reason(
 ) -> tuple[str, bool]:
     """Returns (why CPU devices of a group share no call, or ""; True if all processes of the mesh share memory).
 
-    They share calls in a job of one process (the second result is False then). In a job of several processes they do if
-    the group is within one process, all processes of the mesh share memory, the program is not exported, and the call
-    is in no loop or branch: a shared call is pending until all ranks have come, and XLA counts a loop or branch with
-    such a call as started before its collectives have started, but calls over gloo must start in one order on every
-    rank. If the devices are unknown, a group counts as spanning all processes.
+    They share calls in a job of one process (the second result is False then). In other jobs they do if the group is
+    within one process (known devices only), all processes of the mesh share memory, the program is not exported, and
+    the call is in no loop or branch. A shared call is pending until all ranks have come. XLA counts a loop or branch
+    with it as started before its collectives, but calls over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
         return "", False
@@ -199,12 +198,10 @@ def site(
     ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
 ) -> Site | None:
     """Returns the site of the call over `group_axes` that is being lowered; None if it needs no barrier, or has none
-    because this is one process, the extension has no barrier, or the devices are unknown.
-
-    A group within one process needs no barrier, except for a collective in a job that shares memory. XLA's collectives
-    use gloo there too, and a loop with one of our calls does not keep their order. An exported program has no site,
-    because the processes that will run it are unknown.
-    """
+    because this is one process, the extension has no barrier, or the devices are unknown. A group within one process
+    needs no barrier, except for a collective in a job that shares memory. XLA's collectives use gloo there too, and a
+    loop with one of our calls does not keep their order. An exported program has no site, because the processes that
+    will run it are unknown."""
     if not native.has_barrier or jax.process_count() == 1 or jax_lowering.is_for_export(ctx):
         return None
     mesh = jax_lowering.lowering_mesh(ctx)

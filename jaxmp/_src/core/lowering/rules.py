@@ -74,8 +74,8 @@ def _product(
 
 
 def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Returns the operands by name. Converts a and b to the types that the call multiplies, unless it is `Xla` or
-    `Gathered`: they gather the stored type."""
+    """Returns the operands by name, a and b in the types of the call, except that `Xla` and `Gathered` gather them in
+    their own types first."""
     named = dict(zip(spec.names, operands, strict=True))
     for name, like in (("a", call.a), ("b", call.b)):
         if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
@@ -86,9 +86,8 @@ def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) 
 def _batch(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a batch of products, by the form of the decision, and returns their
-    results in the spec's order. It loops over the batch if the form is "each", and otherwise adds a barrier before the
-    batch between processes on CPUs."""
+    """Returns the function of shards that computes a batch of products and returns their results in order. It loops
+    over the batch if the form is "each"; otherwise CPU devices of several processes meet at a barrier first."""
     front, spec = spec.batch, spec.replace(batch=0)
     is_barred = platform == "cpu" and decision.form != "each"
     site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None

@@ -54,12 +54,10 @@ def matmul(
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
 ) -> Operands:
-    """Returns the results by name from one device's shards.
-
-    `local_product(a, b, spec)` returns op(a) @ op(b), without alpha, of the operands that one device has gathered, in
-    the accumulator's type; by default XLA does. Ignored for block-cyclic shards, and for fp8 and fp4 with scales or
-    between processes. `processes`: None if no barrier is needed. Returns without a barrier if an operand is empty.
-    """
+    """Returns the results by name from one device's shards. `local_product(a, b, spec)` returns op(a) @ op(b), without
+    alpha, of the operands that one device has gathered, in the accumulator's type; by default XLA does. Ignored for
+    block-cyclic shards, and for fp8 and fp4 with scales or between processes. `processes`: None if no barrier is
+    needed. Returns without a barrier if an operand is empty."""
     a, b = operands["a"], operands["b"]
     wide, is_mixed = low_precision.operand_type(a.dtype, b.dtype), low_precision.is_mixed(a.dtype, b.dtype)
     compute = precisions.compute_type(spec.precision, wide, platform)
@@ -130,9 +128,8 @@ def collective(
     platform: str,
     memory: SharedMemory | None = None,
 ) -> jax.Array:
-    """Applies the collective `kind` ("psum", "pmax", "all_to_all", "reduce_scatter", "all_gather") to `x` over `axes`,
-    through `memory` if given, else by lax. `dimensions`: none for the first two, (split, joined) for an all-to-all, one
-    for the others."""
+    """Applies the collective `kind` (a name of lax, or "reduce_scatter") to `x` over `axes`, through `memory` if given,
+    else by lax. `dimensions`: () for "psum" and "pmax", (split, joined) for "all_to_all", one for others."""
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     if kind == "psum":
         return psum(x, axes)
@@ -163,10 +160,8 @@ def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, pl
 def global_matmul(
     operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
 ) -> Operands:
-    """Returns the results by name of a product of global arrays that XLA partitions.
-
-    `out_sharding`: the sharding of d on explicit axes. `numbers`: dimension numbers of a product without an epilog.
-    """
+    """Returns the results by name of a product of global arrays that XLA partitions. `out_sharding`: the sharding of d
+    on explicit axes. `numbers`: dimension numbers of a product without an epilog."""
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.compute_type(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
@@ -177,8 +172,8 @@ def global_matmul(
 
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
-    """Returns the operands by name, with a, b and scales replaced by what this rank's part of D needs: rows of op(a) and
-    columns of op(b), each over all k. For a reduce-scatter an all-to-all exchanges a's rows for its k."""
+    """Returns the operands by name, with a, b and scales replaced by those parts that this rank's part of D needs: rows
+    of op(a) and columns of op(b), each over all k. An all-to-all replaces a reduce-scatter."""
     a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
     gather = functools.partial(_all_gather, platform=platform)
     if product.sums:
@@ -205,8 +200,7 @@ def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
 
 
 def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """Returns the operands by name. The scales of the gathered operand are gathered too if they vary along the gathered
-    dimension."""
+    """Returns the operands by name, with the scales of the gathered operand gathered too if they vary along it."""
     product = spec.contraction
     if product.gathered is None or spec.group.nranks == 1:
         return operands
