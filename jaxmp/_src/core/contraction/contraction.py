@@ -36,7 +36,7 @@ import functools
 import string
 from typing import NamedTuple
 
-DEFERRED = "+"  # d's index in the role of an axis over which the program sums later
+DEFERRED = "+"  # d's index in the role of an axis that the program sums over later
 
 # Dim: the mesh axes that shard one dimension, slowest first. Dims: a Dim for each dimension of an array.
 Dim = tuple[str, ...]

@@ -4,7 +4,7 @@ If a single call computes this result from these operands, the plan is that call
 holds. Otherwise each choice of roles for the axes is a layout, and the cheapest layout is taken. The cost is the time
 (`hardware/call_time`) on a nominal machine for receiving data before, in and after the call, and for computing. An axis
 may split only an index that it shards in some array, so nothing moves unless the shardings ask for it. `layouts` yields
-every call of a product, for `advise`, which uses the times of a real machine.
+calls of a product without resharding, for `advise`, which uses the times of a real machine.
 
 Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). If
 "data" splits the rows, w is gathered. If "data" splits the contraction, x moves and the result is reduce-scattered.

@@ -143,9 +143,9 @@ def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tup
 
 
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
-    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call. A process
-    without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because the call, the kind of
-    the cards and the libraries (compared by `distributed.initialize`) are equal on all of them."""
+    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call or be
+    opened. A process without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because the
+    call, the kind of the cards and the libraries (compared by `distributed.initialize`) are equal on all of them."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -224,7 +224,8 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have the call's epilog for this call, or "" (also without an epilog)."""
+    """Returns why the library does not have the call's epilog (complex numbers, a grid, a fault), or "" (also for
+    NONE)."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

@@ -72,10 +72,10 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
 
 
 def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
-    """Returns (the operand to cut, its dimension, the number of parts of it that each chunk takes rows from): the
-    gathered operand along its rows or columns, 1 part; if ranks sum, b along columns for sums that are scattered over
-    columns, a along rows for others, as many parts as ranks if sums are scattered. ("", 0, 1) for one rank, a grid, and
-    a gather along k."""
+    """Returns (the operand to cut, its dimension, the number of parts of it that each chunk takes rows from). A
+    gathered operand is cut along its rows or columns, in 1 part. If ranks sum, a is cut along its rows, or b along its
+    columns if sums are scattered over columns; the parts are the ranks of a scatter, else 1. ("", 0, 1) if nothing can
+    be cut: for one rank, a grid, and a gather along k."""
     rows, cols = ("a", int(spec.transpose_a)), ("b", int(not spec.transpose_b))
     contraction = spec.contraction
     if spec.group.nranks == 1 or spec.distributions or contraction.is_block_grid:

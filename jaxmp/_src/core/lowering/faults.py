@@ -13,7 +13,7 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def of_operands(spec: MatmulSpec) -> str:
-    """Returns why XLA computes a product of several ranks."""
+    """Returns why XLA computes a product of several ranks: a stored (k, m) on a grid, or VEC128 scales in sums."""
     if spec.group.nranks == 1:
         return ""
     if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):
@@ -32,7 +32,7 @@ def of_gelu(spec: MatmulSpec) -> str:
 
 
 def of_epilog(spec: MatmulSpec) -> str:
-    """Returns why XLA applies an epilog with a bias gradient, or with the largest absolute value of gelu_aux."""
+    """Returns why XLA applies the epilog: a bias gradient, or sums over ranks with the largest gelu_aux."""
     row, out = spec.rule, np.dtype(spec.out_dtype)
     sums_operand = row.gradient in ("bgrada", "bgradb")
     if sums_operand and out == np.float16:

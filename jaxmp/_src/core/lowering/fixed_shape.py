@@ -185,8 +185,8 @@ def _stored_as_wanted(x: jax.Array, is_transposed: bool, wants_transposed: bool,
 
 def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], tiles: Operands) -> Operands:
     """Stacks the results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)` along a new first
-    dimension. XLA:GPU reads and writes a loop's tiles in place if each is contiguous at a multiple of the counter; it
-    copies others."""
+    dimension, by a loop if `number` is not 1. XLA:GPU reads and writes a loop's tiles in place if each is contiguous at
+    a multiple of the counter; it copies others."""
     if number == 1:
         return {name: x[None] for name, x in body(0, {name: x[0] for name, x in tiles.items()}).items()}
     stacked: Operands = lax.map(lambda each: body(*each), (jnp.arange(number, dtype=jnp.int32), tiles))

@@ -315,9 +315,10 @@ def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[Res
 def in_library(
     product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """Resolves the call in the first of FORMS that the library takes. XLA's form is for a bias gradient of a d without
-    elements, `faults.of_operands`, and extents from 2^31 on that hostmp does not take. The latter raise
-    NotImplementedError if the caller asks for a library or a fixed order. `capabilities`: by default the library's."""
+    """Resolves the call in the first of FORMS that the library takes, and conjugates operands before the call if the
+    library does not. XLA's form is for a bias gradient of a d without elements, `faults.of_operands`, and extents from
+    2^31 on that hostmp does not take. The latter raise NotImplementedError if the caller asks for a library or a fixed
+    order. `capabilities`: by default the library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:

@@ -48,7 +48,8 @@ class SharedMemory:
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns `lax.psum`, in the order of the ranks. Many bytes take a reduce-scatter and an all-gather."""
+        """Returns `lax.psum`, summed in the order of the ranks: few bytes by an all-gather, else by `psum_scatter`
+        first."""
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
             first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)

@@ -187,7 +187,7 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
     """True if scales can be gathered with their operands: both are of the tensor, or one operand is gathered along one
-    dimension and a shard of it has whole blocks there. False on other grids."""
+    dimension and a shard of it has whole blocks there. False on other grids of blocks."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
     if all(map(low_precision.is_of_tensor, modes.values())):
         return True

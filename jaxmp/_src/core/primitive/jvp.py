@@ -121,7 +121,8 @@ def _low_precision_jvp(
 
 
 def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
-    """Computes a low-precision call on decoded operands: bfloat16 if d has it and it is exact, else float32."""
+    """Computes a low-precision call on decoded operands: in bfloat16 if d has that type and the scales of a and b are
+    exact in it, else in float32. The results have the types of the call."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)

@@ -183,8 +183,7 @@ Rule = Callable[..., Any]
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """Returns a rule: `one` for a product, `of_batch` for a batch, with the spec of one index of its first
-    dimension."""
+    """Returns a rule: `one` for a product, `of_batch` for a batch, with the spec of an index of its first axis."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
         return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)
