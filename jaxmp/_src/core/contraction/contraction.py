@@ -155,7 +155,8 @@ class Contraction:
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's."""
+        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's. Its d is
+        DEFERRED for axes of `unreduced`."""
         found: dict[str, list[str]] = {}
         for which in "dab":
             for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):

@@ -224,8 +224,7 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have the call's epilog (complex numbers, a grid, a fault), or "" (also for
-    NONE)."""
+    """Returns why the library has no such epilog (complex numbers, grids, a fault), or "" (also if it is NONE)."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

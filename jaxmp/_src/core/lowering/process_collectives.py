@@ -48,8 +48,7 @@ class SharedMemory:
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns `lax.psum`, summed in the order of the ranks: few bytes by an all-gather, else by `psum_scatter`
-        first."""
+        """Returns `lax.psum`, summed in the order of the ranks: few bytes by an all-gather, else scattered first."""
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
             first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)

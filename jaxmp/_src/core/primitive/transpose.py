@@ -168,8 +168,8 @@ def _product_and_sums(
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (the product `call` of `left` and `right`, the cotangent of `operand`, in the operand's type; the
-    cotangent of `bias`, or None if the call cannot sum it). Sums the product over axes that left or right varies over
-    and the operand does not. `layout`: the layout of the contraction in the global array."""
+    cotangent of `bias`, or None if the call cannot sum it). Under check_vma, sums the product over axes that left or
+    right varies over and the operand does not. `layout`: the layout of the contraction in the global array."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
