@@ -19,8 +19,10 @@ split index is used as it is, any other operand is needed whole, and a contracte
                      n       k  n  n      a is gathered along k
     deferred         k       k  k  +      nothing moves: each rank keeps its term of the sum (unreduced axes of d)
 
+An index of d is a batch (in a and b), a row (in a only) or a column (in b only); rows and columns are free indices.
 An operand with reduced axes is whole along them, and its cotangent is deferred over them.
-A call has one communicator for each group of ranks: all communicating axes have one role, or all are of a grid.
+A call has one communicator for each group of ranks, which differ in their position along the communicating axes (the
+axes of the group) only. All communicating axes have one role, or all are of a grid.
 
 Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), d P("data", None):
 `mk,kn->mn  data: m (m - m)  model: k (k k -)`, an all-reduce over model in two groups, one for each index of data.
@@ -34,7 +36,7 @@ import functools
 import string
 from typing import NamedTuple
 
-DEFERRED = "+"  # d's index in the role of an axis over which the program sums later
+DEFERRED = "+"  # d's index in the role of an axis that the program sums over later
 
 # Dim: the mesh axes that shard one dimension, slowest first. Dims: a Dim for each dimension of an array.
 Dim = tuple[str, ...]
@@ -69,7 +71,7 @@ class Role(NamedTuple):
 
     @property
     def split(self) -> str:
-        """The index that the ranks of the axis divide when they multiply."""
+        """The index that the ranks of the axis divide when they multiply; "" if all of them compute the same."""
         return self.a if self.is_contracted or self.d == DEFERRED else self.d
 
     @property
@@ -107,19 +109,20 @@ class Contraction:
         return dataclasses.replace(self, layout=layout)
 
     def local(self) -> Contraction:
-        """Returns the contraction in another layout: each device holds all that its part of d needs."""
+        """Returns the contraction with d sharded as it is, and a and b as d along its indices, whole along others."""
         where = dict(zip(self.d, self.layout.d, strict=True))
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
 
     def with_whole_b(self) -> Contraction:
-        """Returns the contraction with b gathered over the communicating axes on which another index is split."""
+        """Returns the contraction with b whole over the axes along which a call gathers b. Other axes still shard b."""
         kept = {axis for axis, role in self.roles.items() if not role.communicates or role.b == role.split}
         b = tuple(tuple(axis for axis in dim if axis in kept) for dim in self.layout.b)
         return self.replace(self.layout._replace(b=b))
 
     def cotangent(self, which: str) -> Contraction:
-        """Returns the product that is the cotangent of `which`: of a (from d and b), or of b (from a and d)."""
+        """Returns the product that is the cotangent of `which`: of a (from d and b), or of b (from a and d). The arrays
+        are sharded as in this product, without deferred axes."""
         names = {"a": "dba", "b": "adb"}[which]
         a, b, d = (getattr(self, name) for name in names)
         layout = Layout(*(getattr(self.layout, name) for name in names))
@@ -146,13 +149,14 @@ class Contraction:
         return "".join(index for index in self.a if index not in self.d)
 
     def sharded(self, which: str, index: str) -> Dim:
-        """Returns the axes that shard the array `which` ("a", "b", "d") along an index."""
+        """Returns the axes that shard the array `which` ("a", "b", "d") along an index that it has."""
         dims: Dims = getattr(self.layout, which)
         return dims[getattr(self, which).index(index)]
 
     @functools.cached_property
     def roles(self) -> dict[str, Role]:
-        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's."""
+        """The role of each axis that shards an array, in the order of d's dimensions, then a's, then b's. Its d is
+        DEFERRED for axes of `unreduced`."""
         found: dict[str, list[str]] = {}
         for which in "dab":
             for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):
@@ -181,10 +185,8 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if a, b and d each have their first stored dimension over some axes and their second over others.
-
-        The axes are the same for all three. It does not matter which index is stored first. Batches do not count.
-        """
+        """True if a, b and d each have two dimensions, not counting batches, and both are sharded: the first one as
+        stored over the same axes in all three, and the second one too."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)
@@ -193,7 +195,8 @@ class Contraction:
 
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
-        """(pattern, axes of the group, ()), or for a grid (pattern, axes along its rows, axes along its columns)."""
+        """(pattern, axes of the group, ()). For a grid, (GRID, the axes that number its rows, the axes that number its
+        columns). They shard d's first and second dimension, batches aside, if the arrays are stored in blocks."""
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
@@ -223,7 +226,7 @@ class Contraction:
 
     @functools.cached_property
     def shared(self) -> str:
-        """The free index along which one operand is gathered, or d is scattered; "" for others, grids among them."""
+        """The free index along which one operand is gathered, or d is scattered; "" in other patterns and grids."""
         role = self.role
         if self.is_grid_role(role):
             return ""
@@ -233,7 +236,7 @@ class Contraction:
 
     @functools.cached_property
     def role(self) -> Role:
-        """The role of the axes that communicate. Empty if none does, or for a grid of blocks with its several roles."""
+        """The role of the first axis that communicates. Empty if none does, and for `is_block_grid`."""
         of_all = (role for role in self.roles.values() if role.communicates)
         return Role() if self.is_block_grid else next(of_all, Role())
 
@@ -253,17 +256,17 @@ class Contraction:
 
     @functools.cached_property
     def scatters(self) -> bool:
-        """True if each rank gets its part of the sums."""
+        """True if the ranks sum their products and each rank gets its part of the sums."""
         return self.pattern == Pattern.REDUCE_SCATTER
 
     @functools.cached_property
     def sums(self) -> bool:
-        """True if the ranks sum their products."""
+        """True if the ranks sum their products in the call (all-reduce or reduce-scatter)."""
         return self.role.is_contracted
 
     @functools.cached_property
     def is_reduced(self) -> bool:
-        """True if every rank gets the whole sum."""
+        """True if the ranks sum their products and every rank gets the whole sum."""
         return self.pattern == Pattern.ALL_REDUCE
 
     @functools.cached_property
@@ -273,8 +276,8 @@ class Contraction:
 
     @functools.cached_property
     def gathered(self) -> tuple[str, int] | None:
-        """(the operand that the ranks gather, "a" or "b", and the dimension along which they do). None if they sum, if
-        nothing is gathered, and for a grid of blocks, which gathers both."""
+        """(the operand that the ranks gather, "a" or "b", and its dimension along which they do), for `role`. None if
+        they sum, if nothing is gathered, and for a grid of blocks, which gathers both."""
         if self.sums or not self.role.communicates:
             return None
         which = "a" if self.role.d == self.role.b else "b"
@@ -282,23 +285,23 @@ class Contraction:
 
     @functools.cached_property
     def is_transposed(self) -> bool:
-        """True if columns are shared: the call computes d transposed, with b as its first operand."""
+        """True if `shared` is a column: the call computes d transposed, with b as its first operand."""
         return self.shared != "" and self.shared in self.cols
 
     @property
     def columns(self) -> str:
-        """The columns in the order of their folding. A shared column comes first, because ranks are the slowest
-        index of the dimension that they share."""
+        """The columns in the order of their folding: as in d, but `shared` first if it is a column, because ranks are
+        the slowest index of the dimension that they share."""
         return "".join(sorted(self.cols, key=lambda index: index != self.shared))
 
     @functools.cached_property
     def dimension(self) -> int:
-        """The position, among the row dimensions, of the dimension that is gathered or scattered; 0 if none is."""
+        """The position of `shared` in `rows`; 0 if it is not a row."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
     @functools.cached_property
     def is_stored_in_order(self) -> bool:
-        """True if a is stored as (rows, k) and b as (k, columns), with one index k, each perhaps with a batch."""
+        """True if one index k is contracted, and follows all rows in a and precedes all columns in b."""
         k = self.contracted
         is_last = len(k) == 1 and all(self.a.index(row) < self.a.index(k) for row in self.rows)
         return is_last and all(self.b.index(k) < self.b.index(col) for col in self.cols)
@@ -326,7 +329,8 @@ def in_no_layout(a: str, b: str, d: str) -> Contraction:
 def of_matrices(
     ndim: int, layout: Layout | None = None, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Contraction:
-    """Returns a product of matrices as stored. a and d have `ndim` dimensions, with equal leading ones; b has two."""
+    """Returns a product of matrices, unsharded if `layout` is None. a and d have `ndim` dimensions, with equal leading
+    ones; b has two. A transposed a is stored as (..., k, m), a transposed b as (n, k)."""
     lead = "".join(_LEADING[: ndim - 2])
     product = in_no_layout(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn")
     return product if layout is None else product.replace(layout)
@@ -342,8 +346,9 @@ def on_axes(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> Contraction:
-    """Returns a product with a group of these axes. A grid has axes along rows and along columns, other groups have
-    `row_axes` only. The last row dimension is gathered or scattered. Other axes are not known."""
+    """Returns a product of matrices (as `of_matrices`) in this pattern, with `is_partial`, because other axes are not
+    known. Over `row_axes`, a's rows m are gathered, d's rows m scattered, or sums reduced. In a grid, each matrix as
+    stored has its rows over `row_axes` and its columns over `col_axes`. Other patterns have no axes."""
     whole: Dim = ()
     a, b, d = {
         Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),

@@ -4,7 +4,7 @@ If a single call computes this result from these operands, the plan is that call
 holds. Otherwise each choice of roles for the axes is a layout, and the cheapest layout is taken. The cost is the time
 (`hardware/call_time`) on a nominal machine for receiving data before, in and after the call, and for computing. An axis
 may split only an index that it shards in some array, so nothing moves unless the shardings ask for it. `layouts` yields
-every call of a product, for `advise`, which uses the times of a real machine.
+calls of a product without resharding, for `advise`, which uses the times of a real machine.
 
 Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). If
 "data" splits the rows, w is gathered. If "data" splits the contraction, x moves and the result is reduce-scattered.
@@ -56,7 +56,8 @@ def terms(
     *,
     keeps_result: bool = False,
 ) -> Terms:
-    """Returns the terms for a, b and d of these shapes. Every axis is taken to divide a symbolic extent."""
+    """Returns the terms for a, b and d of these shapes. A symbolic extent counts as 1024 for each device, so that every
+    axis divides it. `gathers_k` and `shares_columns` have their defaults."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
@@ -68,8 +69,9 @@ def terms(
 def plan(
     given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
 ) -> Contraction:
-    """Returns the call for operands and a result that are sharded as in `given`. `terms` is called only if costs
-    decide. `gathers_k`: the call may gather along k of operands stored in order. `shares_columns`: as in `Terms`."""
+    """Returns the call for operands and a result that are sharded as in `given`: `as_given`, or the `cheapest` if there
+    is none, if it gathers one operand along k, or if it shares columns and may not. `terms` is called for the cheapest
+    only. `gathers_k`: the call may gather along k of operands stored in order. `shares_columns`: as in `Terms`."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.
@@ -80,7 +82,8 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
-    """Returns the one call that computes this result from operands as they are sharded, or sliced, or None."""
+    """Returns the one call that computes this result from operands as they are sharded, or with further slices of what
+    a device holds. None if several calls, a reshard or roles that are not in `_roles` are needed."""
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
@@ -97,7 +100,8 @@ def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | No
 
 
 def _completed(given: Contraction, role: Role) -> Role:
-    """Returns an axis's role after devices slice an operand that they hold whole, which moves nothing."""
+    """Returns an axis's role after devices slice operands that they hold whole, which moves nothing: along a contracted
+    or batch index of the other operand, or along d's index."""
     a, b, d = role
     if {a, b} != {""} and "" in (a, b) and (a + b) not in (*given.rows, *given.cols):
         a = b = a + b
@@ -112,7 +116,8 @@ def _completed(given: Contraction, role: Role) -> Role:
 
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
-    """Returns the cheapest call, of all that `terms` allow, for operands and a result sharded as in `given`."""
+    """Returns the cheapest call, of all that `terms` allow, for operands and a result sharded as in `given`. Raises
+    ValueError if the axes divide the extents in none of them."""
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
     if terms.keeps_result:
@@ -123,7 +128,8 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
 
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
-    """Yields every call of an unsharded product that needs no resharding, with a different role for each mesh axis."""
+    """Yields a call of an unsharded product for each set of different roles, one for each mesh axis, that needs no
+    resharding. Each set is assigned to the axes in one order only: roles that communicate go to the last axes."""
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
     roles.sort(key=lambda role: role.communicates)  # so that adjacent axes communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
@@ -134,7 +140,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
 def _calls(
     given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
 ) -> Iterator[Contraction]:
-    """Yields a call for each choice of roles for these axes, unless it would be several calls or not divide."""
+    """Yields a call for each choice of roles for `axes`, if it is one call and the axes divide the extents."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     for choice in choices:
         roles = dict(zip(axes, choice, strict=True))
@@ -145,7 +151,8 @@ def _calls(
 
 
 def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
-    """Returns the roles that an axis may have in a call (the table of `contraction`), with these indices."""
+    """Returns the roles that an axis may have in a call (the table of `contraction`), with indices in `where`. Roles of
+    a grid only if `gathers_k`. Earlier ones are preferred at equal costs."""
     batch, rows, cols, contracted = (
         [index for index in dict.fromkeys(where) if index and index in group]
         for group in (product.batch, product.rows, product.cols, product.contracted)
@@ -162,7 +169,8 @@ def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> li
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
     """Returns the roles that an axis with role `have` may have: only `have` if it is deferred, or valid and does not
-    communicate. Other roles find operands to gather sharded for them, and keep d's index if `terms` keep it."""
+    communicate. Otherwise all roles of the indices in `have` that `_is_sharded_for` allows. With `terms.keeps_result`,
+    only roles with d's index of `have`."""
     roles = _roles(given, have, gathers_k=terms.gathers_k)
     if have.d == DEFERRED or (have in roles and not have.communicates):
         return [have]
@@ -172,8 +180,8 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 
 def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
-    """True if the operands that the call gathers are sharded as `role` says, so that nothing moves before the call. A
-    grid gathers one operand; an all-gather needs both. Other roles gather nothing."""
+    """True if the operands that a call with `role` gathers are sharded so in `have`, and need not move before the call.
+    A grid gathers one operand; for an all-gather both have to agree. Other roles gather nothing (True)."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):
@@ -214,7 +222,7 @@ def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, i
 
 
 def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
-    """Returns the bytes that a device holds of a, b and d, and of d in the accumulator's type."""
+    """Returns the bytes that a device holds in the call, of (a, b, d, d in the accumulator's type)."""
     mesh, extents, (*sizes, of_sums) = dict(terms.mesh), dict(terms.extents), terms.itemsizes
     held = [
         math.prod(extents[index] // size_of(mesh, dim) for index, dim in zip(indices, dims, strict=True))
@@ -225,7 +233,8 @@ def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
 
 
 def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
-    """Returns the time on the nominal machine for the data that each device receives, and for its products."""
+    """Returns the time of `call` on the nominal machine: for the data that a device receives while operands and result
+    are resharded from and to `given`, and in the call, and for its products."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
     moved = [

@@ -1,5 +1,6 @@
 """Chooses the implementation of a call: the rule for `implementation=None`, and the calls that a library or a card
-cannot compute in any form (`forms` has the forms of the other calls)."""
+cannot compute in any form (`forms` has the forms of the other calls). A level is a value of `determinism`. "In a fixed
+order" means a level at which every sum over k has one order (`spec.level.fixed_order`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Capabilities:
     as_documented: bool = False
 
     def of_tiles(self) -> Capabilities:
-        """Returns the capabilities for tiles at a level, which keep the library's gelu: bits count more than digits."""
+        """Returns the capabilities for tiles at a level: the library's gelu counts as precise (bits before digits)."""
         return dataclasses.replace(self, precise_gelu=True)
 
 
@@ -47,13 +48,16 @@ class Choice:
 def choose_implementation(
     spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...] = ()
 ) -> Choice:
-    """Chooses the implementation of a call.
+    """Chooses the implementation of a call: by default "cublasmp" on GPUs that have it, "host" for CPU devices that
+    share calls or multiply alone, "host+xla" for other CPU devices. It is "xla" on other platforms, for integers other
+    than int8, and for calls that the library does not take.
 
     `unshared_reason`: why CPU devices of a group share no call, or "" (see `process_barrier`). `operands`: the types
     of a and b; a card does not take all of them.
 
     Raises:
-      NotImplementedError: the library, the platform or the card cannot compute the call, or not at its level.
+      NotImplementedError: the library, the platform or the card cannot compute the call, or the order is fixed on a
+        platform other than CPUs and the choice is not cuBLASMp.
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
     if operands and low_precision.is_mixed(*operands):  # other libraries than hostmp convert to this type
@@ -71,13 +75,14 @@ def choose_implementation(
 def choose_for_batch(
     spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
-    """Returns (the choice, True if the whole batch is one product) for products of `work` operations each.
+    """Returns (the choice, True if the whole batch is one product) for products of `work` multiplications and additions
+    each. A symbolic `work` counts as small.
 
-    XLA has a batched product, cuBLASMp has none. On CPUs hostmp also has one, of each device's own or gathered
-    operands, if the operands are narrower than their sums, but not for scaled fp8 or fp4. These products run one by
-    one, because the library is faster even then: large products on CPUs that ranks share or that have scales, and
-    operands of 8 bits or fewer on GPUs, which XLA widens. Products of CPU devices that share no call
-    run one by one too, between collectives of the whole batch.
+    XLA has a batched product, the default; cuBLASMp has none. On CPUs hostmp also has one, of each device's own or
+    gathered operands ("host" or "host+xla"), if the operands are narrower than their sums, but not for scaled fp8 or
+    fp4. These products run one by one, because the library is faster even then: large products on CPUs that ranks share
+    or that have scales, and operands of 8 bits or fewer on GPUs, which XLA widens. Products of CPU devices that share
+    no call run one by one too, between collectives of the whole batch.
     """
     choice = choose_implementation(spec, platform, unshared_reason, operands)
     wide = low_precision.operand_type(*operands)
@@ -100,6 +105,7 @@ def choose_for_batch(
 
 
 def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tuple[np.dtype, ...]) -> Choice:
+    # Operands have one type here. `choose_implementation` refuses XLA at a level afterwards.
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     name = np.dtype(operands[0]).name if operands else ""
@@ -137,9 +143,9 @@ def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tup
 
 
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
-    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call. Every
-    process chooses the same, because the call, the kind of the cards and the libraries (compared by
-    `distributed.initialize`) are equal on all of them."""
+    """Chooses between "cublasmp" and "xla", or raises if cuBLASMp is asked for and cannot compute the call or be
+    opened. A process without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because the
+    call, the kind of the cards and the libraries (compared by `distributed.initialize`) are equal on all of them."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -170,7 +176,8 @@ def capabilities_of(library: str) -> Capabilities:
 
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library takes the call in no form, or ""."""
+    """Returns why the library takes the call in no form, or "": in a fixed order because it does not have the epilog,
+    which XLA applies otherwise; in any order because it takes contiguous shards on square grids only."""
     # Calls of one shape are local products in every pattern.
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
@@ -201,10 +208,8 @@ _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BL
 
 
 def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
-    """Returns why a card of this compute capability does not multiply operands of these types, or "".
-
-    `capability`: None if the program is lowered for another machine, so that the card is unknown and not judged.
-    """
+    """Returns why a card of this compute capability does not multiply float8 or float4 operands with the spec's scales,
+    or "" (also for other types). `capability`: None if the program is for another machine; then it returns ""."""
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
         return ""
@@ -219,7 +224,7 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have the call's epilog for this call, or "" (also without an epilog)."""
+    """Returns why the library has no such epilog (complex numbers, grids, a fault), or "" (also if it is NONE)."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

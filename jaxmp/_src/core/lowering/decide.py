@@ -52,7 +52,8 @@ class Where:
 
 
 def here(axes: MeshAxes = (), group_axes: Dim = (), mesh: Any = None) -> Where:
-    """Returns where a call over `group_axes` that is being traced will run (on shards), as far as is known."""
+    """Returns where a call over `group_axes` that is being traced will run (on shards), as far as is known: on the
+    default platform, and on the devices of `mesh` or, if that has none, of the mesh of the context."""
     known = mesh if isinstance(mesh, jax.sharding.Mesh) else jax_compat.ambient_mesh()
     return Where(jax_compat.default_platform(), *process_barrier.unshared_reason(axes, group_axes, known))
 
@@ -101,10 +102,9 @@ class Decision:
 
 
 def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
-    """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0.
-
-    Raises the errors of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level.
-    """
+    """Decides a product of shards like `a` and `b`, or a batch of products if `spec.batch` is not 0. Raises the errors
+    of `backend.choose_implementation`, and NotImplementedError if the form cannot keep the level. Logs the decision
+    about a single product at DEBUG."""
     if spec.batch:
         return _batch(spec, a, b, where)
     choice = backend.choose_implementation(spec, where.platform, where.unshared, (a.dtype, b.dtype))
@@ -118,6 +118,8 @@ def product(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 
 def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
+    # One product for the whole batch if `may_batch` and the backend allow it: "groups" by hostmp, or "xla". Otherwise
+    # "together" if ranks of CPU devices communicate outside of the library's call, or "each".
     is_known = all(isinstance(extent, int) for extent in a.shape[: spec.batch])
     (a, b), spec = of_one_index(spec, a, b), spec.replace(batch=0)
     work = operations(spec, a.shape, b.shape)
@@ -141,10 +143,10 @@ def _batch(spec: MatmulSpec, a: Any, b: Any, where: Where) -> Decision:
 
 
 def _resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: backend.Choice) -> forms.ResolvedCall:
-    """Resolves the call for shards like `a` and `b` by the chosen implementation.
-
-    Raises NotImplementedError if a form cannot keep what the caller asks for.
-    """
+    """Resolves the call for shards like `a` and `b` by the chosen implementation. XLA computes it if extents are
+    symbolic, or if cuBLASMp was chosen and an extent is 0 (unless the order is fixed). A narrow operand next to a wide
+    one is converted, unless hostmp multiplies in float32. Raises NotImplementedError if a form cannot keep what the
+    caller asks for, and if a library is asked for symbolic extents."""
     implementation, types = choice.implementation, (a.dtype, b.dtype)
     if low_precision.is_mixed(*types):  # hostmp decodes the narrow operand; for other implementations it is converted
         wide = low_precision.operand_type(*types)
@@ -194,6 +196,7 @@ def activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> forms.Reso
 
 
 def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: forms.ResolvedCall) -> Decision:
+    # The links of a call of hostmp are the transfers that cuBLASMp's call would have.
     name = call.implementation
     # The library gathers converted operands.
     a, b = (call.a, call.b) if name == "cublasmp" and not isinstance(call, forms.Gathered) else (a, b)
@@ -203,11 +206,9 @@ def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: for
 
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
-    """Returns the transfers that a rank receives in a product by `implementation`.
-
-    The host implementation, and every one in a fixed order, moves operands instead of partial sums: each rank computes
-    1/P of the rows (or columns) from the shards of all ranks, or gathers the operands of its part of d.
-    """
+    """Returns the transfers that a rank receives in a product by `implementation`. The host implementation, and every
+    one in a fixed order, moves operands instead of partial sums: each rank computes 1/P of the rows (or columns) from
+    the shards of all ranks, or gathers the operands of its part of d. XLA also sums and gathers bias gradients."""
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
@@ -226,7 +227,8 @@ def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str)
 
 
 def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
-    """Yields the all-gathers of a grid's blocks for XLA; an operand that is stored transposed is gathered whole."""
+    """Yields the all-gathers of a grid's blocks of `a` and `b` bytes for XLA. An operand that is stored transposed or
+    block-cyclic is gathered whole, any other one along k only."""
     mesh, axes = dict(spec.group.mesh), (spec.group.row_axes, spec.group.col_axes)
     is_whole = bool(spec.distributions)
     for nbytes, kept in ((a, None if spec.transpose_a else 0), (b, None if spec.transpose_b else 1)):
@@ -238,7 +240,8 @@ def _gathers_of_grid(spec: MatmulSpec, a: int, b: int) -> Iterator[Transfer]:
 
 
 def _sums_of_bias(spec: MatmulSpec, d: tuple[int, int], itemsize: int) -> Iterator[Transfer]:
-    """Yields the collectives that complete a bias gradient, if there is one, in XLA (`bias_grad.bias_gradient`)."""
+    """Yields the collectives that complete a bias gradient, if there is one, in XLA (`bias_grad.bias_gradient`). `d`:
+    the shape of a rank's d. `itemsize`: bytes of an element of the sums."""
     name, mesh, axes = spec.rule.gradient, dict(spec.group.mesh), spec.contraction.sharded
     if not name:
         return
@@ -263,10 +266,8 @@ def why_xla(
     dtype: str = "",
     is_global: bool = False,
 ) -> str:
-    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does.
-
-    `is_global`: the operands are global arrays, and XLA's partitioner may split the call.
-    """
+    """Returns why XLA or a user's function multiplies groups of rows of this type, or "" if hostmp does. `is_global`:
+    the operands are global arrays, and XLA's partitioner may split hostmp's call, but not at "topology"."""
     if where.platform != "cpu":
         return f"the platform is {where.platform!r}"
     if not where.is_on_shards and (not is_global or level.global_order):
@@ -286,10 +287,9 @@ def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
 
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
     """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result. Raises
-    NotImplementedError if hostmp is asked for or the level needs it, and it cannot compute the call.
-
-    The transfers assume that the rows of each rank are spread evenly over all groups.
-    """
+    NotImplementedError if hostmp is asked for or the level needs it, and it cannot compute the call, and at "topology"
+    for a contraction between ranks that exchange no rows. The transfers assume that the rows of each rank are spread
+    evenly over all groups."""
     x, w, bounds, d = types
     why = why_xla(spec.implementation, spec.level, where, dtype=x.dtype.name)
     if why and spec.implementation == "host":

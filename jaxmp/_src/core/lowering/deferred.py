@@ -38,8 +38,9 @@ _MOST = 8
 
 
 def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
-    """Returns the number of chunks for a product of these shards over gloo, equal on every process of the job. Returns
-    1 if processes share memory, the job's rates are unknown, operands are converted, or nothing can be cut."""
+    """Returns the number of chunks for a product of these shards over gloo, equal on every process of the job: at most
+    `_MOST`, and 1 unless chunks save time (`best_chunks`). Returns 1 if all processes share memory, the job's rates are
+    unknown, operands are converted (booleans, 8 bits, or of two types), or nothing can be cut."""
     machine, kind = hardware.of_job(), kind_of(a.dtype.name)
     which, dimension, nranks = _cut(spec)
     if machine is None or kind not in machine.rates or jax.process_count() == len(native.shared_processes):
@@ -71,8 +72,10 @@ def chunks_of(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> int:
 
 
 def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
-    """Returns (operand to cut or "", its dimension, number of parts that each chunk takes rows from: the ranks of a
-    scatter, else 1)."""
+    """Returns (the operand to cut, its dimension, the number of parts of it that each chunk takes rows from). A
+    gathered operand is cut along its rows or columns, in 1 part. If ranks sum, a is cut along its rows, or b along its
+    columns if sums are scattered over columns; the parts are the ranks of a scatter, else 1. ("", 0, 1) if nothing can
+    be cut: for one rank, a grid, and a gather along k."""
     rows, cols = ("a", int(spec.transpose_a)), ("b", int(not spec.transpose_b))
     contraction = spec.contraction
     if spec.group.nranks == 1 or spec.distributions or contraction.is_block_grid:
@@ -93,7 +96,8 @@ class Chunks:
     is_conjugated: tuple[bool, bool]
 
     def gathered(self, a: jax.Array, b: jax.Array, barrier: Barrier, gather: Gather) -> jax.Array:
-        """Returns the product; multiplies chunks of the gathered operand while other chunks are being gathered."""
+        """Returns the product; multiplies chunks of the gathered operand while other chunks are being gathered by
+        `gather(x, axes, dimension)`, the first one after the barrier."""
         which, dimension, _ = _cut(self.spec)
         x, other = (a, b) if which == "a" else (b, a)
         rows = x.shape[dimension] // self.count
@@ -109,7 +113,8 @@ class Chunks:
         return _interleaved(parts, int(which == "b"), self.spec.group.nranks)
 
     def summed(self, a: jax.Array, b: jax.Array, barrier: Barrier, add: Callable[..., jax.Array]) -> jax.Array:
-        """Returns the sums over ranks, by `add`, of products of chunks, while other chunks are being multiplied."""
+        """Returns the product summed over ranks: `add(z)` sums the product z of a chunk, the first one after the
+        barrier, while other chunks are being multiplied."""
         which, dimension, nparts = _cut(self.spec)
         ticket, started = _no_ticket(), []
         for i in range(self.count):
@@ -138,6 +143,7 @@ class Chunks:
         )
         return d
 
+    # Calls a target of the extension with a and b, conjugated if `is_conjugated` says so.
     def _call(self, target: str, results: Any, a: jax.Array, b: jax.Array, *rest: jax.Array) -> Any:
         a, b = (lax.conj(x) if conjugated else x for x, conjugated in zip((a, b), self.is_conjugated, strict=True))
         kept = "a" if _cut(self.spec)[0] == "a" else "b"  # JAX's a is the library's b
@@ -153,14 +159,14 @@ def _no_ticket() -> jax.Array:
 
 
 def _every(x: jax.Array, i: int, count: int, dimension: int, nparts: int) -> jax.Array:
-    """Returns chunk i of `count` of each of the `nparts` parts of x along a dimension."""
+    """Cuts each of the `nparts` parts of x along a dimension into `count` chunks; returns chunks i, joined."""
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     split = x.reshape(*before, nparts, count, -1, *after)
     return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*before, -1, *after)
 
 
 def _interleaved(chunks: Sequence[jax.Array], dimension: int, nparts: int) -> jax.Array:
-    """Inverts `_every`: joins the chunks for all i."""
+    """Inverts `_every`: joins its results for all i to x."""
     before, after = chunks[0].shape[:dimension], chunks[0].shape[dimension + 1 :]
     split = [x.reshape(*before, nparts, -1, *after) for x in chunks]
     return jnp.concatenate(split, dimension + 1).reshape(*before, -1, *after)

@@ -13,7 +13,7 @@ from jaxmp._src.core.spec.matmul_spec import MatmulSpec
 
 
 def of_operands(spec: MatmulSpec) -> str:
-    """Returns why XLA computes the product."""
+    """Returns why XLA computes a product of several ranks: a stored (k, m) on a grid, or VEC128 scales in sums."""
     if spec.group.nranks == 1:
         return ""
     if spec.transpose_a and (spec.contraction.is_grid or spec.distributions):
@@ -24,7 +24,7 @@ def of_operands(spec: MatmulSpec) -> str:
 
 
 def of_gelu(spec: MatmulSpec) -> str:
-    """Returns why XLA applies gelu or its derivative."""
+    """Returns why XLA applies gelu or its derivative: for results with more than 8 bits of mantissa."""
     out = np.dtype(spec.out_dtype)
     if "gelu" not in (spec.rule.activation, spec.rule.derivative) or jnp.finfo(out).nmant <= 8:
         return ""
@@ -32,7 +32,7 @@ def of_gelu(spec: MatmulSpec) -> str:
 
 
 def of_epilog(spec: MatmulSpec) -> str:
-    """Returns why XLA applies another epilog."""
+    """Returns why XLA applies the epilog: a bias gradient, or sums over ranks with the largest gelu_aux."""
     row, out = spec.rule, np.dtype(spec.out_dtype)
     sums_operand = row.gradient in ("bgrada", "bgradb")
     if sums_operand and out == np.float16:
@@ -49,5 +49,5 @@ def of_epilog(spec: MatmulSpec) -> str:
 
 
 def of_mask(spec: MatmulSpec) -> str:
-    """Returns why the mask of RELU is made from the result."""
+    """Returns why the mask of RELU is made from the result, for every epilog that has one."""
     return "cuBLASMp's mask has ones where the sum is 0" if spec.rule.aux == "relu_aux" else ""

@@ -51,7 +51,8 @@ _DTYPES = {
 
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
-    """Returns the results of one custom call, by name. `devices`: as in `call_attributes`."""
+    """Returns the results of one custom call, by name, of this device's shards. `devices`: as in `call_attributes`;
+    without them a call of several ranks also gets this device's position in the mesh as an operand."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
@@ -82,7 +83,8 @@ def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] =
 
 
 def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """Returns the type of a result as the library writes it."""
+    """Returns the shape and type of a result as the library writes it: float4 as bytes of two numbers, gelu_aux with
+    padded rows, scales of blocks as bytes in the library's order, others as JAX has them."""
     rows, cols = found.d
     if name == "d" and spec.out_dtype.name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
@@ -98,7 +100,7 @@ def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtyp
 
 
 def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Array:
-    """Converts a result from the library's form."""
+    """Converts a result from the shape and type of `_stored_result` to JAX's."""
     if name == "gelu_aux":
         return x[:, : found.d[1]]
     if x.dtype != jnp.uint8:
@@ -109,13 +111,11 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 
 
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
-    """Returns {place of C: place of D}: D gets the memory of C, so that a c that is donated, carried by a loop or not
-    used again is updated in place. Empty if C is not read or has another type.
-
-    If c is used again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if
-    c was donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves
-    memory, is the better choice.
-    """
+    """Returns {place of C among the operands: place of D}: D gets the memory of C, so that a c that is donated, carried
+    by a loop or not used again is updated in place. Empty if C is not read or has another type than D. If c is used
+    again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if c was
+    donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves
+    memory, is the better choice."""
     if not spec.has_c or spec.beta == 0:  # C is not read, so it is not worth a copy
         return {}
     if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it
@@ -127,10 +127,8 @@ def call_attributes(
     spec: MatmulSpec, a: ArrayType, b: ArrayType, devices: tuple[int, ...] = (), found: Extents | None = None
 ) -> dict[str, Any]:
     """Returns the attributes of the custom call in cuBLASMp's column-major terms; a, b: JAX's shards or their types.
-
     `devices`: the ids of the mesh's devices by position, with which the call finds its communicator; empty if they are
-    unknown or have no communicator.
-    """
+    unknown or have no communicator. `found`: the call's extents, if they have been computed."""
     found = found or extents(spec, a.shape, b.shape)
     row = spec.rule
     out = _DTYPES[np.dtype(spec.out_dtype).name]
@@ -200,7 +198,7 @@ def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
 
 
 def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:
-    """Returns the name of a call in profiles and HLO metadata: pattern, global m x k x n, types, level, kernel."""
+    """Returns a call's name in profiles and HLO metadata: pattern, m x k x n of all ranks, types, level, kernel."""
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"
@@ -217,14 +215,13 @@ mesh_position_p = jax_compat.make_primitive("jaxmp_mesh_position", multiple_resu
 
 
 def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
-    """Returns the index of this device in a mesh with these axes and sizes, a uint32.
-
-    `lax.axis_index` computes it with a few operations. XLA on CPUs starts LLVM for them, which took a third of the
-    compile time of a program with one call. Inside a shard_map over all axes the index is XLA's partition id.
-    """
+    """Returns the index of this device in a mesh with these axes and sizes, a uint32. `lax.axis_index` computes it with
+    a few operations. XLA on CPUs starts LLVM for them, which took a third of the compile time of a program with one
+    call. Inside a shard_map over all axes the index is XLA's partition id."""
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 
 
+# Lowers to XLA's partition id inside a shard_map over all axes of the mesh, elsewhere to `lax.axis_index`.
 def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
     mesh = jax_lowering.manual_mesh(ctx)
     if mesh is not None and tuple(mesh.shape.items()) == axes:

@@ -46,8 +46,9 @@ TileCall = Callable[..., Operands]
 
 
 def matmul(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """Returns the results of a local product by name. `call(operands, spec=spec)` returns the results of a tile. XLA
-    computes results without elements."""
+    """Returns the results of a local product by name. `call(operands, spec=spec)` returns the results of a tile, by
+    name. XLA computes results without elements, and fp8, fp4 and int8 products with k = 0. If `spec.order` says that
+    other patterns transpose the product, it is computed transposed here too."""
     a, b, row = operands["a"], operands["b"], spec.rule
     found = extents(spec, a.shape, b.shape)
     rows, k, _, cols = found.local
@@ -100,7 +101,8 @@ def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> 
 
 
 def columns() -> int:
-    """Returns the columns of a call: about one tile of 128 x 128 per multiprocessor of the smallest card in the job."""
+    """Returns the columns of a call: about one tile of 128 x 128 per multiprocessor of the smallest card in the job, in
+    multiples of 1024; COLUMNS if the card is unknown."""
     multiprocessors = native.card_multiprocessors()
     if multiprocessors is None:
         return COLUMNS
@@ -129,10 +131,8 @@ def padded_along_k(operands: Operands, spec: MatmulSpec) -> Operands:
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
-    """Returns the spec of every call: a is stored (m, k), b (k, n), neither is conjugated, and sums have any order.
-
-    If `is_scaled`, b is stored (n, k). For BGRADA a is stored (k, m) and stays conjugated.
-    """
+    """Returns the spec of every call: on one device, a is stored (m, k), b (k, n), neither is conjugated, at the level
+    "run_to_run". If `is_scaled`, b is stored (n, k). For BGRADA a is stored (k, m) and stays conjugated."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
         **levels.ANY_ORDER.option,
@@ -144,8 +144,8 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
 
 
 def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands:
-    """Computes d and its sums over rows, as a product with ones that is rounded once. The library would round the sums
-    of each tile to d's type."""
+    """Computes d, and its sums over rows (the bias gradient) as a product of ones and d that is rounded once. The
+    library would round the sums of each tile to d's type."""
     outputs = matmul(operands, spec.replace(epilog=spec.rule.without_gradient), call)
     d = outputs["d"]
     ones = jnp.ones((1, d.shape[0]), d.dtype)
@@ -153,8 +153,8 @@ def _with_sums(operands: Operands, spec: MatmulSpec, call: TileCall) -> Operands
 
 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
-    """Returns the dimensions of an operand that are cut into tiles: "m" or "n" (rows or columns of d), and the extent
-    of a tile."""
+    """Returns {dimension: ("m" or "n", the extent of a tile along it)} of an operand or result `name`, for dimensions
+    that go with the rows (m) or columns (n) of d."""
     tile = {"m": ROWS, "n": columns()}
     return {i: (dim, tile[dim] // size) for i, (dim, size) in enumerate(spans(spec, name)) if dim in tile}
 
@@ -170,7 +170,8 @@ def _padded(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
 
 
 def _part(spec: MatmulSpec, name: str, x: jax.Array, way: str, index: jax.Array | int) -> jax.Array:
-    """Returns tile `index` along the rows (m) or columns (n) of d."""
+    """Returns tile `index` of the operand `x` along `way`, the rows ("m") or columns ("n") of d; `x` itself if it has
+    no such dimension or a single tile."""
     for dimension, (cut, size) in _cuts(spec, name).items():
         if cut == way and x.shape[dimension] != size:
             x = lax.dynamic_slice_in_dim(x, index * size, size, dimension)
@@ -184,11 +185,8 @@ def _stored_as_wanted(x: jax.Array, is_transposed: bool, wants_transposed: bool,
 
 def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], tiles: Operands) -> Operands:
     """Stacks the results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)` along a new first
-    dimension.
-
-    XLA:GPU reads and writes a loop's tiles in place if each is contiguous at a multiple of the counter; it copies
-    others.
-    """
+    dimension, by a loop if `number` is not 1. XLA:GPU reads and writes a loop's tiles in place if each is contiguous at
+    a multiple of the counter; it copies others."""
     if number == 1:
         return {name: x[None] for name, x in body(0, {name: x[0] for name, x in tiles.items()}).items()}
     stacked: Operands = lax.map(lambda each: body(*each), (jnp.arange(number, dtype=jnp.int32), tiles))
@@ -196,7 +194,8 @@ def _each(number: int, body: Callable[[jax.Array | int, Operands], Operands], ti
 
 
 def _whole(spec: MatmulSpec, name: str, x: jax.Array, found: Extents) -> jax.Array:
-    """Joins the results of tiles, (tiles of columns, tiles of rows, *shape), to a result of the product."""
+    """Joins the results `name` of all tiles, (tiles of columns, tiles of rows, *shape), to a result of the product, and
+    drops the padding. The largest absolute value is the largest of all tiles."""
     dims, (rows, cols) = SPANS.get(name), found.d
     if not dims:  # a largest absolute value
         return jnp.max(x)

@@ -64,17 +64,17 @@ class ResolvedCall:
 
     @staticmethod
     def why_taken(product: RequestedCall, capabilities: Capabilities) -> str | None:
-        """Returns why a call takes this form, or None if it does not."""
+        """Returns why a call takes this form ("" if that needs no reason), or None if it does not."""
         raise NotImplementedError
 
     @staticmethod
     def asked(product: RequestedCall) -> RequestedCall | None:
-        """Returns the product of the `inner` call, or None if the form contains no call."""
+        """Returns the product of the `inner` call, or None if the form contains no call. May refuse the product."""
         return None
 
     def emit(self, operands: Operands, **where: Any) -> Operands:
-        """Returns the results by name. `where`: `devices` for `ffi_call.call_attributes`; `platform` and `processes`
-        for `xla_matmul.matmul`."""
+        """Returns the results by name, after conjugating a and b as `is_conjugated` says. `where`: `devices` for
+        `ffi_call.call_attributes`; `platform` and `processes` for `xla_matmul.matmul`."""
         conjugated = [name for name, is_conjugated in zip("ab", self.is_conjugated, strict=True) if is_conjugated]
         return self.results(operands | {name: lax.conj(operands[name]) for name in conjugated}, **where)
 
@@ -83,15 +83,13 @@ class ResolvedCall:
         raise NotImplementedError
 
     def facts(self) -> tuple[str, int]:
-        """Returns (algorithm, workspace bytes per rank) of the plan of the call.
-
-        This is an expectation for cuBLASMp, because it chooses its algorithm and workspace when it runs.
-        """
+        """Returns (algorithm, workspace bytes per rank) of the plan of the call. This is an expectation for cuBLASMp,
+        because it chooses its algorithm and workspace when it runs."""
         return f"{self.name} ({self.form_why})", 0
 
 
 class Tiles(ResolvedCall):
-    """Computes a local product as many calls of one shape."""
+    """Computes a local product as many calls of one shape, if the order is fixed and the library does not keep one."""
 
     name = "fixed_shape_tiles"
 
@@ -109,7 +107,8 @@ class Tiles(ResolvedCall):
 
 
 class Gathered(ResolvedCall):
-    """Gathers the operands of each rank's part of d and multiplies them locally."""
+    """Gathers the operands of each rank's part of d and multiplies them locally, in the same cases as `Tiles`. Refuses
+    an epilog that sums d over rows that are sharded, and scales that cannot be gathered."""
 
     name = "gathered"
 
@@ -184,7 +183,7 @@ class PaddedK(ResolvedCall):
 
 
 class SeparateEpilog(ResolvedCall):
-    """Has XLA add C to the plain product and apply the epilog."""
+    """Has XLA add C to the plain product and apply the epilog, if the library does not have it."""
 
     name = "separate_epilog"
 
@@ -204,7 +203,7 @@ class SeparateEpilog(ResolvedCall):
 
 
 class MaskOfResult(ResolvedCall):
-    """Makes the mask of RELU from d."""
+    """Makes the mask of RELU from d, because cuBLASMp's is wrong (`faults.of_mask`)."""
 
     name = "mask_of_result"
 
@@ -316,8 +315,10 @@ def choose(product: RequestedCall, capabilities: Capabilities) -> tuple[type[Res
 def in_library(
     product: RequestedCall, choice: Choice, library: str, capabilities: Capabilities | None = None
 ) -> ResolvedCall:
-    """Resolves the call in the form that the library takes, or XLA's if it takes none. Raises NotImplementedError for
-    extents that hostmp does not take, if it is asked for. `capabilities`: by default the library's."""
+    """Resolves the call in the first of FORMS that the library takes, and conjugates operands before the call if the
+    library does not. XLA's form is for a bias gradient of a d without elements, `faults.of_operands`, and extents from
+    2^31 on that hostmp does not take. The latter raise NotImplementedError if the caller asks for a library or a fixed
+    order. `capabilities`: by default the library's."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
     if library == "host" and max(found.m, found.n, found.k) >= 2**31:
@@ -361,7 +362,7 @@ def in_form(
     is_conjugated: tuple[bool, bool] = (False, False),
     capabilities: Capabilities | None = None,
 ) -> ResolvedCall:
-    """Builds the call in this form, with its inner call."""
+    """Builds the call in this form, taken because of `why`, with its inner call (by `in_library`)."""
     asked = form.asked(product)
     inner: Any = in_library(asked, choice, library, capabilities) if asked else None
     return form(*product, choice.implementation, choice.why, library, why, is_conjugated, inner)
@@ -376,7 +377,7 @@ def _on_one_device(operands: Operands, spec: MatmulSpec, library: str) -> Operan
 
 
 def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
-    """Multiplies on one device in the accumulator's type by the custom call."""
+    """Returns op(a) @ op(b) on one device, without alpha and epilog, in the accumulator's type by hostmp's call."""
     return _on_one_device({"a": a, "b": b}, _local(spec, a.dtype), "host")["d"]
 
 

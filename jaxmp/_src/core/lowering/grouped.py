@@ -28,6 +28,7 @@ from jaxmp._src.platform.jax_internals.jax_lowering import mlir
 from jaxmp._src.platform.runtime import native
 
 
+# Returns the rule of `grouped_p`. The forms of a decision are in `decide.Decision`.
 def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
         where = decide.in_rule(ctx, platform, spec.mesh, spec.experts)
@@ -64,8 +65,10 @@ def grouped_rule(platform: str) -> jax_lowering.LoweringRule:
 def _exchanged(
     memory: SharedMemory, operands: Sequence[jax.Array], spec: GroupedSpec, product: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Multiplies experts in several processes. Each rank collects the rows of its groups, sorted by group and then by
-    rank, so that sums have the bits of one process. Rows of no group are 0."""
+    """Multiplies groups of rows in several processes. Each rank collects the rows of its groups, sorted by group and
+    then by rank, so that sums have the bits of one process, and multiplies them by `product`. A contraction returns the
+    rank's own groups. A product of rows returns the rank's own rows, in their order; rows of no group are 0.
+    `operands`: x, w and bounds without their batch dimension."""
     x, w, bounds = operands
     ranks, m, axes = spec.nranks, x.shape[0], spec.experts
     bounds = memory.all_gather(jnp.clip(bounds, 0, m)[None], axes, 0)  # (ranks, groups + 1)
@@ -92,6 +95,7 @@ def _exchanged(
     return jnp.where((at >= bounds[me, 0]) & (at < bounds[me, -1]), d, 0)
 
 
+# Calls hostmp; ranks of one process that multiply together share the call.
 def _custom_call(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
     native.register()
     n = w.shape[2] if spec.is_transposed else w.shape[-1]
@@ -127,7 +131,8 @@ _CONTRACTION = lax.RaggedDotDimensionNumbers(
 
 
 def _of_xla(x: jax.Array, w: jax.Array, bounds: jax.Array, spec: GroupedSpec) -> jax.Array:
-    """Multiplies by `lax.ragged_dot_general` or the user's function; rotates rows so that group 0 begins at row 0."""
+    """Multiplies by `lax.ragged_dot_general` or the user's function, one index of the batch after another. Rotates rows
+    so that group 0 begins at row 0, and rows of a result back."""
     x, w = low_precision.widened(x, w)
     given = spec.implementation
     multiply = given if callable(given) else lax.ragged_dot_general

@@ -29,8 +29,8 @@ def decoded(
 
 
 def widened(a: jax.Array, b: jax.Array, platform: str, acc: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Converts operands to the accumulator's type, which is exact, if XLA has no product of their type into it: for
-    booleans, and on CPUs, where 16-bit operands lack it in some layouts."""
+    """Converts operands to the accumulator's type, which is exact, if they are booleans or the platform is "cpu", where
+    XLA has no product of 16-bit operands into it in some layouts. Returns others unchanged."""
     if a.dtype == np.bool_ or platform == "cpu":
         return a.astype(acc), b.astype(acc)
     return a, b
@@ -50,7 +50,8 @@ def dot_general(
     numbers: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Multiplies op(a), with rows as its leading dimensions, and op(b) in type `acc`; or as `numbers` say, if given."""
+    """Multiplies op(a), with rows as its leading dimensions, and op(b), or as the dimension numbers `numbers` say. Sums
+    in type `acc` at the highest precision, or in 16 bits if the compute type `compute` does."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
     narrow = _SUMS_IN_16_BITS.get(compute)
@@ -61,11 +62,10 @@ def dot_general(
 
 
 def apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec) -> Operands:
-    """Returns the results by name from the accumulated product: scale, add, activate, round once.
-
-    `operands`: the operands of the call by name. a and b are this device's shards, and some epilogs sum them. An
-    "alpha" or "beta" among the operands is an array that replaces the spec's value.
-    """
+    """Returns the results by name from the accumulated product: scale, add C and bias, apply the activation or multiply
+    by its derivative, round once, sum the bias gradient (also over ranks). `operands`: the operands of the call by
+    name. a and b are this device's shards, and some epilogs sum them. An "alpha" or "beta" among the operands is an
+    array that replaces the spec's value."""
     if scales_sums(z.dtype, spec):
         z = _scaled(z.astype(np.float32), operands)
     acc, row, alpha, beta = z.dtype, spec.rule, operands.get("alpha"), operands.get("beta")
@@ -107,7 +107,8 @@ def _scaled(z: jax.Array, operands: Operands) -> jax.Array:
 
 
 def _encoded(name: str, x: jax.Array, dtype: np.dtype, operands: Operands, spec: MatmulSpec) -> Operands:
-    """Rounds d or gelu_aux to its type; fp8 and fp4 with their scale, and with the largest absolute value before it."""
+    """Returns d or gelu_aux by `name`, rounded to its type. fp8 and fp4 are multiplied by their scale first, or scaled
+    in blocks, which adds "d_out_scale" to the results. They may add the largest absolute value before scaling."""
     if not low_precision.is_scaled(dtype):
         return {name: x.astype(dtype)}
     scale, amax = ("scale_d", "amax_d") if name == "d" else ("scale_aux", "gelu_aux_amax")

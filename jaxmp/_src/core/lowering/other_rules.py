@@ -45,8 +45,9 @@ def _sparsify(
 
 
 def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
-    """Registers for each of `primitives` the roofline of XLA's operations for the same product, or of lax for a
-    collective. Gives psum without types the roofline of the typed one. JAX's roofline module has to be imported."""
+    """Registers the roofline of XLA's operations for the same product for each of `primitives`, and the roofline of lax
+    for `collective_p`. Gives psum without types the roofline of the typed one. JAX's roofline module has to be
+    imported."""
     roofline = sys.modules["jax.experimental.roofline.roofline"]
     untyped, typed = jax_rules.PSUMS
     roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has only the second one

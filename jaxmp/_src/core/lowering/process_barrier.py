@@ -51,12 +51,9 @@ class Span:
 
 
 def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> Span | None:
-    """Returns the span of a call over `group_axes` of a mesh with these axes, equal on every process; None if its
-    devices are unknown.
-
-    If only the shape of the mesh is known and it has as many devices as the job, all devices take part in an unknown
-    order. They count as one group.
-    """
+    """Returns the span, equal on every process, of a call over `group_axes` of `mesh`. If `mesh` is None or has other
+    axes than `axes`, only the shape is known. Then all devices of the job take part in an unknown order and count as
+    one group if their number fits, else the result is None."""
     shape = [size for _, size in axes]
     names = [name for name, _ in axes]
     if mesh is None or tuple(mesh.shape.items()) != axes:
@@ -85,7 +82,7 @@ def numbered(axes: MeshAxes, names: Sequence[str]) -> np.ndarray:
 
 
 def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """Returns the ids of the mesh's devices by position; empty if the devices are unknown."""
+    """Returns the ids of the mesh's devices by position; empty if `mesh` is None or has other axes than the spec."""
     if mesh is None or tuple(mesh.shape.items()) != spec.group.mesh:
         return ()
     return tuple(device.id for device in mesh.devices.flat)
@@ -97,10 +94,12 @@ IN_BODY = "the call is in a loop or branch of a program of several processes"
 def unshared_reason(
     axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None, *, is_for_export: bool = False
 ) -> tuple[str, bool]:
-    """Returns (why CPU devices of a group share no call, or ""; whether all processes of the mesh share memory).
+    """Returns (why CPU devices of a group share no call, or ""; True if all processes of the mesh share memory).
 
-    A call that ranks share is pending until all ranks have come. XLA counts a loop or branch with such a call as
-    started before its collectives have started, but calls over gloo must start in one order on every rank.
+    They share calls in a job of one process (the second result is False then). In other jobs they do if the group is
+    within one process (known devices only), all processes of the mesh share memory, the program is not exported, and
+    the call is in no loop or branch. A shared call is pending until all ranks have come. XLA counts a loop or branch
+    with it as started before its collectives, but calls over gloo must start in one order on every rank.
     """
     if jax.process_count() == 1:
         return "", False
@@ -137,9 +136,7 @@ class Site:
     def barrier(self, call: str, fields: Mapping[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns `operands` for XLA's collective once every process of this device's group has come to an equal call,
         or after a short wait (docs/faults.md). `call`: its name for messages. `fields`: values that have to be equal.
-
-        If a process does not come, or comes with another call, all processes raise an error or end.
-        """
+        If a process does not come, or comes with another call, all processes raise an error or end."""
         native.register()
         position = self.position()
         moved = [wire.as_moved(x) for x in operands]
@@ -156,7 +153,8 @@ class Site:
         return lax.iota(np.int32, _UNCHEAP) + position
 
     def attributes(self, call: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the attributes of a barrier or collective. Call it once for each, because it counts them."""
+        """Returns the attributes of a barrier or collective. Call it once for each, because it counts them in the
+        program. `fields` are compared only if the config says so."""
         described = "\n".join(f"{name}={value}" for name, value in fields.items() if config().compares_calls)
         program, first = self.program, 0
         if program.startswith(jax_partitioner.PARTITIONED):  # a program of one call of another program
@@ -176,7 +174,8 @@ class Site:
 
 
 def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
-    """Returns the values that have to be equal on every process of a group, by names that users know."""
+    """Returns the values that have to be equal on every process of a group, by names that users know: extents, a's type
+    and the fields of the spec, except for the source line."""
     found = extents(spec, a.shape, b.shape)
     described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
     for name, value in _fields_of(spec).items():
@@ -199,12 +198,10 @@ def site(
     ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...], *, is_collective: bool = False
 ) -> Site | None:
     """Returns the site of the call over `group_axes` that is being lowered; None if it needs no barrier, or has none
-    because this is one process or the devices are unknown.
-
-    A group within one process needs no barrier, except for a collective in a job that shares memory. XLA's collectives
-    use gloo there too, and a loop with one of our calls does not keep their order. An exported program has no site,
-    because the processes that will run it are unknown.
-    """
+    because this is one process, the extension has no barrier, or the devices are unknown. A group within one process
+    needs no barrier, except for a collective in a job that shares memory. XLA's collectives use gloo there too, and a
+    loop with one of our calls does not keep their order. An exported program has no site, because the processes that
+    will run it are unknown."""
     if not native.has_barrier or jax.process_count() == 1 or jax_lowering.is_for_export(ctx):
         return None
     mesh = jax_lowering.lowering_mesh(ctx)

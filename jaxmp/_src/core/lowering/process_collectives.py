@@ -48,7 +48,7 @@ class SharedMemory:
         return self._run(x, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns `lax.psum`, summed in the order of the ranks."""
+        """Returns `lax.psum`, summed in the order of the ranks: few bytes by an all-gather, else scattered first."""
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
             first, *others = self._run(x[None], axes, 0)
             total: jax.Array = sum(others, first)
@@ -57,11 +57,9 @@ class SharedMemory:
         return self._run(self._run(flat, axes, 0, is_sum=True), axes, 0)[: x.size].reshape(x.shape)
 
     def rows(self, x: jax.Array, m: int, written: jax.Array, table: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns an array (m, ...) of rows that this rank takes from x (rows, ...) of all ranks.
-
-        `written` (ranks,): how many rows each rank writes, from its first row on. `table` (n, 4): the rows to take, as
-        (rank, first row, number of rows, first row in the result). Other rows of the result are undefined.
-        """
+        """Returns an array (m, ...) of rows that this rank takes from x (rows, ...) of all ranks. `written` (ranks,):
+        how many rows each rank writes, from its first row on. `table` (n, 4): the rows to take, as (rank, first row,
+        number of rows, first row in the result). Other rows of the result are undefined."""
 
         def run(x: jax.Array) -> jax.Array:
             tables = written.astype(np.int32), table.astype(np.int32)
@@ -87,7 +85,8 @@ class SharedMemory:
         extent: int | None = None,
         tables: tuple[jax.Array, ...] = (),
     ) -> jax.Array:
-        """All-gathers x along a dimension, reduce-scatters it if `is_sum`, or collects `extent` rows by `tables`."""
+        """All-gathers x along a dimension, reduce-scatters it if `is_sum`, or collects `extent` rows by `tables`, the
+        `written` and `table` of `rows`. Returns x for one rank, and zeros if x or the result has no elements."""
         nranks = self._nranks(axes)
         if extent is None:
             extent = x.shape[dimension] // nranks if is_sum else x.shape[dimension] * nranks

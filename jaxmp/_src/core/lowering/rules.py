@@ -44,7 +44,8 @@ def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
 def _product(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a product and returns its results in order."""
+    """Returns the function of shards that computes a product and returns its results in the spec's order. Adds the
+    barrier of a call that CPU devices of several processes compute outside of hostmp's shared call."""
     call = decision.call
     assert call is not None
     # Naming its devices ties the lowering to this process.
@@ -73,7 +74,8 @@ def _product(
 
 
 def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Returns the operands by name, in the types that the call multiplies, except for forms that gather them first."""
+    """Returns the operands by name, a and b in the types of the call, except that `Xla` and `Gathered` gather them in
+    their own types first."""
     named = dict(zip(spec.names, operands, strict=True))
     for name, like in (("a", call.a), ("b", call.b)):
         if named[name].dtype != like.dtype and not isinstance(call, Xla | Gathered):  # they gather it as it is
@@ -84,7 +86,8 @@ def _named(call: ResolvedCall, spec: MatmulSpec, operands: Sequence[jax.Array]) 
 def _batch(
     ctx: jax_lowering.LoweringContext, decision: Decision, spec: MatmulSpec, platform: str
 ) -> Callable[..., Any]:
-    """Returns the function of shards that computes a batch of products and returns their results in order."""
+    """Returns the function of shards that computes a batch of products and returns their results in order. It loops
+    over the batch if the form is "each"; otherwise CPU devices of several processes meet at a barrier first."""
     front, spec = spec.batch, spec.replace(batch=0)
     is_barred = platform == "cpu" and decision.form != "each"
     site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
@@ -140,8 +143,8 @@ def collective_rule(
     narrow: Narrow,
     platform: str,
 ) -> Any:
-    """Lowers a collective: between processes through shared memory, or to a barrier and XLA's collective. A "wait"
-    becomes the barrier before a reshard, "vary" and "pass" become nothing."""
+    """Lowers a collective of `kind`: on CPUs between processes through shared memory, or to a barrier and XLA's
+    collective; elsewhere to XLA's. "wait" becomes the barrier before a reshard, "vary" and "pass" become nothing."""
     if kind in ("vary", "pass"):
         return [x]
     is_collective = kind != "wait"
@@ -167,8 +170,9 @@ def communicated(
     platform: str,
     narrow: Narrow = WIDE,
 ) -> jax.Array:
-    """Applies a collective to `x`; at a `site` the processes of the group communicate, or meet at a barrier before. A
-    "wait" is the barrier alone. Floats of 8 bits are summed in float32."""
+    """Applies a collective of `kind` to `x`, which keeps its type. At a `site` it goes through shared memory if the
+    site has it (for sums, if it can sum the type); if not, after the site's barrier. "wait" is the barrier alone.
+    Floats of 8 bits are summed in float32. `narrow` is compared at the site, but not applied."""
     is_wait, sums = kind == "wait", kind in ("psum", "reduce_scatter")
     memory, dtype, name = None, x.dtype, "reshard" if is_wait else kind
     if sums and low_precision.is_narrow_float(dtype):

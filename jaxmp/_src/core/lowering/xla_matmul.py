@@ -54,11 +54,10 @@ def matmul(
     local_product: LocalProduct | None = None,
     processes: Processes | None = None,
 ) -> Operands:
-    """Returns the results by name from one device's shards.
-
-    `local_product(a, b, spec)` returns op(a) @ op(b), without alpha, of the operands that one device has gathered, in
-    the accumulator's type. Ignored for block-cyclic shards, and for fp8 and fp4 with scales or between processes.
-    """
+    """Returns the results by name from one device's shards. `local_product(a, b, spec)` returns op(a) @ op(b), without
+    alpha, of the operands that one device has gathered, in the accumulator's type; by default XLA does. Ignored for
+    block-cyclic shards, and for fp8 and fp4 with scales or between processes. `processes`: None if no barrier is
+    needed. Returns without a barrier if an operand is empty."""
     a, b = operands["a"], operands["b"]
     wide, is_mixed = low_precision.operand_type(a.dtype, b.dtype), low_precision.is_mixed(a.dtype, b.dtype)
     compute = precisions.compute_type(spec.precision, wide, platform)
@@ -129,7 +128,8 @@ def collective(
     platform: str,
     memory: SharedMemory | None = None,
 ) -> jax.Array:
-    """Applies the collective `kind` to `x` over `axes`, along `dimensions`, through `memory` if given, else by lax."""
+    """Applies the collective `kind` (a name of lax, or "reduce_scatter") to `x` over `axes`, through `memory` if given,
+    else by lax. `dimensions`: () for "psum" and "pmax", (split, joined) for "all_to_all", one for others."""
     all_gather, psum, psum_scatter = _collectives(memory, platform)
     if kind == "psum":
         return psum(x, axes)
@@ -160,10 +160,8 @@ def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, pl
 def global_matmul(
     operands: Operands, spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
 ) -> Operands:
-    """Returns the results by name of a product of global arrays that XLA partitions.
-
-    `out_sharding`: the sharding of d on explicit axes. `numbers`: dimension numbers of a product without an epilog.
-    """
+    """Returns the results by name of a product of global arrays that XLA partitions. `out_sharding`: the sharding of d
+    on explicit axes. `numbers`: dimension numbers of a product without an epilog."""
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.compute_type(spec.precision, a.dtype, platform)
     acc = precisions.summed_in(compute, a.dtype)
@@ -174,8 +172,8 @@ def global_matmul(
 
 
 def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Operands:
-    """Gathers the operands of this rank's part of D: rows of op(a) and columns of op(b), each over all k, and their
-    scales."""
+    """Returns the operands by name, with a, b and scales replaced by those parts that this rank's part of D needs: rows
+    of op(a) and columns of op(b), each over all k. An all-to-all replaces a reduce-scatter."""
     a, b, product, axes = operands["a"], operands["b"], spec.contraction, spec.group.row_axes
     gather = functools.partial(_all_gather, platform=platform)
     if product.sums:
@@ -188,7 +186,8 @@ def gather_for_part(spec: MatmulSpec, operands: Operands, platform: str) -> Oper
 
 
 def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
-    """True if scales can be gathered with their operands: of the tensor, or in whole blocks along one dimension."""
+    """True if scales can be gathered with their operands: both are of the tensor, or one operand is gathered along one
+    dimension and a shard of it has whole blocks there. False on other grids of blocks."""
     modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
     if all(map(low_precision.is_of_tensor, modes.values())):
         return True
@@ -215,7 +214,8 @@ def _gather_scales(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> 
 
 
 def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) -> Operands:
-    """Returns the operands by name, with the scales of the rows and columns of this rank's part of D."""
+    """Returns the operands by name, with the scales of the rows and columns of this rank's part of D: sliced if it is
+    scattered, gathered and sliced for an operand of a grid stored transposed, otherwise as `_gather_scales`."""
     product, (rows, cols) = spec.contraction, (spec.group.row_axes, spec.group.col_axes)
     # (name, axes to gather over, axes along which this rank takes its part)
     moved: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
@@ -230,6 +230,7 @@ def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) ->
     return operands if moved else _gather_scales(spec, operands, all_gather)
 
 
+# Returns (a, b) with each gathered as far as this rank's part of d needs it, but never along a k that ranks sum over.
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
     if spec.distributions:
         return _gather_cyclic(spec, a, b, all_gather)
@@ -250,7 +251,8 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: G
 
 
 def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
-    """Gathers the rows of op(a) and columns of op(b) of this device's part of d, in the order of that part."""
+    """Gathers (a, b) of block-cyclic shards whole, and returns the rows of op(a) and columns of op(b) of this device's
+    part of d, in its order and with zeros as padding."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
@@ -269,7 +271,8 @@ def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gat
 
 
 def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
-    """Sets the padding of d (or c) to zero: a block-cyclic part may be smaller than the largest one."""
+    """Sets the padding of block-cyclic d (or c) to zero, because a part may be smaller than the largest one. Returns d
+    itself if no part has padding."""
     assert spec.distributions is not None
     shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
     if not any(n % (nb * p) for n, nb, p in zip(shape, layout.block, layout.grid, strict=True)):

@@ -1,9 +1,10 @@
 """vmap rules: fold the batch into rows or columns if one call can compute it, else keep it as a batch.
 
 only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
-only b batched           columns: (batch, k, n) -> (k, batch * n)
-both                     a batched product; or one call per index in a scan, if the caller asks for a library or for its
-                         order of sums
+only b batched           columns: (batch, k, n) -> (k, batch * n), without C and epilog (a bias is added afterwards)
+both                     a batched product
+else                     one call per index in a scan, also for both on one rank if the caller asks for a library or for
+                         its order of sums
 
 XLA has a batched product (one dot and one collective for the whole batch), cuBLASMp has none. The better one is known
 only when the program is lowered (`backend`), so a batch stays one equation until then. All its operands have the batch
@@ -115,7 +116,8 @@ def _split_bias(
 def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Sums each element's bias gradient outside the call, so that the call's rows can be folded. Refuses "topology"."""
+    """Sums each element's bias gradient outside the call, so that the call's rows can be folded. The gradient has no
+    batch if the matrix that it sums has none. Refuses determinism="topology"."""
     if spec.global_order:
         raise spec.level.mesh_refusal(
             f"has no epilog {spec.epilog.name} under vmap, because XLA completes its sums",
@@ -172,8 +174,8 @@ def activated_matmul_batch_rule(
 
 
 def may_batch(spec: MatmulSpec, *operands: jax.Array) -> bool:
-    """True if a batch of such products may be one equation: if XLA partitions the call, or if the caller asks neither
-    for a library nor for its order of sums. False for block-cyclic operands."""
+    """True if a batch of such products may be one equation: if XLA partitions the call and no extent is symbolic, or if
+    the caller asks neither for a library nor for its order of sums. False for block-cyclic operands."""
     is_partitioned = spec.is_unsettled and not is_symbolic(*operands)
     return (is_partitioned or not spec.asked_of_library) and not spec.distributions
 
@@ -218,7 +220,8 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 def batched_batch_rule(
     operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """Adds a dimension in front if all operands have the new batch; else moves the batch inside the existing one."""
+    """Makes the new batch the first dimension of one equation and of its results if all operands have it. Otherwise
+    each index of the existing batch maps over the new one, which is the second dimension of the results."""
     batched = [dim for dim in dims if dim is not None]
     if len(batched) == len(operands):
         outputs = bind_operands(spec.replace(batch=spec.batch + 2), *map(_front, operands, dims))

@@ -161,7 +161,8 @@ def unless_empty(collective: F) -> F:
 def all_gather(
     x: jax.Array, axes: Dim, *, axis: int, to: str = "varying", source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
-    """Returns the tiled `lax.all_gather` along `axis`. `to` matters under check_vma only; `narrow` is only recorded."""
+    """Returns the tiled `lax.all_gather` along `axis`, by `collective_p` if `_is_ours`. `to`: "varying" or "invarying",
+    as in lax; without check_vma it is "varying". `narrow` is only recorded."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
@@ -170,7 +171,8 @@ def all_gather(
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") -> jax.Array:
-    """Returns the tiled `lax.all_gather` along `axis` in the form that XLA computes fastest, without a barrier."""
+    """Returns the tiled `lax.all_gather` along `axis` without a barrier: along dimension 0, which XLA does fastest, and
+    transposed afterwards if `axis` is another one."""
     if axis == 0:
         gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
         return gathered
@@ -182,8 +184,8 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 
 @jax.named_scope("jaxmp_narrow_gather")
 def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
-    """Returns the tiled `lax.all_gather` of `x` rounded to the type `narrow[0]`. Its gradient crosses in `narrow[1]` if
-    `to` is "varying". None does not round."""
+    """Returns the tiled `lax.all_gather` of `x`, in its type, after rounding to the type `narrow[0]` by blocks with a
+    scale. Its gradient crosses in `narrow[1]` if `to` is "varying". None does not round, nor does a single rank."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
     gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line, narrow=narrow)
 
@@ -241,7 +243,8 @@ def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
-    """Makes the type of `x` vary over `axes` too. Moves nothing; its transpose is a psum (not over reduced axes)."""
+    """Makes the type of `x` vary over `axes` too; returns `x` if it does. Moves nothing. Its transpose is a psum over
+    the axes that are new and not reduced."""
     if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
         x = lax.pcast(x, reduced, to="varying")  # its transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
@@ -255,7 +258,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
-    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or an operand varies over it."""
+    """Makes operands that are reduced over an axis vary over it, if it is in `axes` or any operand varies over it."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
         return dict(operands)
@@ -264,10 +267,9 @@ def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:
-    """Reshards a global array from `have` to `spec`, between barriers in a job of several processes.
-
-    If each new shard is a part of the device's old one, only the transpose communicates.
-    """
+    """Reshards a global array from `have` to `spec`, between barriers in a job of several processes. If each new shard
+    is a part of the device's old one, only the transpose communicates, and only it waits. `is_explicit`: the axes of
+    the mesh are explicit."""
     with jax.named_scope("jaxmp_reshard"):
         # A type without a mesh does not fix the sharding of the cotangent, which has to be the operand's.
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty

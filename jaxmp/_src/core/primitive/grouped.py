@@ -98,8 +98,8 @@ class GroupedSpec(Parts):
 
 
 def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) -> jax.Array:
-    """Binds the primitive: multiplies groups of rows of `x` by the matrices of `w`. Both have a batch dimension first,
-    and are converted to their common type first; a product of rows takes a narrow w as it is."""
+    """Binds `grouped_p`, or `partitioned_grouped_p` if `spec.is_global`. Converts x and w to their common type first,
+    but a product of rows takes a w of 8 bits or fewer next to a wide x as it is. Both have a batch dimension first."""
     dtype, is_decoded = type_of(x, w), not spec.is_contraction and low_precision.is_mixed(x.dtype, w.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)
     w = w if w.dtype == dtype or is_decoded else w.astype(dtype)
@@ -119,7 +119,7 @@ def type_of(x: Any, w: Any) -> np.dtype:
 
 def batch_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """Returns op(a) @ op(b) of narrow types as a product of one group; `vmap` makes it one call for a whole batch. It
-    has the accumulator's type, or a 16-bit `out_dtype` if nothing follows the product."""
+    has the accumulator's type, or a 16-bit `out_dtype` if nothing (alpha, an epilog, a sum) follows the product."""
     if spec.transpose_a and spec.transpose_b:
         return batch_product(b, a, spec.replace(transpose_a=False, transpose_b=False)).T
     if low_precision.is_scaled(a.dtype):
@@ -161,6 +161,7 @@ def jvp_rule(
     return d, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(d).to_tangent_aval())
 
 
+# Sums the cotangent of an operand that serves a whole batch over it, and refuses that at "topology".
 def transpose_rule(ct: Tangent, x: Any, w: Any, bounds: jax.Array, *, spec: GroupedSpec) -> list[Tangent | None]:
     of_x = ad.is_undefined_primal(x)
     aval: Any = (x if of_x else w).aval

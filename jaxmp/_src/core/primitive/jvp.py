@@ -35,7 +35,10 @@ from jaxmp._src.platform.runtime.types import Operands, Tangent
 def matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
+    """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias).
+
+    Binds the epilog that also stores z or its signs for act'(z); on automatic axes relu's is read from the signs of y.
+    Operands of 8 bits or fewer, and epilogs with a derivative or a bias gradient, have rules of their own."""
     if low_precision.is_low_precision(low_precision.operand_type(primals[0].dtype, primals[1].dtype)):
         return _low_precision_jvp(primals, tangents, spec)
     row = spec.rule
@@ -72,7 +75,7 @@ def _derivative_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """d = z * act'(aux), and g = d summed over rows, or op(a) or op(b) summed over the contraction:
-    dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
+    dd = act'(aux) * dz + z * act''(aux) * daux (the second term for gelu only), and g is linear."""
     row = spec.rule
     operands = dict(zip(spec.names, primals, strict=True))
     outputs = bind_named(spec, operands)
@@ -118,7 +121,8 @@ def _low_precision_jvp(
 
 
 def _widened(operands: Operands, spec: MatmulSpec) -> Operands:
-    """Computes a low-precision call on decoded operands: bfloat16 if d has it and it is exact, else float32."""
+    """Computes a low-precision call on decoded operands: in bfloat16 if d has that type and the scales of a and b are
+    exact in it, else in float32. The results have the types of the call."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
@@ -144,6 +148,7 @@ def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
+# Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias, without zero terms; None if all are zero. `like`: an array as d.
 def _preactivation_tangent(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, like: jax.Array
 ) -> jax.Array | None:
@@ -214,10 +219,8 @@ def activated_matmul_jvp_rule(
 def jet_rule(
     primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
 ) -> tuple[list[Any], list[list[Any]]]:
-    """Returns a product's value and Taylor coefficients: coefficient i is the sum of left[j] @ right[i - j].
-
-    Raises NotImplementedError if the product has C or an epilog.
-    """
+    """Returns a product's value and Taylor coefficients: coefficient i is the sum of left[j] @ right[i - j]. Raises
+    NotImplementedError if the product has C or an epilog."""
     if not spec.is_bilinear:
         raise NotAvailable(
             f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"

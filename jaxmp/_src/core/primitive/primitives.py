@@ -89,7 +89,9 @@ def bind_named(spec: MatmulSpec, operands: Operands) -> Operands:
 
 
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
-    """Binds a product with its operands in the order of the spec, and returns its results in that order."""
+    """Binds a product with its operands in the order of `spec.names`, and returns its results in the order of
+    `spec.output_names`. Binds `partitioned_matmul_p` for an unsettled spec, except for a batch that is not asked of a
+    library. Has JAX note that the lowering needs the devices if `needs_devices`."""
     is_of_xla = spec.batch and not spec.asked_of_library
     primitive = partitioned_matmul_p if spec.is_unsettled and not is_of_xla else matmul_p
     if needs_devices(spec):  # before the lowering, because JAX looks for it there
@@ -99,20 +101,17 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
 
 
 def needs_devices(spec: MatmulSpec) -> bool:
-    """True if a call may need a cuBLASMp communicator in this process, which is tied to its devices.
-
-    False in a fixed order of sums, because all its calls are local.
-    """
+    """True if a call may need a cuBLASMp communicator in this process, which is tied to its devices. False without GPUs
+    and if all calls are local: on one rank, and in a fixed order of sums."""
     is_local = spec.fixed_reduction_order or (spec.group.nranks == 1 and not spec.is_unsettled)
     return not is_local and native.has_cuda_devices()
 
 
 def bind_rows(spec: MatmulSpec, operands: Operands, dimension: int = 1) -> Operands:
     """Binds a product and folds the leading dimensions of a, and of operands with d's rows, into the rows of one call.
-
-    `dimension`: the dimension of a that is gathered or scattered. A rank's part is contiguous in the rows of a call, so
-    the rank comes before the dimensions in front of it: (P, batch, m/P).
-    """
+    Returns the results by name, unfolded. An a that is stored transposed is transposed first. `dimension`: the
+    dimension of a that is gathered or scattered, if any. A rank's part is contiguous in the rows of a call, so the rank
+    comes before the dimensions in front of it: (P, batch, m/P)."""
     a, b = operands["a"], operands["b"]
     if spec.transpose_a:
         a, spec = jnp.swapaxes(a, -1, -2), spec.replace(transpose_a=False)
@@ -155,7 +154,8 @@ def has_rows(name: str) -> bool:
 
 
 def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
-    """Replaces the largest absolute values in `outputs` by their maxima over `axes`; cuBLASMp returns one per rank."""
+    """Replaces the largest absolute values in `outputs` by their maxima over `axes`, as constants; cuBLASMp returns one
+    per rank. Under check_vma it omits axes that they do not vary over."""
     amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
         unequal = tuple(
@@ -170,8 +170,9 @@ def global_amax(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> O
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """True if the kernel may reduce the bias gradient across ranks. False at a level on several ranks, where operands
-    are gathered and every rank would reduce it again; "host", the default of one process, reduces it."""
+    """True if the kernel may reduce the bias gradient across ranks: "host" always (also as the default in a job of one
+    process), others on one rank or if the order of sums is not fixed. In a fixed order they gather operands, and every
+    rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
 
@@ -182,7 +183,7 @@ Rule = Callable[..., Any]
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """Combines the rules of a product and of a batch. `of_batch` gets the spec of one index of the first dimension."""
+    """Returns a rule: `one` for a product, `of_batch` for a batch, with the spec of an index of its first axis."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
         return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)
@@ -203,7 +204,7 @@ def of_one_index(spec: MatmulSpec, *avals: Aval) -> tuple[Aval, ...]:
 
 
 def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
-    """Combines the rules of shards and of global arrays; XLA's partitioner chooses the pattern of the latter."""
+    """Returns a rule that calls `of_global` for an unsettled spec, and `of_shards` for others and without a spec."""
 
     def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
         return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
@@ -212,7 +213,8 @@ def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
 
 
 def naming_by_spec(rule: Rule) -> Rule:
-    """Adds the name of the public function (`spec.function`) to refusals of `rule`, which may run after it returned."""
+    """Returns `rule` with the name of the public function (`spec.function`, "matmul" without a spec) added to refusals,
+    because the rule may run after that function has returned."""
 
     @functools.wraps(rule)
     def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
@@ -229,8 +231,9 @@ def naming_by_spec(rule: Rule) -> Rule:
 
 
 def _output_varying(spec: MatmulSpec, a: Aval, b: Aval, extra: Sequence[Aval] = ()) -> frozenset[str]:
-    """Returns the axes that d varies over in shard_map. If operands vary over fewer axes, their transposes sum. Raises
-    ValueError if a type in `extra` varies over axes that the call sums over."""
+    """Returns the axes that d varies over in shard_map: axes of a and b without the axes of an all-reduce, axes that
+    shard d, and axes of `extra`, the types of c and epilog inputs. Raises ValueError if `extra` varies over axes of an
+    all-reduce. If operands vary over fewer axes, their transposes sum. Without check_vma, returns axes of a and b."""
     scattered = frozenset(sum(spec.contraction.layout.d, ()))
     summed = frozenset(spec.group.axes) - scattered
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
@@ -279,7 +282,8 @@ def activated_matmul_abstract_eval(t: Aval, *rest: Aval, spec: MatmulSpec, activ
 
 
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
-    """Returns `t * act'(z)` from the aux result of the forward call. `spec`: the spec of that call, for its level."""
+    """Returns `t * act'(z)` from the aux result of the forward call. `spec`: the spec of that call. The library
+    computes gelu's if the order of sums is fixed, otherwise XLA does."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A relu mask only selects. A gelu slope is arithmetic, which XLA may fuse with surrounding operations.

@@ -25,7 +25,8 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
-    """Puts gathered rows in global order, if asked: (ranks, outer, rows) to (outer, ranks, rows) along `dimension`."""
+    """Puts gathered rows in global order: (ranks, outer, rows) to (outer, ranks, rows) along `dimension`. Returns x if
+    the spec asks for no global order, or if ranks or outer (`spec.order.outer_rows`) is 1."""
     if not spec.global_order or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
@@ -35,7 +36,8 @@ def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
 
 
 def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
-    """Inverts `unfolded` for the rows of D, if the call gathers: from the global order to the order of the call."""
+    """Inverts `unfolded` for the rows of D: from the global order to the order of a call that gathers. Returns x if the
+    call does not gather, or outer or ranks is 1."""
     if not spec.contraction.gathers or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     parts = x.reshape(spec.order.outer_rows, spec.group.nranks, -1, x.shape[-1])
@@ -43,7 +45,8 @@ def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
 
 
 def rows_of_result(spec: MatmulSpec) -> Layout:
-    """Returns the layout of D's rows in the global array. A scatter splits one dimension over its ranks."""
+    """Returns the layout of D's rows in the global array: `spec.order.rows`, but a scatter splits one dimension over
+    its ranks, and the rows of a grid are one dimension over its `row_axes`."""
     if spec.contraction.is_grid:
         return ((1, spec.group.row_axes),)
     if not spec.contraction.scatters or not spec.order.rows:
@@ -61,8 +64,9 @@ def rows_of_result(spec: MatmulSpec) -> Layout:
 def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
-    """Returns (call, left, right) of the all-reduced product that sums the local product `call` over `summed`. Only in
-    global order, it first gathers rows that ranks hold interleaved (`layout`), and puts them in order."""
+    """Returns (call, left, right) of the all-reduced product that sums the local product `call` over the mesh axes
+    `summed`. Only in global order, it sums over them in the order of `layout`, and first gathers rows that ranks hold
+    interleaved and slices each rank's contiguous part of them."""
     if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)

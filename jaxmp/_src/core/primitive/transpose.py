@@ -37,8 +37,9 @@ from jaxmp._src.platform.runtime.types import Aval, Operand, Tangent
 def matmul_transpose_rule(
     cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
 ) -> list[jax.Array | None]:
-    """Returns the cotangents of a, b and bias, None for operands that are not linear. `extra` is empty, or the bias of
-    d = alpha * A@B + bias, which the JVP rule binds to differentiate b and bias. Refuses all other calls."""
+    """Returns the cotangents of a, b and bias: None for operands that are not linear, and for all if the cotangent of d
+    is zero. `extra` is empty, or the bias of d = alpha * A@B + bias, which the JVP rule binds to differentiate b and
+    bias. Raises NotImplementedError for all other calls."""
     if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
         raise NotAvailable(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), product = cts, spec.bilinear()
@@ -62,11 +63,9 @@ def _value(x: Operand) -> jax.Array:
 
 
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
-    """Returns the cotangent of the stored a, for `ct` of d.
-
-    dA = alpha * t @ B^T: a reduce-scatter if rows of A were gathered, an all-gather if sums were scattered, local if
-    they were all-reduced, a grid for a grid. Refuses a complex a stored (k, m) on a grid in the global order.
-    """
+    """Returns the cotangent of the stored a, for `ct` of d. dA = alpha * t @ B^T: a reduce-scatter if rows of A were
+    gathered, an all-gather if sums were scattered, local if they were all-reduced, a grid for a grid. Refuses a complex
+    a stored (k, m) on a grid in the global order."""
     product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
     if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
@@ -101,10 +100,8 @@ def cotangents_of_b_and_bias(
     ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the cotangents of b and of a bias that is added to the rows of d; the latter is None if the call of b's
-    cannot compute it, or if there is no bias.
-
-    dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the gathered rows of A or t.
-    """
+    cannot compute it, or if there is no bias. dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the gathered
+    rows of A or t."""
     product = spec.contraction
     group = spec.group if product.is_grid else spec.ungrouped().group
     if product.is_reduced:
@@ -130,7 +127,7 @@ def cotangents_of_b_and_bias(
 
 
 def cotangent_of_bias(ct: jax.Array, bias: Aval, spec: MatmulSpec) -> jax.Array:
-    """Returns t summed over its rows and over the ranks on which the bias is equal."""
+    """Returns `ct`, the t above, summed over its rows and over the axes that it varies over and the bias does not."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
@@ -144,7 +141,8 @@ def reduced_cotangent(spec: MatmulSpec, ct: jax.Array) -> jax.Array:
 
 
 def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, **flags: bool) -> MatmulSpec:
-    """Returns the spec of a rule's product. `names`: which of a, b and d of `spec` its a, b and d are."""
+    """Returns the spec of a rule's product, without C and epilog. `names`: which of a, b and d of `spec` its a, b and d
+    are, as "dba" for t @ B^T. Transpositions and conjugations that are not in `flags` are False."""
     distributions = spec.distributions and tuple(
         dict(zip("abd", spec.distributions, strict=True))[name] for name in names
     )
@@ -169,9 +167,9 @@ def _product_and_sums(
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the product `call`, the cotangent of `operand`, in the operand's type and varying axes. Also returns the
-    cotangent of `bias`, or None if the call cannot sum it. `layout`: the layout of the contraction in the global
-    array."""
+    """Returns (the product `call` of `left` and `right`, the cotangent of `operand`, in the operand's type; the
+    cotangent of `bias`, or None if the call cannot sum it). Under check_vma, sums the product over axes that left or
+    right varies over and the operand does not. `layout`: the layout of the contraction in the global array."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, even if the user's promotion rules are strict
@@ -209,11 +207,9 @@ def _product_and_sums(
 def _gradient_epilog(
     forward: MatmulSpec, call: MatmulSpec, left: jax.Array, right: jax.Array, bias: ad.UndefinedPrimal
 ) -> Epilog:
-    """Returns the epilog with which the product of a weight gradient also computes the bias gradient, or NONE.
-
-    The call must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False the call
-    must not sum over ranks, because shard_map sums the results of all ranks.
-    """
+    """Returns the epilog with which the product of a weight gradient also computes the bias gradient, or NONE. The call
+    must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False the call must not
+    sum over ranks, because shard_map sums the results of all ranks."""
     if not completes_sums(call):
         return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
@@ -253,7 +249,8 @@ def activation_grad_transpose_rule(
 def activated_matmul_transpose_rule(
     ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
 ) -> list[jax.Array | None]:
-    """Returns dt = act'(z) * (ct @ w^T) and dbias = dt summed over its rows, from one call with an epilog."""
+    """Returns dt = act'(z) * (ct @ w^T) and dbias = dt summed over its rows, from one call with an epilog: None for
+    those that are not linear, and for aux and w."""
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
