@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.core.primitive.primitives import is_own_jit
 from jaxmp._src.core.spec.levels import Level
 from jaxmp._src.fuse.graph import DERIVED, EXCHANGE, PRODUCTS, UnknownError
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
@@ -65,7 +66,7 @@ class Functions:
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
     """True if an equation's jaxprs may contain something that a call can replace, or one of `more` primitives. True for
     every custom VJP, because of its rules. False for functions of jaxmp itself."""
-    if str(eqn.params.get("name", "")).startswith("jaxmp"):
+    if is_own_jit(eqn):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
         inner.primitive.name in (*PRODUCTS, *DERIVED, EXCHANGE, *more) or has_products(inner, more)
@@ -78,7 +79,7 @@ def products_in(eqn: Any) -> Iterator[Any]:
     """Yields the equation itself if it is a product, else the products in its jaxprs, except jaxmp's functions."""
     if eqn.primitive.name in PRODUCTS:
         yield eqn
-    elif not str(eqn.params.get("name", "")).startswith("jaxmp"):
+    elif not is_own_jit(eqn):
         for sub in jax_compat.subjaxprs(eqn.params):
             for inner in sub.eqns:
                 yield from products_in(inner)

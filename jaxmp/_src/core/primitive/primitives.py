@@ -33,9 +33,11 @@ from jaxmp._src.core.spec import low_precision
 from jaxmp._src.core.spec.extents import AMAXES, SPANS, axes_text, check_local_shapes, extents, output_rows, result_type
 from jaxmp._src.core.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.core.spec.refusal import InvalidValue, Refusal
-from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.platform.jax_internals import jax_compat, jax_lowering, jax_tracing
 from jaxmp._src.platform.runtime import native
 from jaxmp._src.platform.runtime.types import Aval, Operands, Shape
+
+_CORE = __file__[: __file__.rindex("primitive")]
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True)
@@ -180,6 +182,11 @@ def completes_sums(spec: MatmulSpec) -> bool:
 # Rules ----------------------------------------------------------------------------------------------------------
 
 Rule = Callable[..., Any]
+
+
+def is_own_jit(eqn: Any) -> bool:
+    """True if an equation is the `jit` of a function in jaxmp's core. A function of the user may have any name."""
+    return jax_tracing.source_file(eqn).startswith(_CORE)
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:

@@ -47,6 +47,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
+def source_file(eqn: _core.JaxprEqn) -> str:
+    """Returns the file with the function of a `jit` equation. "" for other equations, and if JAX does not know it."""
+    info = getattr(getattr(eqn.params.get("jaxpr"), "jaxpr", None), "debug_info", None)
+    return info.func_filename or "" if info else ""
+
+
 def has_effects(eqn: _core.JaxprEqn) -> bool:
     """True if an equation has side effects. JAX also counts the use of a named axis as an effect; this does not."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)

@@ -178,7 +178,7 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
             try:
                 plans.append(_plan(recipe, fn, (args, kwargs), dimensions.types, hardware))
             except Exception as error:  # what the program raises with these shardings
-                errors[recipe.name] = error
+                errors[f"{recipe.name} ({_extents(recipe.mesh)})"] = error
         if not plans:
             raise next(iter(errors.values()))
         if not any(plan.products for plan in plans):
@@ -262,11 +262,15 @@ def _steps(
 # Cells -------------------------------------------------------------------------------------------------------------
 
 
+def _extents(mesh: Mesh) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh)
+
+
 def _cells(plan: Plan) -> list[str]:
     numbers = (plan.bytes_moved / 1e6, plan.memory / 1e6)
     return [
         plan.name,
-        " ".join(f"{axis}={size}" for axis, size in plan.mesh),
+        _extents(plan.mesh),
         *(f"{seconds * 1e6:.4g}" for seconds in (plan.seconds, plan.exposed_seconds)),
         str(len(plan.explanation.collectives)),
         *(f"{number:.4g}" for number in numbers),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._src.core.primitive.grouped import GROUPED
-from jaxmp._src.core.primitive.primitives import PRODUCTS
+from jaxmp._src.core.primitive.primitives import PRODUCTS, is_own_jit
 from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 # The level of determinism that keeps bits where this varies.
@@ -70,10 +70,10 @@ def our_equation(eqn: Any) -> Any:
         return eqn
     if eqn.primitive.name not in ("jit", "shard_map"):
         return None
-    if eqn.primitive.name != "shard_map" and not is_our_call(eqn):
+    if eqn.primitive.name != "shard_map" and not is_own_jit(eqn):
         return None
     inside = list(_all_equations(eqn))
-    if not is_our_call(eqn) and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
+    if not is_own_jit(eqn) and any(_KIND_OF.get(one.primitive.name) in ("product", "sum") for one in inside):
         return None
     return next((one for one in inside if one.primitive.name in _OURS), None)
 
@@ -95,11 +95,6 @@ def is_by_device(eqn: Any, i: int) -> bool:
     bodies = [x for x in jax_compat.subjaxprs(eqn.params) if len(x.outvars) == len(eqn.outvars)]
     made = [(inner, j, v, x.outvars[i]) for x in bodies for inner in x.eqns for j, v in enumerate(inner.outvars)]
     return any(v is result and is_by_device(inner, j) for inner, j, v, result in made)
-
-
-def is_our_call(eqn: Any) -> bool:
-    """True if this is the `jit` of one of jaxmp's own functions, which is one operation here."""
-    return str(eqn.params.get("name", "")).startswith("jaxmp")
 
 
 def _all_equations(eqn: Any) -> Iterator[Any]:

@@ -49,10 +49,11 @@ def _accumulates(values: Values, site: Place) -> tuple[Instruction | None, Colle
 
 
 def _is_linear(at: Dim) -> bool:
-    """True if an operation only moves data, adds, runs a loop or call, or multiplies or divides with a constant."""
+    """True if an operation only moves data, adds, runs a loop or call, or multiplies with or divides by a constant."""
     place, each, *_ = at
     if each.opcode in ("multiply", "divide"):
-        return any(below.opcode == "constant" for term in place.operands(each) for below in chain(place, term))
+        factors = [*place.operands(each)][each.opcode == "divide" :]
+        return any(below.opcode == "constant" for factor in factors for below in chain(place, factor))
     return each.opcode in _LINEAR
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from jaxmp._src.core.lowering import decide, forms, xla_matmul
 from jaxmp._src.core.primitive import bias_grad
 from jaxmp._src.core.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.core.primitive.grouped import GROUPED, GroupedSpec
-from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p, of_one_index
+from jaxmp._src.core.primitive.primitives import MATMULS, activated_matmul_p, is_own_jit, of_one_index
 from jaxmp._src.core.sharding import ragged, shardings
 from jaxmp._src.core.sharding.partitioner import Settled
 from jaxmp._src.core.spec import epilogs, levels, low_precision, precisions, wire
@@ -63,6 +64,7 @@ _SCOPES = {
     "jaxmp_global_order": "puts interleaved rows of the ranks in the order of the global array, to keep the bits",
     "jaxmp_all_gather": "gathers an operand before the call, which no pattern does with these shardings",
 }
+_OWN_SCOPES = {*_SCOPES, "jaxmp_reshard", "jaxmp_amax"}
 # The pattern of a call under auto axes until the partitioner chooses it.
 UNSETTLED = "?"
 UNSETTLED_BATCH = "? of a batch"
@@ -119,7 +121,7 @@ def rows_of(
             why = decide.why_xla(spec.implementation, spec.level, decide.here(), is_global=True)
             is_open = spec.is_global and not why and not is_symbolic(*avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_open else row
-        elif _communicates(eqn, names):
+        elif _collective_name(eqn) in _COMMUNICATES and (is_ours or _is_own_scope(names)):
             aval: Any = eqn.outvars[0].aval
             constraint = constraints.get(id(eqn.invars[0]))
             yield from _communication_row(eqn, here, count, names, aval.sharding.mesh, constraint)
@@ -129,7 +131,7 @@ def rows_of(
             yield _row_of_jax(eqn, here, count, reasons.reason_in(names))
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
-            is_ours_too = is_ours or names[-1].startswith("jaxmp")
+            is_ours_too = is_ours or is_own_jit(eqn)
             known = shards.sharded_dims(eqn) or dims
             with jax_lowering.body_of(eqn.primitive):
                 for sub in (*jax_compat.subjaxprs(eqn.params), *derivatives.lowered(eqn)):
@@ -147,13 +149,13 @@ def settled_row(one: Settled, line: str, count: int) -> Iterator[Row]:
     elif eqn.primitive in MATMULS:
         varying, why = (one.varying[0], one.varying[1]), "chosen by XLA's partitioner (auto axes, no in_shardings)"
         yield matmul_row(eqn.params["spec"], types[0], types[1], line, count, why=why, varying=varying, dims=one.dims)
-    elif _communicates(eqn, scopes):
+    elif _collective_name(eqn) in _COMMUNICATES:
         yield from _communication_row(eqn, line, count, scopes, one.mesh)
 
 
-def _communicates(eqn: Any, scopes: tuple[str, ...]) -> bool:
-    """True if an equation is a collective that jaxmp adds: of a kind in `_COMMUNICATES`, in a scope of jaxmp's."""
-    return _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in scopes)
+def _is_own_scope(names: tuple[str, ...]) -> bool:
+    """True if one of these name stacks has a scope in which jaxmp moves data. Other scopes, of any name, are users'."""
+    return not _OWN_SCOPES.isdisjoint(re.split("[/()]", "/".join(names)))
 
 
 def _collective_name(eqn: Any) -> str:

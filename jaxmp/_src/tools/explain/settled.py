@@ -26,12 +26,12 @@ def with_settled(rows: Sequence[Row], whole: Module | None, *, has_batches: bool
     for row in rows:
         if row.pattern != UNSETTLED or not settled:
             found.append(row)
-        elif (match := next((one for one in left if _is_part_of(one[0], row)), None)) is not None:
+        elif (match := next((one for one in left if _may_be_same_call(one[0], row)), None)) is not None:
             left.remove(match)
             count = row.count // match[1]
             names = ["line", *["global_shapes", "extents", "flops"] * (row.operation == "ragged_dot")]
             found.append(dataclasses.replace(match[0], count=count, **{name: getattr(row, name) for name in names}))
-    return [_on_one_device(row, has_batches) for row in [*found, *(row for row, _ in left)]]
+    return [_completed(row, has_batches) for row in [*found, *(row for row, _ in left)]]
 
 
 def _settled(whole: Module) -> Iterator[tuple[Row, int]]:
@@ -57,7 +57,7 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
     return tuple(jax_partitioner.in_text(*shape, f"{{{sharding}}}") for shape, sharding in pairs)
 
 
-def _is_part_of(settled: Row, row: Row) -> bool:
+def _may_be_same_call(settled: Row, row: Row) -> bool:
     """True if a settled call may be this row's, or compute its transpose: of the same operation and epilog (or
     without one, because XLA applies it after a transposed call) and extents. A `ragged_dot` has no transpose, but
     equal types."""
@@ -65,11 +65,11 @@ def _is_part_of(settled: Row, row: Row) -> bool:
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog after it
     same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
-    same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
-    return same and settled.extents in (row.extents, row.extents[::-1])
+    types, others = ({*one.dtypes.split(" -> ")[0].split(" x ")} for one in (settled, row))
+    return same and types == others and settled.extents in (row.extents, row.extents[::-1])
 
 
-def _on_one_device(row: Row, has_batches: bool) -> Row:
+def _completed(row: Row, has_batches: bool) -> Row:
     """Returns `row` with the pattern "local" if the partitioner has not settled it, and otherwise as it is. If
     `has_batches`, an unsettled batch also gets XLA as its implementation."""
     if row.pattern == UNSETTLED_BATCH and has_batches:
