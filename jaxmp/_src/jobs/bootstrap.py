@@ -178,8 +178,8 @@ def _check_file_limit() -> None:
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
     """Returns the processes of this machine, container and user, which share memory, once each has opened all arenas.
 
-    This process is one of them. Returns none if any of them failed to share or open memory, or if `machine` (from
-    `_share_arena`) is "". The machine's first process logs a warning if some do not share.
+    This process is one of them. Returns none if any process of the machine failed to share or open memory, or if
+    `machine` (from `_share_arena`) is "". The machine's first process logs a warning if some do not share.
     """
     published: dict[int, list[str]] = {}
     if machine:
