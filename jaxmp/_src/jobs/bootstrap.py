@@ -56,11 +56,9 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 
 
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
-    """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`).
-
-    Raises RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of
-    processes than mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4.
-    """
+    """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`). Raises
+    RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of processes than
+    mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -113,7 +111,6 @@ class Membership:
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
     """Waits in JAX's store until every process of the job is here; JAX's error after `timeout` seconds for one step.
-
     The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0.
     Also listens for peers, shares memory with the processes of this machine, and sets `native.shared_processes`.
     `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
@@ -177,10 +174,8 @@ def _check_file_limit() -> None:
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
     """Returns the processes of this machine, container and user, which share memory, once each has opened all arenas.
-
     This process is one of them. Returns none if any process of the machine failed to share or open memory, or if
-    `machine` (from `_share_arena`) is "". The machine's first process logs a warning if some do not share.
-    """
+    `machine` (from `_share_arena`) is "". The machine's first process logs a warning if some do not share."""
     published: dict[int, list[str]] = {}
     if machine:
         found = client.key_value_dir_get(f"{key}memory/{machine}/")
@@ -213,11 +208,9 @@ def neighbours(process: int, nprocesses: int) -> list[int]:
 
 
 def bind_address(host: str, port: int) -> str | None:
-    """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`.
-
-    Returns None, JAX's default of all addresses, if this machine resolves the name `host` to a loopback address.
-    Raises RuntimeError if the address cannot be used, because JAX's service would crash.
-    """
+    """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`. Returns None,
+    JAX's default of all addresses, if this machine resolves the name `host` to a loopback address. Raises RuntimeError
+    if the address cannot be used, because JAX's service would crash."""
     own = route_to(host)
     try:
         socket.create_server((own, port), family=_family(own)).close()
@@ -236,11 +229,9 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _own_address(host: str) -> str:
-    """Returns this machine's address for the other processes: its address on the route to the coordinator `host`.
-
-    If the name `host` means a loopback address here (127.0.1.1 on the coordinator's own machine), returns the address
-    on the route to other networks, if there is one.
-    """
+    """Returns this machine's address for the other processes: its address on the route to the coordinator `host`. If
+    the name `host` means a loopback address here (127.0.1.1 on the coordinator's own machine), returns the address on
+    the route to other networks, if there is one."""
     own = route_to(host)
     if _is_loopback(own) and not _is_loopback(host):
         with contextlib.suppress(RuntimeError):  # no other network

@@ -80,11 +80,10 @@ class Peers:
         connect: Callable[[int, int], object],
         lose: Callable[[int, str], object],
     ) -> None:
-        """Starts a thread that answers peers, and one that connects to the peers that `wanted()` returns.
-
-        `wanted()` blocks until there are some; the second thread ends once it returns none. `address_of(process)`
-        returns the (host, port) where the process listens. `connect(process, descriptor)` takes over each socket, also
-        if the peer connected first. `lose(process, why)` is called if nothing listens at its address."""
+        """Starts a thread that answers peers, and one that connects to the peers that `wanted()` returns. `wanted()`
+        blocks until there are some; the second thread ends once it returns none. `address_of(process)` returns the
+        (host, port) where the process listens. `connect(process, descriptor)` takes over each socket, also if the peer
+        connected first. `lose(process, why)` is called if nothing listens at its address."""
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()

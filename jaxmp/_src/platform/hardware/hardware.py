@@ -76,10 +76,8 @@ class Hardware:
                 raise ValueError(f"Hardware: {name} must not be negative, got {getattr(self, name)!r}")
 
     def rate(self, kind: str, implementation: str = "") -> float:
-        """Returns operations per second in the type `kind`. With `implementation` "xla" `xla_rates` come first.
-
-        Raises ValueError if the machine has no rate for it.
-        """
+        """Returns operations per second in the type `kind`. With `implementation` "xla" `xla_rates` come first. Raises
+        ValueError if the machine has no rate for it."""
         rates = {**self.rates, **self.xla_rates} if implementation == "xla" else self.rates
         if kind not in rates:
             raise ValueError(f"{self.name} has no rate for {kind}, only for {', '.join(self.rates)}")
@@ -87,11 +85,9 @@ class Hardware:
 
 
 def _nvidia(name: str, teraflops: Sequence[float], source: str, **rates: Any) -> Hardware:
-    """Builds a machine of NVIDIA from its data sheet. `teraflops`: in the order of `RATES`, 0 for no rate.
-
-    Latencies are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The network has
-    400 Gb/s per GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
-    """
+    """Builds a machine of NVIDIA from its data sheet. `teraflops`: in the order of `RATES`, 0 for no rate. Latencies
+    are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The network has 400 Gb/s
+    per GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation)."""
     of_types = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
     rates |= {"network_bandwidth": 400e9 / 8, "latency": 3.4e-6, "network_latency": 14e-6}
     return Hardware(name, of_types, source=source, **rates)

@@ -89,10 +89,8 @@ def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:
     """Returns `aval` with another shape of the same rank and another dtype, varying over these axes, reduced over none.
-
     Its type is not weak. It keeps its spec and gets the one mesh of `aval` and `others`, like the result of JAX's
-    products: an empty mesh if they have several, and the mesh being traced if they have none and it varies.
-    """
+    products: an empty mesh if they have several, and the mesh being traced if they have none and it varies."""
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
     if not meshes and vma.varying:  # results of callbacks have no mesh
@@ -322,10 +320,8 @@ def distributed_client() -> Any:
 
 def let_gloo_listen_at(host: str) -> None:
     """Makes gloo, XLA's transport between CPUs, listen at the address `host` of this machine when the backend starts.
-
     By default it listens at the address of the machine's name, which may be a loopback address, or unknown. Replaces
-    JAX's factory of CPU clients, and then notes gloo's descriptors for `close_gloo`.
-    """
+    JAX's factory of CPU clients, and then notes gloo's descriptors for `close_gloo`."""
 
     def make_client() -> Any:
         client, transport = distributed_client(), _config.cpu_collectives_implementation.value

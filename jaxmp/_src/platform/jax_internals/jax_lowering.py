@@ -100,8 +100,7 @@ def _in_one_process(rule: LoweringRule) -> LoweringRule:
 
 
 def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
-    """Returns the mesh of the shard_map that is being lowered, or else of `jax.set_mesh`, with its devices; None if JAX
-    does not know the devices of either."""
+    """Returns the mesh of the shard_map being lowered, or else of `jax.set_mesh`; None if no devices are known."""
     axes = ctx.module_context.axis_context
     mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
@@ -154,10 +153,8 @@ def program_name(ctx: LoweringContext) -> str:
 
 def lower_each_call(key: str) -> None:
     """Makes JAX lower each call apart, from now on, of a function with a lowering that asks `next_index(ctx, key)`.
-
     Otherwise JAX lowers equal equations, and calls of an inner jit, only once, so that several instructions of the
-    compiled program would have one index. Also lets `is_in_body` know loops and branches.
-    """
+    compiled program would have one index. Also lets `is_in_body` know loops and branches."""
     _numbered.add(key)
     _mlir._uncacheable_primitives.update(_mlir._lowerings)
     for primitive in list(_mlir._lowerings):
@@ -224,10 +221,8 @@ def next_index(ctx: LoweringContext, key: str) -> int:
 
 def on_stream_of_collectives(call: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `call`, made to run on XLA's stream of collectives on GPUs, so that no collective runs at the same time.
-
     XLA's scheduler takes other calls for computation, and starts them while a collective waits for other devices. XLA
-    before JAX 0.12 reads a number here and ends the process, so the call stays as it is.
-    """
+    before JAX 0.12 reads a number here and ends the process, so the call stays as it is."""
     if jax.__version_info__ < (0, 12):
         return call
     place: Any = compute_on  # older versions have another signature

@@ -25,8 +25,7 @@ from jaxmp._src.platform.jax_internals.jax_lowering import LoweringContext, in_b
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """An operand or result of a custom call that XLA's partitioner asks about: global shape, dtype, and the sharding
-    that XLA proposes."""
+    """An operand or result of a call that XLA's partitioner asks about: global shape, dtype, and proposed sharding."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -35,7 +34,7 @@ class Global:
     @property
     def tiles(self) -> np.ndarray | None:
         """The devices that hold each tile, by position in the program: one dimension per dimension of the array, and a
-        last dimension of copies. None for a replicated array, for one on one device, and with manual subgroups."""
+        last dimension of copies. None if the array is replicated or on one device, and with manual subgroups."""
         sharding = self.hlo_sharding
         are_copies = {*sharding.subgroup_types()} <= {_xla_client.OpSharding.Type.REPLICATED}
         if not are_copies or not sharding.is_tiled() or sharding.is_maximal():

@@ -52,9 +52,7 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
 
 def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
     """Makes `checkify` report `message` for an equation of `primitive` if `are_wrong(*operands, **params)` is true.
-
-    Only if the user has asked for user checks. `message` shows the first operand as {}.
-    """
+    Only if the user has asked for user checks. `message` shows the first operand as {}."""
 
     nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
     assert_func: Any = _checkify.assert_func

@@ -83,10 +83,8 @@ def variables(eqn: _core.JaxprEqn) -> list[Any]:
 
 
 def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
-    """Returns (jaxpr, constants) with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies.
-
-    An equation stays if `body_of` returns None. `constants`: values of the constvars, also of what is written out.
-    """
+    """Returns (jaxpr, constants) with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies. An
+    equation stays if `body_of` returns None. `constants`: values of the constvars, also of what is written out."""
     opened, consts = open_jaxpr(jaxpr)
     constants, equations, new_variable = (
         dict(zip(opened.constvars, consts, strict=True)),
@@ -136,9 +134,8 @@ def _is_array(x: Any) -> bool:
 
 class Traced:
     """A function traced with arguments, which are pytrees. Its `jaxpr` with `consts` is a function of `arrays`.
-
-    `arrays`: the leaves that are JAX arrays. `fn` receives the other leaves, and its caller gets them back, unchanged.
-    """
+    `arrays`: the leaves that are JAX arrays. `fn` receives the other leaves, and its caller gets them back,
+    unchanged."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -198,11 +195,9 @@ def equation_in_place() -> _core.JaxprEqn | None:
 
 
 def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """Returns the results of an equation, with some of its parameters replaced.
-
-    Skips a `pvary` of an operand that varies already, as results of jaxmp's calls may where JAX's types do not say so.
-    Skips an eager `reshard` from no mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type.
-    """
+    """Returns the results of an equation, with some of its parameters replaced. Skips a `pvary` of an operand that
+    varies already, as results of jaxmp's calls may where JAX's types do not say so. Skips an eager `reshard` from no
+    mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type."""
     if eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace:
         is_auto = jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
         if is_auto and _core.typeof(operands[0]).sharding.mesh.empty:
@@ -232,11 +227,9 @@ def is_plain(eqn: _core.JaxprEqn) -> bool:
 
 
 def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Evaluates equations that are `is_plain` on `values`, and adds at least the results in `outputs` to `values`.
-
-    If the caller is being transformed, for example differentiated, they become one jitted function that equal equations
-    share, so that JAX differentiates it once, like functions of `jax.numpy`. Otherwise they run one by one.
-    """
+    """Evaluates equations that are `is_plain` on `values`, and adds at least the results in `outputs` to `values`. If
+    the caller is being transformed, for example differentiated, they become one jitted function that equal equations
+    share, so that JAX differentiates it once, like functions of `jax.numpy`. Otherwise they run one by one."""
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_not_transformed or not _is_hashable(segment):

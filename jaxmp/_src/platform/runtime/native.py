@@ -180,8 +180,8 @@ def capabilities(library: str = "host") -> dict[str, bool]:
 
 
 def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
-    """Starts to watch the other processes of the job, over sockets that `jobs.peers` opens, and sets `has_barrier`.
-    JAX then lowers each call apart (`lower_each_call`)."""
+    """Starts to watch the other processes of the job, over sockets that `jobs.peers` opens, and sets `has_barrier`. JAX
+    then lowers each call apart (`lower_each_call`)."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout)
