@@ -272,6 +272,7 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
     return ", ".join(roots or ends[:1]) or "the transport gave up, though every process answers"
 
 
+# Raises RuntimeError if this process is in a job, or has started JAX's backend.
 def _check_moment() -> None:
     if _job is not None or jax_compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
@@ -324,7 +325,7 @@ def _uncaught() -> BaseException | None:
 
 
 def _forget() -> None:
-    """Closes, in a forked child, the sockets that it has inherited of the job, and drops JAX's part unended."""
+    """Forgets, in a forked child, the job and JAX's part of it, and closes the sockets that it has inherited."""
     global _job
     job, _job = _job, None
     if job is None:

@@ -71,6 +71,7 @@ def _layers(products: tuple[Product, ...], between: frozenset[int], options: Opt
     )
 
 
+# Calls `mlp` for two products, `gated_mlp` for three. `arrays`: the weights, then the biases that there are.
 def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
     first, down = products[0], products[-1]
     weights = [w.astype(product.w.dtype) for product, w in zip(products, arrays, strict=False)]

@@ -91,6 +91,7 @@ class Pair:
                     values |= zip(forward.outvars, evaluate(forward, operands), strict=True)
             return False
 
+    # Adds the results that other equations read, and `values[self]`, what the backward scan reads.
     def _run_forward(self, values: Values, run: Run) -> None:
         scan = self.forward
         ncarry = scan.ncarry

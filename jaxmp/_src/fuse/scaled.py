@@ -51,6 +51,7 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
     raise refusal
 
 
+# Pads the operands to tiles, multiplies each element of the batch by a scaled product, and cuts off the padding.
 def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
     k, size = (64 if mode == low_precision.VEC16 else 128), low_precision.BLOCK[mode]
     units = (128, k), (128, k), (128, k // size), (128, k // size)

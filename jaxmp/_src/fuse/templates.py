@@ -143,6 +143,7 @@ def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, A
     return all(_is_operand(have, want, known, made_by) for have, want in zip(haves, wants, strict=True))
 
 
+# True if `have` is a literal of the same type and value as `want`, or the value that `known` has for `want`.
 def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) -> bool:
     if jax_tracing.is_literal(want):
         return (
@@ -172,6 +173,7 @@ def _same_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+# True if two jaxprs without constants have equal equations in the same order; names of variables do not count.
 def _same_jaxpr(one: Any, other: Any) -> bool:
     (a, a_consts), (b, b_consts) = jax_tracing.open_jaxpr(one), jax_tracing.open_jaxpr(other)
     if a_consts or b_consts or len(a.eqns) != len(b.eqns) or [v.aval for v in a.invars] != [v.aval for v in b.invars]:

@@ -110,11 +110,13 @@ class Membership:
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
-    """Waits in JAX's store until every process of the job is here; JAX's error after `timeout` seconds for one step.
+    """Waits until every process of the job is here. Raises JAX's error if a step takes more than `timeout` seconds.
+
     The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0.
     Also listens for peers, shares memory with the processes of this machine, and sets `native.shared_processes`.
     `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
-    data that a process publishes and reads in the store does not grow with the number of processes."""
+    data that a process publishes and reads in JAX's store does not grow with the number of processes.
+    """
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
     key = "jaxmp/"
     if process == 0:
@@ -208,9 +210,11 @@ def neighbours(process: int, nprocesses: int) -> list[int]:
 
 
 def bind_address(host: str, port: int) -> str | None:
-    """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`. Returns None,
-    JAX's default of all addresses, if this machine resolves the name `host` to a loopback address. Raises RuntimeError
-    if the address cannot be used, because JAX's service would crash."""
+    """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`.
+
+    Returns None, JAX's default of all addresses, if `host` is another name than localhost, but means a loopback address
+    here. Raises RuntimeError if the address cannot be used, because JAX's service would crash.
+    """
     own = route_to(host)
     try:
         socket.create_server((own, port), family=_family(own)).close()
@@ -229,9 +233,11 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _own_address(host: str) -> str:
-    """Returns this machine's address for the other processes: its address on the route to the coordinator `host`. If
-    the name `host` means a loopback address here (127.0.1.1 on the coordinator's own machine), returns the address on
-    the route to other networks, if there is one."""
+    """Returns this machine's address for the other processes: its address on the route to the coordinator `host`.
+
+    If `host` is another name than localhost, but means a loopback address here (127.0.1.1 on the coordinator's
+    machine), returns the address on the route to other networks, if there is one.
+    """
     own = route_to(host)
     if _is_loopback(own) and not _is_loopback(host):
         with contextlib.suppress(RuntimeError):  # no other network

@@ -143,7 +143,7 @@ _64_BITS = ("float64", "complex128", "int64", "uint64")
 
 
 def mesh_axes() -> tuple[tuple[str, int], ...]:
-    """Returns every axis that is being traced, as (name, size): of the mesh, or of named vmaps if there is no mesh."""
+    """Returns every axis that is being traced, as (name, size): of the mesh, or of the axis environment without one."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = axis_env().axis_sizes if mesh.empty else mesh.shape
     return tuple(axes.items())

@@ -54,8 +54,8 @@ def register() -> None:
     elsewhere (`jax.export.deserialize`, a deserialised executable), before it runs them. It starts JAX's backend, so
     call `jax.distributed.initialize` and similar functions first. If the process has CUDA devices, it opens cuBLASMp
     too; if that fails, the calls on these devices fail with the reason. A process without CUDA devices can compile
-    programs for machines that have them. In a job, exported programs are refused if processes would share a call of
-    theirs on CPUs without knowing of each other.
+    programs for machines that have them. In a job, an exported program then raises NotImplementedError if its ranks
+    share calls within one process, but its CPU devices belong to several.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -130,6 +130,7 @@ def why_no_cublasmp() -> str:
         return _why_no_cublasmp
 
 
+# Passes the configuration and the devices to the extension, and opens the libraries; returns why not, or "".
 def _open_cublasmp() -> str:
     module = extension()
     try:
@@ -278,6 +279,7 @@ def _import_extension() -> Any:
         ) from error
 
 
+# Raises ImportError if the extension has another ABI, or was built with a newer jaxlib than is installed.
 def _check_versions(module: Any) -> None:
     if module.abi_version() != ABI_VERSION:
         raise ImportError(
