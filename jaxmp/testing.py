@@ -106,7 +106,7 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
-    """True if `epilog` is tested for `dtype`: on the host any but activations of complex numbers.
+    """True if `epilog` is tested for `dtype`: any, except activations of complex numbers and their derivatives.
 
     For cuBLASMp, real types of 16 and 32 bits only, as in `make test-gpu`, and no sums of an operand of float16: the
     library sums them in float16, which jaxmp refuses under a level. Products without epilog are always tested.

@@ -119,7 +119,7 @@ def _in_type(operand: Operand, x: jax.Array) -> jax.Array:
 
 
 def _shared(product: Product, options: Options) -> dict[str, Any]:
-    """Returns the options that every call takes."""
+    """Returns the options of every call: precision, result type, implementation, alpha if any, and level."""
     return {
         "precision": product.precision,
         "preferred_element_type": product.dtype,

@@ -136,9 +136,9 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after an error: of a refusal, or "failed". At a level
-        notes its products as lost, if `is_lost`; else warns of a fault of jaxmp. Raises errors of a run
-        (`check_is_fault`)."""
+        """Returns the name of the reason why JAX gets an equation after an error: a refusal's text, or "failed" for a
+        fault of jaxmp. If `is_lost`, notes at a level that its products are lost; warns of a fault that it does not
+        note. Raises an error of a run (`check_is_fault`)."""
         check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
@@ -166,7 +166,7 @@ class Rewriter:
             warnings.warn(f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2)
 
     def _line(self, *equations: Any) -> str:
-        """Returns the first line that `equations`, then the equations around, innermost first, have; or "an unknown
+        """Returns the line of the innermost equation that has one, of `equations` and what is around; else "an unknown
         line"."""
         lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
         return next(filter(None, lines), "an unknown line")

@@ -278,8 +278,8 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
     """Returns equations that compute a `lax.ragged_dot` from narrow matrices. None without any, for weak types, if XLA
-    multiplies, if shardings do not fit, with scales unless `_are_rows_known`, and for blocks at a level or of many
-    rows."""
+    multiplies, if shardings do not fit, with scales unless `_are_rows_known`, and for scales of blocks of k at a level
+    or with many rows."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}

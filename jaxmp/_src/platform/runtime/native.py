@@ -48,14 +48,14 @@ _is_logging_plans = False
 
 
 def register() -> None:
-    """Registers jaxmp's custom calls with XLA, unless they are.
+    """Registers jaxmp's custom calls with XLA; further calls do nothing.
 
     Compiling a program that uses jaxmp does this automatically. Call it in a process that only runs programs compiled
     elsewhere (`jax.export.deserialize`, a deserialised executable), before it runs them. It starts JAX's backend, so
     call `jax.distributed.initialize` and similar functions first. If the process has CUDA devices, it opens cuBLASMp
     too; if that fails, the calls on these devices fail with the reason. A process without CUDA devices can compile
-    programs for machines that have them. In a job, an exported program then raises NotImplementedError if its ranks
-    share calls within one process, but its CPU devices belong to several.
+    programs for machines that have them. In a job, compiling an exported program then raises NotImplementedError if its
+    ranks share calls within one process, but its CPU devices belong to several.
 
     >>> import jaxmp
     >>> jaxmp.register()
