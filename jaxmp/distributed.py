@@ -54,7 +54,7 @@ class _Job:
         self.at_end = watch.idle_thread()
 
     def close(self) -> None:
-        """Closes the sockets on which peers connect, ends the idle thread, and forgets the job's data on hardware."""
+        """Closes the sockets on which peers connect, ends the idle thread, and drops the rates shared by rank 0."""
         hardware.set_of_job("")
         self.at_end(lambda: None)
         if self.peers is not None:
@@ -77,7 +77,9 @@ def initialize(
 
     Every process calls it, before anything that starts JAX's backend. Without arguments the launcher provides them:
     mpiexec (through mpi4py; `pip install 'jaxmp[mpi]'` brings both) or SLURM's srun. Without a launcher pass the first
-    three arguments. It also adds XLA flags that end a collective after some time, and starts threads that watch peers.
+    three arguments. It also sets XLA flags that end a collective after 10 times `timeout` (unless the user has set
+    them), and starts threads that watch peers. After a DistributedError the process belongs to a failed job: it cannot
+    initialize again, and ends with status 1.
 
     From then on, a call over several processes first waits until all of them have come to it with an equal call. If a
     process does not come within `timeout`, has ended, or came with another call, then waiting for the result raises an
@@ -89,14 +91,17 @@ def initialize(
       num_processes, process_id: the number of processes, and the rank of this one.
       local_device_ids: as in `jax.distributed.initialize`.
       initialization_timeout: seconds to wait for all processes to call this.
-      timeout: seconds after which a process that has not come to a call is missing; JAXMP_TIMEOUT by default.
+      timeout: seconds after which a process that has not come to a call is missing; by default JAXMP_TIMEOUT, or 60
+        seconds (25 on GPUs).
 
     Raises:
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
         the launcher's variables are incomplete, or rank 0 cannot listen at the coordinator's address, or the machine
         has no network.
       ImportError: mpi4py is missing under mpiexec, unless mpiexec is Open MPI's before version 5.
-      ValueError: arguments that contradict each other, or a host that cannot be resolved.
+      TypeError: num_processes or process_id is not an int.
+      ValueError: arguments that contradict each other, a timeout that is not positive, or a host that cannot be
+        resolved.
       DistributedError: processes are missing, or run other versions of jaxmp or JAX.
 
     >>> import jaxmp
@@ -161,8 +166,10 @@ def initialize(
 
 
 def _join(job: _Job, host: str, timeout: int) -> None:
-    """Meets the other processes, starts the barrier and the watch, and connects this one's neighbours. `timeout`: in
-    seconds. Raises DistributedError if processes are missing or refuse."""
+    """Meets the other processes, starts the barrier and the threads that watch peers, and connects to the neighbours of
+    this process. `host`: the coordinator's. `timeout`: seconds for each wait. Raises DistributedError if processes are
+    missing, or if the job is refused, for example for different versions; neighbours are connected even then, so that
+    the error reaches them."""
     native = native_lib.extension()
     join = functools.partial(
         bootstrap.join_job, host, job.process, job.nprocesses, timeout, reach=job.timeout, tells=calibration.for_job()
@@ -192,6 +199,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
 def shutdown() -> None:
     """Leaves the job, if any, and its collectives: waits for the others to leave it too, then ends JAX's part.
 
+    After an error JAX's part does not end, and this process cannot initialize again: the job counts as failed.
     At the end of a program this happens by itself. JAX cannot be initialized again while a backend exists; after
     `jax.extend.backend.clear_backends()` it can, at another port: rank 0 may still be closing the last one.
 
@@ -219,10 +227,11 @@ def shutdown() -> None:
 
 
 def cause(error: BaseException) -> DistributedError | None:
-    """Returns the failure of another rank that made JAX raise `error`, or `error` if it is one; None for other errors.
+    """Returns the failure of another rank that made JAX raise `error`; None for errors with other causes.
 
-    A program that is already running fails in JAX, with an error of JAX's type. Most such errors hold our message. An
-    error of the transport does not; then `cause` finds out which rank failed (up to a second), and the job has failed.
+    A DistributedError is returned itself. A program that is already running fails in JAX, with an error of JAX's type.
+    Most such errors hold our message. An error of Gloo, the transport between CPUs, does not. In a job, `cause` then
+    asks the peers which rank failed (up to a second), and marks the job as failed.
 
     >>> import jax, jaxmp
     >>> try:
@@ -247,9 +256,10 @@ def cause(error: BaseException) -> DistributedError | None:
 
 
 def _why_transport_failed(native: Any, is_large: bool) -> str:
-    """Explains a collective that failed half-way: peers that have just ended, or silent ones. Waits up to a second.
+    """Returns which peers have ended, else which are silent, else that every process answers; for messages.
 
-    In a large job the news of it may come after the news of ranks of other groups that have ended well.
+    Waits up to a second for the first peer that has ended; in a large job for the first that has ended in a failure,
+    because ranks of other groups may have ended well before. Omits peers that ended because of another rank.
     """
     deadline, gone = time.monotonic() + 1, dict[int, Any]()
     while all(is_large and peer["is_clean"] for peer in gone.values()) and time.monotonic() < deadline:
@@ -262,6 +272,7 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
     return ", ".join(roots or ends[:1]) or "the transport gave up, though every process answers"
 
 
+# Raises RuntimeError if this process is in a job, or has started JAX's backend.
 def _check_moment() -> None:
     if _job is not None or jax_compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
@@ -277,6 +288,7 @@ def _check_moment() -> None:
 def _farewell(job: _Job) -> str:
     """Leaves together with all others, however long they take; returns why that is not possible, or "".
 
+    The reason is the barrier's failure, a peer that has ended in a failure, or one that is silent for `job.timeout`.
     A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first
     completes the work that it has dispatched, because others wait for it.
     """
@@ -313,7 +325,7 @@ def _uncaught() -> BaseException | None:
 
 
 def _forget() -> None:
-    """In a forked child, silently closes what it has inherited of the job."""
+    """Forgets, in a forked child, the job and JAX's part of it, and closes the sockets that it has inherited."""
     global _job
     job, _job = _job, None
     if job is None:
@@ -328,8 +340,9 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _at_exit() -> None:
-    """Leaves the job at the end of the program. After a failure or an exception it ends the process with status 1,
-    because JAX's own exit would wait in a barrier for processes that may be gone."""
+    """Leaves the job, if any, at the end of the program. If the job has failed, or an exception ends the program, it
+    prints the reason, tells the peers, and ends the process with status 1: JAX's own exit would wait in a barrier for
+    processes that may be gone."""
     global _job
     if _job is None:
         return

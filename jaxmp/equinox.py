@@ -30,7 +30,7 @@ class Linear(_equinox.nn.Linear):  # type: ignore[misc]
     Parameters, names and initializers are as in `equinox.nn.Linear`, so either loads the other's leaves.
 
     Args:
-      in_features, out_features: the extents of x and of the result, or "scalar".
+      in_features, out_features: the extents of x and of the result, or "scalar" for an x or result of shape ().
       use_bias, dtype, key: as in `equinox.nn.Linear`.
       activation: as in `jaxmp.linear`. A function that is a module becomes a part of this layer, with its parameters.
 

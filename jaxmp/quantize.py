@@ -4,7 +4,7 @@ A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `m
 Blocks run along the last dimension, as in `jax.nn.scaled_matmul`. int8 takes `tensor` and `rows`. JAX gives a cotangent
 of q the type of q, which makes large ones NaN and small ones 0: to train, write the derivative yourself
 (examples/05_fp8_linear.py). Quantizers compute in float32. They raise TypeError for complex numbers, and for int8 in
-blocks; ValueError if the blocks do not divide k.
+blocks; ValueError if the blocks do not divide k, or x has too few dimensions.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 def largest(dtype: DTypeLike) -> float:
-    """Returns the largest number that a quantizer uses: 127 (int8), 448 (e4m3), 57344 (e5m2), 6 (e2m1).
+    """Returns the largest number that a quantizer uses: 127 for int8, else the largest finite number of the type, for
+    example 448 (float8_e4m3fn), 57344 (float8_e5m2), 6 (float4_e2m1fn).
 
-    Raises TypeError for any other type, and for e8m0, which has neither 0 nor a sign and is for scales only.
+    Raises TypeError unless `dtype` is int8, a float8 or a float4 type; also for e8m0, which is for scales only.
     """
     name = jnp.dtype(dtype).name
     if name == "int8" or (name.startswith(("float8", "float4")) and name != "float8_e8m0fnu"):
@@ -75,7 +76,7 @@ def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> 
     """Returns the float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
     It is 1 if amax is 0 or not finite, and otherwise a normal number (TransformerEngine's rules): a smaller one, which
-    XLA treats as 0 on CPUs, becomes 2^-126.
+    XLA treats as 0 on CPUs, becomes 2^-126, and a larger one the largest float32.
     """
     amax = jnp.asarray(amax, jnp.float32)
     return _usable(amax * (2.0**margin / largest(dtype)), amax)
@@ -90,7 +91,7 @@ def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, scale) with one float32 scalar: `scale`, as in delayed scaling, or `scale_for(amax(x))`.
+    """Returns (q, scale) with one float32 scalar: the given `scale`, as in delayed scaling, or `scale_for(amax(x))`.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> q, scale = jaxmp.quantize.tensor(jnp.array([1.0, -2.0, 0.5]))
@@ -124,7 +125,8 @@ def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, scale (rows, k/128)) of x (rows, k): one float32 scale for 128 adjacent elements of a row."""
+    """Returns (q, scale (rows, k/128)) of x (rows, k): one float32 scale for 128 adjacent elements of a row. x may have
+    more dimensions in front, also for `mxfp8` and `nvfp4`."""
     _check_blocks("vec128", x, 128, dtype=dtype)
     scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
     divisor = low_precision.expand(scale, low_precision.VEC128, x.shape)
@@ -132,7 +134,7 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, scale (rows/128, k/128)) of x (rows, k): one float32 scale for 128 x 128 elements, rows padded."""
+    """Returns (q, scale (ceil(rows/128), k/128)) of x (rows, k): one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128, dtype=dtype)
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
@@ -171,15 +173,15 @@ def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
 
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`. None is a
-    scale of 1. Raises ValueError if no mode fits."""
+    """Returns q times its scale in `dtype`; the scale's shape and dtype give the mode, as in `jaxmp.Scaling`, and a
+    float32 scalar fits any q. None is a scale of 1, except for float4. Raises ValueError if no mode fits."""
     mode = _mode("dequantize", q, scale)
     factor = None if scale is None else jnp.asarray(scale)
     return low_precision.dequantize(jnp.asarray(q), factor, mode, jnp.dtype(dtype))
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
-    """Returns the float32 scale of every element of `q`, in q's shape. Raises ValueError if no mode fits."""
+    """Returns the float32 scale of every element of `q`, in q's shape, by the rules of `dequantize`. Takes no None."""
     mode = _mode("expand", q, scale)
     return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
@@ -196,7 +198,8 @@ def swizzle(scale: Array) -> jax.Array:
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
-    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype` from uint8. Raises ValueError for another length."""
+    """Inverts `swizzle`: returns scales (rows, blocks) of `dtype` from the bytes `flat`. Raises ValueError if their
+    number does not fit."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
         raise ValueError(
@@ -228,7 +231,7 @@ def unpack_fp4(packed: Array) -> jax.Array:
 
 
 def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
-    """Limits a scale to normal float32 numbers, so that it can divide; 1 for an amax of 0, infinity or NaN."""
+    """Returns `scale`, limited to normal float32 numbers, so that it can divide; 1 if amax is 0, infinite or NaN."""
     limits = jnp.finfo(jnp.float32)
     return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
@@ -239,7 +242,7 @@ def _over(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _wide(x: Array) -> jax.Array:
-    """Returns `x` in float32; finite numbers stay finite. Raises TypeError unless it is an array of real numbers."""
+    """Returns `x` in float32; finite float64 numbers stay finite. Raises TypeError unless x is an array and real."""
     if not hasattr(x, "astype"):
         raise TypeError(f"quantize: takes an array of real numbers, got {x!r}")
     if jnp.iscomplexobj(x):

@@ -47,7 +47,10 @@ SOME_EXTENTS = ((1, 3), (33, 17), (1025, 40))
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One comparison of many products: `run` raises if one differs, and returns how many it has compared."""
+    """One comparison of many products: `run` raises if one differs, and returns how many it has compared.
+
+    `promise`: the level of determinism. `subject`: the implementation, type, extents and epilog.
+    """
 
     promise: str
     subject: str
@@ -72,7 +75,8 @@ class Layout:
 
 
 def layouts(ndevices: int) -> Iterator[Layout]:
-    """Yields layouts with every pattern on meshes of `ndevices` devices: 1 (without 2-D meshes) or an even number."""
+    """Yields a layout for each communication pattern on meshes of `ndevices` devices, an even number or 1. One device
+    has no layouts on 2-D meshes."""
     line = (("x", ndevices),)
     rows, cols = P("x", None), P(None, "x")
     yield Layout("local", line, rows, P(None, None), rows)
@@ -102,9 +106,10 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
-    """True if a type has an epilog. On GPUs epilogs are tested for real types of 16 and 32 bits, as in `make test-gpu`.
+    """True if `epilog` is tested for `dtype`: any, except activations of complex numbers and their derivatives.
 
-    cuBLASMp sums an operand of float16 in float16, which jaxmp refuses under a level.
+    For cuBLASMp, real types of 16 and 32 bits only, as in `make test-gpu`, and no sums of an operand of float16: the
+    library sums them in float16, which jaxmp refuses under a level. Products without epilog are always tested.
     """
     row = epilogs.RULES[epilog]
     if implementation == ON_GPUS:
@@ -118,7 +123,8 @@ def _inputs(epilog: Epilog, bias: Any) -> dict[str, Any]:
 
 
 def _aux_inputs(epilog: Epilog, z: Any) -> dict[str, Any]:
-    """Returns the inputs of an epilog that is a derivative: z before the activation, or its packed signs."""
+    """Returns the input of an epilog that is a derivative: z, the activation's argument, or its packed signs. Returns
+    nothing for other epilogs and for complex z."""
     aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
     return {name: x for name, x in aux.items() if name in epilogs.RULES[epilog].inputs}
 
@@ -138,8 +144,11 @@ def check_rows(
     *,
     epilog: Epilog = Epilog.NONE,
 ) -> int:
-    """Checks that rows of D and aux keep their bits if A has only these rows, or others too; `extents`: (k, n). Raises
-    AssertionError if they do not; returns the number of comparisons. `counts`: how many rows to compare."""
+    """Checks that rows of D and aux have the same bits in a product of these rows alone as among max(counts) rows.
+
+    Compares the first m rows for each m in `counts`, and some random selections of rows. `extents`: (k, n). Omits bias
+    gradients that sum over rows. Returns the number of selections. Raises AssertionError for other bits.
+    """
     k, n = extents
     is_transposed = epilog == Epilog.BGRADA  # it sums an a that is stored (k, m)
     product = functools.partial(
@@ -200,8 +209,9 @@ def check_meshes(
 ) -> int:
     """Checks that a product and its gradients on meshes of `counts` devices have the bits of one device.
 
-    `extents` are (m, n, k), `only` names of layouts, all by default. `transpose`: "T" or "N" for a and for b. Returns
-    the number of layouts. Raises AssertionError for other bits.
+    `extents` are (m, n, k), `only` names of layouts, all by default. `transpose`: "T" or "N" for a and for b. Compares
+    d, gelu_aux and the gradients in a, b, c and bias. Omits "grid" for a complex transposed a, which jaxmp refuses.
+    Returns the number of layouts compared. Raises AssertionError for other bits.
     """
     m, n, k = extents
     is_transposed = [letter == "T" for letter in transpose]
@@ -250,7 +260,8 @@ def check_meshes(
 
 
 def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
-    """Yields a check of everything that is promised, shape by shape; `is_quick`: of a part, on the largest mesh."""
+    """Yields checks of all that "batch" and "topology" promise, on meshes of 1, 2, 4 and 8 devices that there are.
+    `is_quick`: fewer shapes and epilogs, and the largest mesh only."""
     devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
     devices = devices[-1:] if is_quick else devices
     for dtype, implementation in itertools.product(DTYPES, implementations):

@@ -34,7 +34,7 @@ _FUNCTIONS = {"_roll_static": "a roll", "_roll_dynamic": "a roll", "_where": "a 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A path from a value to a collective: the equation next to the value and the rest, or the collective itself."""
+    """A path between a value and a collective: the `equation` next to the value and the `rest`; None at the end."""
 
     collective: Any
     equation: Any = None
@@ -42,7 +42,8 @@ class _Step:
 
 
 class Between:
-    """The paths between products and collectives: linear equations before a sum over ranks, any after a gather."""
+    """The paths in a graph from values to a later sum over ranks, through linear equations only, and to an earlier
+    gather, through any but products and sums."""
 
     def __init__(self, graph: Graph) -> None:
         self._equations = graph.equations
@@ -67,8 +68,9 @@ class Between:
             known |= dict.fromkeys(targets, _Step(step.collective, eqn, step))
 
     def reason(self, product: Product) -> str:
-        """Returns why no call does the gather before a product or the sum over ranks after it. Returns "" if there is
-        no such collective, or if the product's call does another one inside shard_map."""
+        """Returns why no call does the gather before a product, or else the sum over ranks after it: the operations
+        between them, the three nearest to the product. Returns "" if there is no such collective, or if the product's
+        call does another one inside shard_map."""
         operands = [v for v in (product.lhs.value, product.rhs.value) if not jax_tracing.is_literal(v)]
         before = next(filter(None, map(self._before.get, operands)), None)
         step = before or self._after.get(self._equations[product.index].outvars[0])

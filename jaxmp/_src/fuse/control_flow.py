@@ -37,7 +37,7 @@ class Functions:
         return self._known[id(closed)]
 
     def jitted(self, params: dict[str, Any]) -> Function:
-        """Returns the function of a `jit` equation, jitted with the equation's options."""
+        """Returns the function of a `jit` equation, jitted with its options; one for equal jaxprs and options."""
         f = self.of(params["jaxpr"])
         key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
         if key not in self._known:
@@ -64,8 +64,8 @@ class Functions:
 
 
 def has_products(eqn: Any, more: Collection[str] = ()) -> bool:
-    """True if an equation's jaxprs may contain something that a call can replace, or one of `more` primitives. True for
-    every custom VJP, because of its rules. False for functions of jaxmp itself."""
+    """True for every custom VJP, because of its rules, and for an equation with jaxprs that contain a product, an
+    operation with products in its derivative, an exchange of rows, or one of `more`. False for functions of jaxmp."""
     if is_own_jit(eqn):
         return False
     return eqn.primitive.name == "custom_vjp_call" or any(
@@ -86,7 +86,7 @@ def products_in(eqn: Any) -> Iterator[Any]:
 
 
 def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
-    """Yields the specs of jaxmp's calls in an equation that promise less than `level`. Integer calls promise all."""
+    """Yields specs of jaxmp's calls, of `eqn` or in its jaxprs, that promise less than `level`; none of integers."""
     spec = eqn.params.get("spec")
     if isinstance(given := getattr(spec, "level", None), Level):
         is_weaker = (level.fixed_order, level.global_order) > (given.fixed_order, given.global_order)
@@ -98,7 +98,7 @@ def weaker_calls(eqn: Any, level: Level) -> Iterator[Any]:
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns an equation's results, with its jaxprs run by `functions`. Raises UnknownError if it has no rule."""
+    """Returns an equation's results, with its jaxprs run by `functions`. Raises UnknownError if `_RULES` lacks it."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         raise UnknownError(f"{eqn.primitive.name} is left as it is")
@@ -177,8 +177,8 @@ def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], e
 
 
 def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
-    """Returns the result of a differentiation rule, with its products rewritten and its zeros and flags unchanged. A
-    rule that cannot be traced runs as it is."""
+    """Returns the result of a user's differentiation rule, with its products rewritten, and symbolic zeros and flags
+    unchanged. A rule that cannot be traced runs as it is."""
     try:
         traced = jax_tracing.Traced(rule, args, {})
     except Exception:  # raised by the user's rule, which may need concrete values

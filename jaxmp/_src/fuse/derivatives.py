@@ -28,11 +28,9 @@ linear_p = jax_compat.make_primitive("jaxmp_linear", multiple_results=True)
 def evaluated(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, *, has_rule: bool = True
 ) -> Any:
-    """Traces a function of pytrees and returns its result, computed with the trace's products as calls.
-
-    `has_rule`: whether the result has the derivative of this module, or the derivative of each operation. The former
-    needs a level and a function without mutable state.
-    """
+    """Traces a function of pytrees and returns its result, computed with the trace's products as calls. The result has
+    the derivative of this module if `has_rule`, at a level, and if the function has no side effects or mutable arrays.
+    Otherwise JAX differentiates each operation."""
     traced = jax_tracing.Traced(fn, args, kwargs)
     jaxpr, consts = traced.jaxpr, traced.consts
 
@@ -52,7 +50,8 @@ def evaluated(
 def _jvp(
     function: Function, options: Options, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the results of a function and their tangents at the level, the tangents from one `linear_p` call."""
+    """Returns (results of a function, their tangents), both at the level. One `linear_p` call computes the tangents
+    from those `tangents` that are no symbolic zeros. Integer results get zeros of type float0."""
     moved = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero | ad.Zero)]
 
     def linearized(*primals: Any) -> Any:
@@ -77,7 +76,7 @@ def _jvp(
 
 
 def _of_some(function: Function, operands: Sequence[Any], places: Sequence[int]) -> Function:
-    """Returns a function of the operands at these places alone; the other operands are fixed."""
+    """Returns `function` as a function of the operands at `places` alone, with the other operands fixed."""
 
     def of_some(*values: Any) -> Sequence[Any]:
         given = dict(zip(places, values, strict=True))
@@ -90,6 +89,7 @@ def _abstract_eval(*avals: Any, function: Function, **_: Any) -> list[Any]:
     return [v.aval for v in jax_tracing.trace(function, avals)[0].outvars]
 
 
+# Differentiates the tangents' map; if residuals have tangents too, the whole function.
 def _linear_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, function: Function, nresiduals: int, options: Options
 ) -> Any:
@@ -100,6 +100,7 @@ def _linear_jvp(
     return linear_p.bind(*primals, **params), linear_p.bind(*primals[:nresiduals], *linear, **params)
 
 
+# Returns the cotangents of the linear operands at the level, None for other operands.
 def _transpose(
     cotangents: Sequence[Any], *operands: Any, function: Function, nresiduals: int, options: Options
 ) -> list[Any]:

@@ -50,14 +50,15 @@ def outputs(product: Product) -> tuple[Any, ...]:
 
 
 def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
-    """Returns the values of a product's `outputs` from one call on its `inputs`, the first one divided by its divisors.
-    Errors use the operand names of `lax.dot_general`."""
+    """Returns the values of a product's `outputs`, (result, perhaps the activation's argument), from one call on its
+    `inputs`. Divides the result by the product's divisors. Errors use the operand names of `lax.dot_general`."""
     first, second = ("rhs", "lhs") if product.is_swapped else ("lhs", "rhs")
     with of_layer("", a=first, b=second):
         d, *rest = _call(product, options, x, w, *extra)
     return [functools.reduce(operator.truediv, product.divisors, d), *rest]
 
 
+# The cases: ranks of a named axis share the product; conjugated matrices; operands for `_general`; x times a matrix.
 def _call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
     rest = iter(extra)
     bias = None if product.bias is None else next(rest)
@@ -102,7 +103,7 @@ def _scaling(product: Product, values: Iterable[jax.Array]) -> Scaling | None:
 
 
 def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array) -> list[jax.Array]:
-    """Returns [the cotangent of gelu's argument `aux`]: the epilog multiplies the product of `xw` by the derivative."""
+    """Returns [x @ w times gelu's derivative at `aux`], the cotangent of gelu's argument, from one call. `xw`: x, w."""
     given = _shared(product, options) | {
         "epilog": Epilog.DGELU,
         "epilog_inputs": {"gelu_aux": aux},
@@ -113,12 +114,12 @@ def gradient(product: Product, options: Options, aux: jax.Array, *xw: jax.Array)
 
 
 def _in_type(operand: Operand, x: jax.Array) -> jax.Array:
-    """Casts an operand to the type of the product. A weak type stays weak, so that the cotangent is JAX's."""
+    """Casts x to `operand.dtype`. Returns x itself if it has this type: a weak type stays, as in JAX's cotangent."""
     return x if x.dtype == operand.dtype else x.astype(operand.dtype)
 
 
 def _shared(product: Product, options: Options) -> dict[str, Any]:
-    """Returns the options that every call takes."""
+    """Returns the options of every call: precision, result type, implementation, alpha if any, and level."""
     return {
         "precision": product.precision,
         "preferred_element_type": product.dtype,
@@ -133,6 +134,8 @@ def out_sharding(aval: Any) -> P | None:
     return aval.sharding.spec if is_explicit(aval) and not aval.sharding.mesh.manual_axes else None
 
 
+# Multiplies other operands than x (..., k) and a matrix. Under a global order it raises NotAvailable for a batch with a
+# sharded contraction, and multiplies as matrices without a batch.
 def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
     one, other = product.x, product.w
     if level.global_order:
@@ -150,9 +153,9 @@ def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options
 
 
 def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
-    """Multiplies x and y with their dimensions joined to (rows, k) and (k, columns). Only the first dimension of k
-    stays sharded (the others are gathered), so that each rank has a contiguous piece of k. Raises NotAvailable if other
-    than the first of joined rows or columns are sharded. Removes `out_sharding` from `options`."""
+    """Returns x times y, multiplied as matrices (rows, k) and (k, columns) of their joined dimensions. Only the first
+    dimension of k stays sharded (the others are gathered), so that each rank has a contiguous piece of k. Raises
+    NotAvailable if any but the first of joined rows or columns is sharded. Removes `out_sharding` from `options`."""
     x, y = _gathered(x, one.contract[1:]), _gathered(y, other.contract[1:])
     shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
     a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
@@ -167,7 +170,7 @@ def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, optio
 
 
 def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Returns x with these dimensions whole on every device, where its type shards them."""
+    """Returns x with these dimensions whole on every device, or x itself if its type shards none of them."""
     if not any(_axes_of(x, d) for d in dims):
         return x
     spec = jax.typeof(x).sharding.spec
@@ -176,7 +179,7 @@ def _gathered(x: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 
 def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
-    """Returns x as a matrix, with these dimensions joined to its rows and its columns (`_joined_axes`)."""
+    """Returns x as a matrix, with these dimensions joined to rows and columns, and their sharding (`_joined_axes`)."""
     shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
     sharding = None
     if is_explicit(jax.typeof(x)):
@@ -187,7 +190,7 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
 
 
 def _joined_axes(entries: Sequence[Any]) -> Any:
-    """Returns the axes of dimensions that are joined. Raises NotAvailable if any but the first of them is sharded."""
+    """Returns the first of the mesh axes of joined dimensions. Raises NotAvailable if another one is not None."""
     if any(entries[1:]):
         raise NotAvailable("ranks hold joined dimensions interleaved")
     return entries[0] if entries else None

@@ -54,8 +54,8 @@ class _Matrix:
         return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
     def along(self, dimension: int) -> _Matrix:
-        """Makes `dimension` the rows of the matrix. Free dimensions before it become leading dimensions. Returns the
-        matrix itself for its first free dimension, and for a contracted one."""
+        """Returns the operand folded so that `dimension` is its rows, and free dimensions before it lead as a batch.
+        Returns itself for the first free dimension and for a contracted one."""
         free = self.operand.free
         if dimension == free[0] or dimension not in free:
             return self
@@ -65,7 +65,8 @@ class _Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """A way to compute (free dimensions of a, of b): copies `copied` elements, then calls `function` over `axes`."""
+    """A call that computes a result (free dimensions of a, of b): copies `copied` elements, then calls `function`, one
+    of the collective matmuls, over `axes`."""
 
     function: Callable[..., Any]
     a: _Matrix
@@ -74,7 +75,7 @@ class _Way:
     copied: int = 0
 
     def __call__(self, c: jax.Array | None = None, **options: Any) -> Any:
-        """Returns the result of the call. `c` has the shape of the product's result, with the columns last."""
+        """Returns the result of the call, still folded. `c`: an addend in the shape of the product's result."""
         a, b = self.a.folded, self.b.folded
         if c is not None and a.ndim == 2:
             c = c.reshape(math.prod(c.shape[:-1]), c.shape[-1])
@@ -88,7 +89,7 @@ class _Way:
 
 
 def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> list[jax.Array]:
-    """Returns a product's results from (x, w, bias, c): d, and the activation's argument if other equations read it.
+    """Returns a product's results from `operands`, (x, w, bias, c): d, and the activation's argument if others read it.
     Raises NotAvailable for activations except relu and gelu, and for operands that fold into no matrix."""
     x, w, bias, c = operands
     if product.activation and product.activation not in ("relu", "gelu"):
@@ -118,10 +119,8 @@ def call(product: Product, operands: Sequence[Any], shared: dict[str, Any]) -> l
 
 
 def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.Array | None) -> list[jax.Array]:
-    """Returns [activation(d + bias + c)], and after it the sum before the activation if the product keeps it.
-
-    The call cannot do this itself, because a transposed call adds its bias along the rows.
-    """
+    """Returns [activation(d + bias + c)], and after it the sum before the activation if the product keeps it. For calls
+    with a transposed result, which would add the bias along the rows."""
     if bias is not None:
         d = d + bias.reshape((1,) * (d.ndim - 1) + bias.shape)
     if c is not None:
@@ -131,7 +130,8 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
 
 
 def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
-    """Returns the calls that gather g, to multiply it and o. `is_first`: g's dimensions come first in the result."""
+    """Returns the one or two calls of the table above that gather g, to multiply it and o; none for dimensions that do
+    not fold. `is_first`: g's dimensions come first in the product's result."""
     gather = g.operand.gather
     assert gather is not None
     axes, free, ways = gather.axes, g.operand.free, []

@@ -31,8 +31,9 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather. `why`:
-    by index of each product that reads a gather, a key of `reasons.REASONS`. It applies only if the gather stays."""
+    """`taken`: indices of gathers that become part of calls. `again`: indices of products that repeat a gather that
+    another product reads too. `why`: for the index of each product after a gather, why a gather before it stays (a key
+    of `reasons.REASONS`). It means nothing if all its gathers are `taken`."""
 
     taken: frozenset[int] = frozenset()
     again: frozenset[int] = frozenset()
@@ -40,7 +41,8 @@ class Choice:
 
 
 def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
-    """Chooses the gathers that become part of the calls of the products `dots`, one by name for each call."""
+    """Chooses the gathers that become part of the calls of the products `dots` (indices), the one with most bytes
+    first; for each call at most one all_gather."""
     readers: dict[int, list[int]] = {}
     why: dict[int, str] = {}
     for dot in dots:
@@ -63,8 +65,8 @@ def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | N
 
 
 def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
-    """Returns the indices of the gathers before a product, also through casts, transposes and reshapes. Every
-    all_gather counts, but only reshards that a call can do."""
+    """Returns the indices of the gathers before a product, also through casts, transposes, conj, pvary and reshapes.
+    Every all_gather counts, but only reshards that a call can do."""
     found = []
     for v in graph.equations[dot].invars:
         while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*PASSES, "reshape"):
@@ -75,7 +77,7 @@ def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
 
 
 def _is_gather(eqn: Any) -> bool:
-    """True if a call can do this gather of whole axes: a tiled all_gather, or a reshard that only removes axes."""
+    """True for a tiled all_gather of whole axes, and for a reshard on explicit axes that only removes axes."""
     if eqn.primitive.name == "reshard":
         if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             return False
@@ -87,8 +89,8 @@ def _is_gather(eqn: Any) -> bool:
 
 
 def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
-    """Returns why a gather before the products `dots` stays (a key of `reasons.REASONS`), or "" if calls do it. `busy`:
-    the products that have a gather by name already."""
+    """Returns why gather `i` before the products `dots` stays, or "" if calls do it: "gather" if only reshapes read it,
+    "shared" if one gather is faster, "gathered" for other reasons. `busy`: products with an all_gather already."""
     ends = _ends(graph, graph.equations[i].outvars[0])
     if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
         return "gather"
@@ -106,7 +108,7 @@ def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implem
 
 
 def _ends(graph: Graph, v: Any) -> list[int]:
-    """Returns the indices of a value's readers, RESULT included. The readers of a cast or a transpose replace it."""
+    """Returns the indices of a value's readers, RESULT included; the readers of PASSES (casts, ...) replace them."""
     ends: list[int] = []
     for i in graph.readers(v):
         if i != RESULT and graph.equations[i].primitive.name in PASSES:
@@ -117,7 +119,8 @@ def _ends(graph: Graph, v: Any) -> list[int]:
 
 
 def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
-    """Returns (gathered operand, other one). The first is None if both read the gather or other operations follow."""
+    """Returns (the operand that reads `gather`, the other one). Returns (None, lhs) if both read it, or if neither
+    reads it through operations that a call can do."""
     eqn: Any = graph.equations[dot]
     contract, batch = eqn.params["dimension_numbers"]
     sides = [
@@ -130,7 +133,8 @@ def _operand_after(graph: Graph, dot: int, gather: int) -> tuple[Operand | None,
 
 
 def _takes(operand: Operand | None) -> bool:
-    """True if a call can gather this operand, by a reshard or along rows, columns or k of a matrix; False for None."""
+    """True if a call can gather this operand: after a reshard always; after an all_gather if it folds into a matrix
+    with the gathered dimension as rows, columns or k. False for None."""
     if operand is None or operand.gather is None:
         return operand is not None
     return operand.is_flat and operand.folds(operand.gather.dimension)
@@ -160,12 +164,12 @@ def _summed(graph: Graph, dot: int) -> int:
 
 
 def is_narrow(eqn: Any) -> bool:
-    """True for a gather (`_is_gather`) of numbers of 8 bits or fewer, which XLA might widen first."""
+    """True for a gather (`_is_gather`) of numbers of 8 bits or fewer, which XLA might convert before it gathers."""
     return _is_gather(eqn) and eqn.invars[0].aval.dtype.name in NARROW
 
 
 def as_bytes(eqn: Any, x: jax.Array) -> jax.Array:
-    """Evaluates such a gather of `x` by a collective of jaxmp."""
+    """Returns the result of a gather of `x` that `is_narrow`, by a collective of jaxmp."""
     if eqn.primitive.name == "reshard":
         want = eqn.outvars[0].aval.sharding
         return collectives.reshard(x, want.mesh, jax.typeof(x).sharding.spec, want.spec, is_explicit=True)
@@ -183,8 +187,8 @@ def reads_in_place(implementation: Implementation | None) -> bool:
 
 
 def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
-    """Returns the GPU's data sheet, the same in every process, if calls overlap their transfers there; else None. A GPU
-    without a sheet counts as an H100."""
+    """Returns the data sheet of the GPU, where calls overlap their transfers; of the H100 if it has none. Returns None
+    on other platforms and with XLA's implementation."""
     if decide.here().platform not in ("cuda", "gpu") or implementation == "xla":
         return None
     kind = jax.devices()[0].device_kind.lower()
@@ -192,10 +196,8 @@ def overlapping_machine(implementation: Implementation | None) -> Hardware | Non
 
 
 def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
-    """True if the products `dots` take less time when each call gathers `i` than after one gather.
-
-    Always True if calls read shards in place. False if the mesh or the machine's rates are unknown.
-    """
+    """True if the products `dots` take less time when each call gathers `i` than after one gather. Always True if calls
+    read shards in place. False on other CPU devices, and if the mesh or a rate is unknown."""
     if reads_in_place(implementation):
         return True
     machine = overlapping_machine(implementation)
@@ -220,7 +222,8 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
 
 
 def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
-    """Returns a product's work, for `call_time`. `share`: 1 for global shapes, `ndevices` for the shapes of shards."""
+    """Returns the work of a product for `call_time`. `share`: 1 for global shapes, `ndevices` for the shapes of
+    shards."""
     eqn: Any = graph.equations[dot]
     a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
     k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
@@ -229,8 +232,8 @@ def _work(graph: Graph, dot: int, share: int, ndevices: int) -> dict[str, Any]:
 
 
 def _hides(graph: Graph, dot: int, gather: int) -> bool:
-    """True if a call multiplies while it gathers. cuBLASMp does so along a free dimension, unless the other operand is
-    stored with rows first; then it gathers before a local product."""
+    """True if a call on GPUs multiplies while it gathers: after a reshard, or along a free dimension. False if the
+    other operand is stored with rows first, because the call then gathers before a local product."""
     gathered, other = _operand_after(graph, dot, gather)
     if gathered is None or other.has_rows_first:
         return False

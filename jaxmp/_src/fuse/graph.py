@@ -43,10 +43,8 @@ def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
-    """Equations, by index, that one rewrite replaces.
-
-    `emit` takes the values of `inputs` and returns the values of `outputs`. `what` names the replacement.
-    """
+    """Equations, by index, that one rewrite replaces. `emit` takes the values of `inputs` and returns the values of
+    `outputs`. `what` names the replacement."""
 
     equations: frozenset[int]
     inputs: tuple[Any, ...]
@@ -61,7 +59,7 @@ class Group:
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
-    """Returns the value of a jaxpr's variable or of a literal."""
+    """Returns `values[v]` for a variable, and a literal's value."""
     return v.val if jax_tracing.is_literal(v) else values[v]
 
 
@@ -102,12 +100,12 @@ class Graph:
         return self._readers.get(v, [])
 
     def only_reader(self, v: Any) -> int | None:
-        """Returns the index of the only equation that reads a value, or None. The jaxpr's results count as readers."""
+        """Returns the index of the only reader of a value; None if it has others, is a result or in the barrier."""
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
 
     def unread(self) -> list[Any]:
-        """Returns one value of each equation without readers: checks and errors may still depend on it."""
+        """Returns one value of each equation that has no readers, because checks and errors may depend on it."""
         unread = (eqn.outvars for eqn in self.equations if not any(map(self.readers, eqn.outvars)))
         return [v for outvars in unread for v in outvars[:1]]
 
@@ -124,7 +122,7 @@ class Graph:
         return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
 
     def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any], wanted: Collection[Any]) -> None:
-        """Evaluates plain equations, and adds to `values` each result that is `wanted` or read by others."""
+        """Evaluates plain equations, and adds to `values` at least each result that is `wanted` or that others read."""
         equations, inside = [self.equations[i] for i in indices], set(indices)
         made = (v for eqn in equations for v in eqn.outvars)
         outputs = [v for v in made if v in wanted or not inside.issuperset(self.readers(v))]
@@ -140,8 +138,8 @@ class Graph:
 
 
 def with_whole_collectives(graph: Graph, left: Collection[Any] = ()) -> Graph:
-    """Returns the graph with each collective's start and done as one equation, except for results that are `left`. A
-    start that other equations read too stays."""
+    """Returns the graph with each collective's start and done as one equation. Both stay if the result of done is in
+    `left`, or if another equation reads start."""
     equations, joined = list[Any](), set[int]()
     for eqn in graph.equations:
         start: Any = graph.made_by(eqn.invars[0]) if eqn.primitive.name.endswith("_done") else None
@@ -158,7 +156,8 @@ def without_batches_of_one(graph: Graph) -> Graph:
 
 
 def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> Graph:
-    """Returns the graph with equations replaced by the equations that `rule` returns, if any. Warns if it fails."""
+    """Returns the graph with each equation replaced by the equations that `rule` returns; `graph` itself if it returns
+    none at all. An equation stays if `rule` returns None, or fails by a fault, with a warning (`reasons.safely`)."""
     parts = [safely([eqn], functools.partial(rule, eqn)) for eqn in graph.equations]
     if not any(parts):
         return graph
@@ -167,11 +166,9 @@ def each_in_place(graph: Graph, rule: Callable[[Any], Sequence[Any] | None]) -> 
 
 
 def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a `dot_general` without its batch, if the batch is one product. lhs's batch dimensions
-    become rows and rhs's are removed; a matrix times its transpose stays a product of one array with itself.
-
-    Returns None for other equations, and if rhs is gathered, because a call takes in that gather with the batch.
-    """
+    """Returns equations that compute a `dot_general` without its batch, if the batch is one product: lhs's batch
+    dimensions become rows and rhs's are removed. A matrix times its transpose stays a product of one array with itself.
+    Returns None for other equations, and if rhs is gathered, because a call takes in that gather with the batch."""
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
@@ -207,7 +204,7 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any] | None:
 
 
 def spliced(eqn: Any, program: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """Returns the equations of a program of `operands`, which replace an equation."""
+    """Returns equations that compute `eqn.outvars` by `program` from the variables `operands`, to replace `eqn`."""
     with jax_tracing.traced_as(eqn):
         jaxpr, _ = jax_tracing.trace(program, [v.aval for v in operands])
     names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))

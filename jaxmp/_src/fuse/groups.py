@@ -28,8 +28,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[int, str]]:
-    """Returns (the graph, the groups, why other products have none, by index). In the graph, collectives are whole
-    where a group takes them in, batches of one are products, and narrow weights are read as stored."""
+    """Returns (a graph, its groups, by index why other `dot_general`s have none). In the graph, collectives are whole
+    where a group takes them in, batches of one product have no batch, and narrow weights are read as stored."""
 
     def found(left: Collection[Any]) -> tuple[Graph, list[Group], dict[int, str]]:
         whole = without_batches_of_one(with_whole_collectives(graph, left))
@@ -46,7 +46,7 @@ def grouped(graph: Graph, options: Options) -> tuple[Graph, list[Group], dict[in
 
 
 def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group], dict[int, str]]:
-    """Returns (what is replaced, why other `dot_general`s are not, by index). `whole`: the graph without barriers."""
+    """Returns (groups, by index why other `dot_general`s are in none). `whole`: the graph without barriers."""
     dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
     if not dots:
         return [], {}
@@ -88,15 +88,15 @@ def groups_of(graph: Graph, whole: Graph, options: Options) -> tuple[list[Group]
 
 
 def of_product(product: Product, options: Options, note: str = "") -> Group:
-    """Builds the group of a product's call. `note`: the name of a note on the call, or ""."""
+    """Builds the group of a product's call. `note`: the name of a note in `reasons` that the call carries, or ""."""
     call = functools.partial(emit.call, product, options)
     call = jax.named_scope(NOTE + note)(call) if note else call
     return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
 
 def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Group]:
-    """Returns two groups for each product before gelu and product before gelu's derivative. The first call returns the
-    aux that the epilog of the second call reads."""
+    """Returns two groups for each pair of a product followed by gelu and a product that this gelu's derivative
+    multiplies. The first call returns the aux that the epilog of the second call reads."""
     groups: list[Group] = []
     firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
     plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
@@ -121,8 +121,8 @@ def _pairs(graph: Graph, found: Sequence[Product], options: Options) -> list[Gro
 def _pair(
     graph: Graph, forward: Product, match: Match, backward: Product, back: Match
 ) -> tuple[Product, Product] | None:
-    """Returns (the first product up to its activation, the second product with the derivative after it), or None if
-    other equations read a value that neither returns."""
+    """Returns (`forward` with its activation `match`, `backward` with the derivative `back` after it), or None if other
+    equations read a value that neither returns."""
     both = match.equations | back.equations
     if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
         return None
@@ -138,7 +138,8 @@ def _pair(
 
 
 def _why_left(product: Product, options: Options) -> str | None:
-    """Returns why JAX computes a product (a key of REASONS); None if the product becomes a call."""
+    """Returns why JAX computes a product (a key of REASONS): "type", "batch" or "local". None if it becomes a call: at
+    a level, if ranks communicate, on automatic axes, for relu and gelu, and where XLA is slower."""
     dtypes = product.lhs.dtype, product.rhs.dtype
     is_int8 = set(dtypes) == {np.dtype("int8")}
     if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
@@ -159,7 +160,7 @@ def _why_left(product: Product, options: Options) -> str | None:
 
 
 def _gains_by_symmetry(product: Product) -> bool:
-    """True if it is a large matrix times its transpose on CPUs, because hostmp computes only half of the result."""
+    """True for a large matrix times its transpose on CPUs, because hostmp computes only half of the result."""
     shape = product.lhs.value.aval.shape
     work = 2 * math.prod(shape) * math.prod(shape[i] for i in product.lhs.free)
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH

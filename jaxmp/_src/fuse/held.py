@@ -7,8 +7,8 @@ depend on the mesh, because XLA moves data between operations. So, under a level
 - a sum is a product with ones, a call of jaxmp's;
 - the result of each operation that XLA may merge passes through `fence`, and so does a divisor;
 - an operation that XLA approximates is alone between barriers;
-- a scatter that adds or multiplies, a product of elements and a cumulative sum or product get whole operands on every
-  device.
+- under a global order, a scatter that adds or multiplies, a product of elements and a cumulative sum or product get
+  whole operands on every device.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ PARTED = {
 
 
 def is_held(eqn: Any) -> bool:
-    """True if an equation takes another form under a level: of HELD, with an inexact result of at least 16 bits, except
-    for a sum of at most one term and for a scatter with no updates that may collide."""
+    """True if an equation is evaluated by `evaluate` at a level: a primitive in HELD with an inexact result of at least
+    16 bits. False for a sum of at most one term and for a scatter with no updates that may collide."""
     if eqn.primitive.name not in HELD:
         return False
     aval = eqn.outvars[0].aval
@@ -74,7 +74,7 @@ def parts(eqn: Any) -> bool:
 
 
 def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequence[Any]:
-    """Returns the results of an equation that `is_held`. Under a global order, WHOLE operations get whole operands."""
+    """Returns the results of an equation that `is_held`, in the form that the module's docstring gives for it."""
     name = eqn.primitive.name
     if name == SUM:
         return [_sum(eqn, operands[0], options)]
@@ -92,8 +92,8 @@ def evaluate(eqn: Any, operands: Sequence[Any], options: emit.Options) -> Sequen
 
 
 def fence(x: jax.Array) -> jax.Array:
-    """Returns `x`, rounded to its type. Neither XLA nor LLVM looks through the choice between `x` and NaN. Returns
-    complex and integer `x` unchanged."""
+    """Returns `x`, rounded to its type, through a choice between `x` and NaN that neither XLA nor LLVM looks through.
+    Returns complex and integer `x` itself."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if x.dtype.itemsize == 2:
@@ -103,7 +103,7 @@ def fence(x: jax.Array) -> jax.Array:
 
 
 def _alone(eqn: Any, x: jax.Array) -> jax.Array:
-    """Returns the result of an approximated operation, in a kernel of its own. XLA computes 16-bit types in float32."""
+    """Returns the result of an operation in ALONE, in a kernel of its own; in float32 for 16-bit types, as XLA does."""
     is_logistic = eqn.primitive.name == "logistic"
     wide = x.astype(np.float32) if x.dtype.itemsize == 2 else x
     d = lax.optimization_barrier(-wide if is_logistic else wide)
@@ -112,8 +112,8 @@ def _alone(eqn: Any, x: jax.Array) -> jax.Array:
 
 
 def _sum(eqn: Any, x: jax.Array, options: emit.Options) -> jax.Array:
-    """Returns a sum as a product with ones. On explicit axes, free dimensions stay sharded, and of summed dimensions
-    only the first with an extent other than 1."""
+    """Returns a sum as a product with ones. On explicit axes, dimensions that are not summed stay sharded; of summed
+    dimensions only the first with an extent other than 1, and the others are gathered."""
     axes, mesh = tuple(sorted(eqn.params["axes"])), jax.typeof(x).sharding.mesh
     free = tuple(i for i in range(x.ndim) if i not in axes)
     is_typed = is_explicit(jax.typeof(x))
@@ -158,7 +158,8 @@ def _may_collide(eqn: Any) -> bool:
 
 
 def _whole(eqn: Any, operands: Sequence[Any]) -> jax.Array:
-    """Returns the result of an operation with whole operands on every device, sharded as its type says."""
+    """Returns the result of an operation with whole operands on every device. On explicit axes the result is sharded as
+    the equation's type says, otherwise whole."""
     if any(is_explicit(jax.typeof(x)) for x in operands):
         d = _plain(eqn, *(_resharded(x, P()) for x in operands))
         return _resharded(d, eqn.outvars[0].aval.sharding.spec)

@@ -18,8 +18,8 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def find_layers(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
-    """Returns a group for each pair of layers (with relu or gelu) and, without a level, each gated layer (with any
-    activation) among these products, if nothing else reads the hidden layer and it is not resharded."""
+    """Returns a group for each two of these products with relu or gelu between them and, without a level, each gated
+    layer (with any activation), if nothing else reads the hidden layer and it is not resharded."""
     by_result = {product.result: product for product in products if product.c is None}
     groups = []
     for product in products:
@@ -45,7 +45,7 @@ def _is_layer(product: Product) -> bool:
 
 
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
-    """Returns (gate, up) if `hidden` is act(gate) * up, both read the same x and nothing else reads them, else None."""
+    """Returns (gate, up) if `hidden` is act(gate) * up, both of one x, and nothing else reads them; else None."""
     eqn = graph.made_by(hidden)
     if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None
@@ -59,7 +59,7 @@ def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Pr
 
 
 def _layers(products: tuple[Product, ...], between: frozenset[int], options: Options) -> Group:
-    """Builds the group of (first, down), or (gate, up, down) if it is gated, with the equations between them."""
+    """Builds the group of `products`, (first, down) or (gate, up, down), with the equations `between` them."""
     biases = (product.bias for product in products if product.bias is not None)
     name = "mlp" if len(products) == 2 else "gated_mlp"
     return Group(
@@ -71,6 +71,7 @@ def _layers(products: tuple[Product, ...], between: frozenset[int], options: Opt
     )
 
 
+# Calls `mlp` for two products, `gated_mlp` for three. `arrays`: the weights, then the biases that there are.
 def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
     first, down = products[0], products[-1]
     weights = [w.astype(product.w.dtype) for product, w in zip(products, arrays, strict=False)]

@@ -27,7 +27,7 @@ Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[A
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A scan equation of a graph: its body and constants, and how many operands are shared by all steps or carried."""
+    """A scan equation of a graph, its body, and how many of its operands all steps share and are carried."""
 
     index: int
     eqn: Any
@@ -53,8 +53,9 @@ class Pair:
     """A forward scan, a backward scan, and the graph of both bodies. An epilog of the backward body reads an aux of the
     forward body.
 
-    `links`: variables of the backward body, with the forward body's value for each. `stacked`: places of stacked values
-    that other equations read. `crossing`: what the forward body stacks for the backward body. `steps`: for each body.
+    `links`: variables of the backward body, with the forward body's value for each. `left`: by index, why JAX computes
+    a product of the graph. `results`: of the backward body. `stacked`: places of stacked values that other equations
+    read. `crossing`: what the forward body stacks for the backward body. `steps`: for each body.
     """
 
     forward: _Scan
@@ -68,10 +69,11 @@ class Pair:
     steps: tuple[Sequence[int | Group], Sequence[int | Group]]
 
     def run(self, eqn: Any, values: Values, run: Run, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> bool:
-        """Runs one of the two scans into `values`. Returns False if the scan has to be evaluated like any other. If the
-        backward scan is refused, it first replaces the forward results by JAX's, with `evaluate`.
+        """Evaluates `eqn`, one of the two scans, into `values`, and returns True. Returns False if a call of this scan
+        or, before, of the forward scan was refused: `eqn` then has to be evaluated like any other equation.
 
-        `values[self]` holds what crosses; it is missing if a call of the forward scan was refused.
+        If the backward scan is refused, `evaluate` replaces the forward scan's results. The forward scan sets
+        `values[self]` to what crosses.
         """
         forward = self.forward.eqn
         if eqn is not forward and self not in values:
@@ -89,6 +91,7 @@ class Pair:
                     values |= zip(forward.outvars, evaluate(forward, operands), strict=True)
             return False
 
+    # Adds the results that other equations read, and `values[self]`, what the backward scan reads.
     def _run_forward(self, values: Values, run: Run) -> None:
         scan = self.forward
         ncarry = scan.ncarry
@@ -118,8 +121,8 @@ class Pair:
 
 
 def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | None:
-    """Pairs two scans of one length. Returns None if no epilog of the backward body reads an aux of the forward body,
-    or if the forward body would need the backward body."""
+    """Pairs two scans of the graph `outer`. Returns None if their lengths differ, if no epilog of the backward body
+    reads an aux of the forward body, or if the forward body would need the backward body."""
     first, second, reader = forward.body, backward.body, {backward.index}
     stacked = list(zip(forward.eqn.outvars, first.outvars, strict=True))[forward.ncarry :]
     variables = [(v, inside) for v, inside in stacked if not jax_tracing.is_literal(inside)]
@@ -160,8 +163,8 @@ def _pair(outer: Graph, forward: _Scan, backward: _Scan, plan: Plan) -> Pair | N
 
 
 def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict[Any, Any], results: Any) -> Any:
-    """Runs a scan. `results` computes a step's (carry, stacked) from its variables. `more` is scanned over too.
-    `invars`: the body's variables, None for operands that are not passed."""
+    """Returns (carry, stacked) of a scan. `results` computes the same of one step from its values by variable. `more`:
+    further arrays to scan over, by variable. `invars`: the body's variables, None for operands that are not passed."""
     n, start = scan.nfixed, scan.xs.start
     operands = [None if v is None else read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
 
@@ -188,13 +191,13 @@ def _of(v: Any, found: Container[Any]) -> bool:
 
 
 def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
-    """Returns the equation with its operands renamed."""
+    """Returns the equation with the operands that `names` has renamed."""
     return eqn.replace(invars=[v if jax_tracing.is_literal(v) else names.get(v, v) for v in eqn.invars])
 
 
 def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
-    """Returns the variables of a body that are broadcast literals, with the equations before the scan that make them.
-    JAX moves these equations there, out of derivatives of activations."""
+    """Returns the equations before a scan that broadcast literals, by the body's variable for each. JAX moves these
+    equations there, out of derivatives of activations."""
     found = {}
     for outside, inside in zip(scan.eqn.invars[: scan.nfixed], scan.body.invars, strict=False):
         eqn = graph.made_by(outside)
@@ -208,7 +211,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
 
 
 def find_pairs(graph: Graph, plan: Plan) -> dict[int, Pair]:
-    """Returns the pairs of scans by the index of each scan, at most one each. The second reads an aux of the first."""
+    """Returns the pairs of scans (`_pair`) by the index of each scan, at most one for each; `plan` finds the groups."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
         return {}

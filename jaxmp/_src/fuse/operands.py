@@ -25,8 +25,9 @@ class Gather:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A product's operand: `value`, cast to `dtype`, with the dimension numbers of `value`. The call does the
-    `equations` after it too: a `gather` by name (then `value` is a shard), a reshard, a conjugation, and transposes."""
+    """A product's operand: `value`, cast to `dtype`, and its contracted and batch dimensions. The call does the
+    `equations` after it too: an all_gather (`gather`; then `value` is a shard), a reshard, casts, a conjugation,
+    transposes and pvary."""
 
     value: Any
     dtype: np.dtype
@@ -52,17 +53,18 @@ class Operand:
 
     @property
     def is_flat(self) -> bool:
-        """True if its dimensions, as stored, fold into the two dimensions of a matrix. False with a batch."""
+        """True if the contracted dimensions are the first or the last ones, in order, and there is no batch: a reshape
+        then makes a matrix."""
         return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
 
     def folds(self, dimension: int) -> bool:
-        """True if blocks along this dimension are blocks of rows or columns of the matrix that the operand folds into.
-        Dimensions before the last free dimension may stay unfolded, as leading dimensions."""
+        """True if blocks along this dimension are blocks of rows or columns of the matrix that the operand folds into:
+        the first contracted or free dimension, or, with rows first, the last free one (those before stay a batch)."""
         return dimension in (self.contract[:1] + self.free[:1]) or (self.has_rows_first and dimension in self.free[-1:])
 
 
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """Returns the explicit axes that shard each dimension."""
+    """Returns the explicit axes that shard each dimension, () if none do."""
     spec = aval.sharding.spec.partitions
     entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
     return tuple(
@@ -71,7 +73,8 @@ def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def is_auto(aval: Any) -> bool:
-    """True if XLA shards a type's values: its mesh, or else the mesh around, is automatic and has several devices."""
+    """True if XLA shards a type's values: all axes of its mesh, or else of the mesh that is set, are automatic, and
+    there are several devices."""
     mesh = aval.sharding.mesh if not aval.sharding.mesh.empty else jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
@@ -93,12 +96,10 @@ def operand_of(
     *,
     over_pvary: bool = True,
 ) -> Operand:
-    """Returns the operand of a product that reads `v`. The search goes back to the start of a gather of `gathers`, or
-    over transposes, conjugations and (`over_pvary`) pvary: the call's gradient does pvary's transpose, a sum.
-
-    Casts stay before the product, except for casts between such a gather and the product. If `gathers` (indices) is
-    empty, only the product may read what is between.
-    """
+    """Returns the operand of a product that reads `v` with these dimension numbers. Goes back from `v` over what a call
+    does: transposes, conjugations, pvary if `over_pvary` (the call's gradient does its transpose, a sum), and one
+    gather of the indices `gathers`, with casts and pvary after it. Other casts stay before the product. If `gathers` is
+    empty, goes only over values that nothing else reads."""
     now = best = Operand(v, v.aval.dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None and not all(map(jax_tracing.is_literal, eqn.invars[:1])):
         i, name = graph.producer[now.value], eqn.primitive.name
@@ -122,7 +123,7 @@ def _of_all_gather(operand: Operand, eqn: Any) -> Operand:
 
 
 def _of_transpose(operand: Operand, eqn: Any) -> Operand | None:
-    """Returns the operand before a transpose, or None if the order of free dimensions changes or a gather follows."""
+    """Returns the operand before a transpose; None if free dimensions change their order, or after an all_gather."""
     contract, batch, free = (
         tuple(eqn.params["permutation"][d] for d in dims) for dims in (operand.contract, operand.batch, operand.free)
     )

@@ -92,8 +92,8 @@ class Product:
 
 
 def _is_shared(lhs: Operand, rhs: Operand) -> bool:
-    """True if ranks hold different parts of the operands: inside shard_map if these vary over different axes and have
-    no batch, outside if explicit axes shard a dimension that is not a batch."""
+    """True if ranks share the product: inside shard_map if the operands vary over different axes and have no batch,
+    outside if explicit axes shard a dimension that is not a batch."""
     if jax_tracing.manual_axes():
         varying = [jax_compat.varying_axes(operand.value.aval) for operand in (lhs, rhs)]
         return not lhs.batch and varying[0] != varying[1]
@@ -102,9 +102,9 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
 
 
 def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
-    """Returns the product of a `dot_general`, with the operations that its call can do. `gathers`: the gathers that
-    calls do, by index. `epilogs`: whether calls also do scales, factors, biases, activations and additions. `manual`:
-    inside shard_map, where the call may do a sum over ranks; outside, it may do a reshard."""
+    """Returns the product of the `dot_general` at `index`, with the operations that its call can do. `gathers`: indices
+    of the gathers that calls do. `epilogs`: calls also do scales, factors, biases, activations and additions. `manual`:
+    the jaxpr is inside shard_map, where the call may do a sum over ranks; otherwise it may do a reshard."""
     product = bare(graph, index, gathers)
     product = _with_cast(graph, product)
     product = _with_transpose(graph, product)
@@ -123,7 +123,8 @@ def product_at(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bo
 
 
 def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Product:
-    """Returns the product of a `dot_general`, with operations on its operands only (`operand_of`)."""
+    """Returns the product of the `dot_general` at `index`, with operations on its operands only (`operand_of`). They
+    include pvary unless the result would then vary over fewer axes."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
     for over_pvary in (True, False):
@@ -148,14 +149,15 @@ def bare(graph: Graph, index: int, gathers: frozenset[int] = frozenset()) -> Pro
 
 
 def collective_after(graph: Graph, index: int) -> Any | None:
-    """Returns the collective after a product that its call could do if it gathered nothing; None outside shard_map."""
+    """Returns the sum over ranks that a product's call could do if it gathered nothing, or None; None outside
+    shard_map."""
     product = _with_transpose(graph, _with_cast(graph, bare(graph, index)))
     found = _with_collective(graph, product, manual=True, factors=True)
     return found.collective if jax_tracing.manual_axes() else None
 
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
-    """True if the product is added to others, perhaps cast or transposed, before a sum over ranks in shard_map."""
+    """True if additions, and perhaps casts and transposes, come between the product and a sum over ranks."""
     v, is_sum = (product.before or product).result, False  # an addition may be part of the call, as c
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
@@ -179,7 +181,7 @@ def _after(product: Product, i: int, eqn: Any, **changes: Any) -> Product:
 
 # Each `_with` function returns the product itself if the call cannot do the next operation.
 def _with_cast(graph: Graph, product: Product) -> Product:
-    """Takes in a cast of a float32 result to the operands' 16-bit type: the sum is rounded once either way."""
+    """Takes in a cast of a float32 result to the operands' 16-bit type, because the sum is rounded once either way."""
     found = _next(graph, product, "convert_element_type")
     dtypes = product.lhs.dtype, product.rhs.dtype
     wide = low_precision.operand_type(*dtypes)
@@ -190,7 +192,7 @@ def _with_cast(graph: Graph, product: Product) -> Product:
 
 
 def _with_transpose(graph: Graph, product: Product) -> Product:
-    """Takes in a transpose of rows and columns, by swapping the operands, unless there is a batch."""
+    """Takes in transposes that swap all rows with all columns, by swapping the operands, unless there is a batch."""
     while (found := _next(graph, product, "transpose")) is not None and not product.lhs.batch:
         rows, cols = len(product.x.free), len(product.w.free)
         if found[1].params["permutation"] != (*range(rows, rows + cols), *range(rows)):
@@ -199,6 +201,7 @@ def _with_transpose(graph: Graph, product: Product) -> Product:
     return product
 
 
+# Takes in a reshard on explicit axes or, if `manual`, a sum over ranks, with factors before it if `factors`.
 def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: bool) -> Product:
     if not manual:
         found = _next(graph, product, "reshard")
@@ -218,12 +221,10 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool, factors: b
 
 
 def _with_factors(graph: Graph, product: Product) -> Product:
-    """Takes in numbers (not 0 or infinity) that multiply or divide a product before its sum over ranks, and negations.
-    The call multiplies its sums in the accumulator's type, which overflows and underflows less than 16 bits.
-
-    Division by a number that is not a power of 2 differs from multiplication by its reciprocal, unless the result has
-    16 bits or fewer. Such a number therefore divides the result of the call.
-    """
+    """Takes in negations and literal numbers (not 0 or infinity) that multiply or divide a product of floating point
+    before its sum over ranks, as alpha. The call multiplies its sums in the accumulator's type, which overflows and
+    underflows less than 16 bits. A divisor that is not a power of 2 becomes one of `divisors`, which divide the result
+    of the call, unless the result has 16 bits or fewer: multiplication by its reciprocal would give other bits."""
     while jnp.issubdtype(product.dtype, jnp.floating) and (i := graph.only_reader(product.result)) is not None:
         eqn = graph.equations[i]
         name, others = eqn.primitive.name, [v for v in eqn.invars if v is not product.result]
@@ -241,7 +242,7 @@ def _with_factors(graph: Graph, product: Product) -> Product:
 
 
 def _number(graph: Graph, v: Any) -> Any:
-    """Returns the literal scalar that a value repeats by broadcasts, casts and pvary, in the value's type, or None."""
+    """Returns the literal scalar that a value repeats by broadcasts, casts and pvary, in the value's type; or None."""
     if jax_tracing.is_literal(v):
         return np.asarray(v.val) if np.ndim(v.val) == 0 else None
     eqn = graph.made_by(v)
@@ -252,7 +253,7 @@ def _number(graph: Graph, v: Any) -> Any:
 
 
 def _scatters(product: Product, eqn: Any) -> bool:
-    """True if the call can scatter: blocks of the dimension are blocks of the rows, or of the columns, of a matrix."""
+    """True if the call can do the reduce_scatter `eqn`, of blocks of rows or columns of a matrix (`Operand.folds`)."""
     dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
     operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
     return operand.folds(operand.free[i])
@@ -260,7 +261,8 @@ def _scatters(product: Product, eqn: Any) -> bool:
 
 def _with_scales(graph: Graph, product: Product) -> Product:
     """Takes in one or two float32 factors (of rows, of columns or of the tensor) after a cast of exact int8 sums to
-    float32, and then a cast. A factor has to be sharded like its operand. Without factors nothing is taken in."""
+    float32, and then a cast. A factor has to be sharded like its operand. Takes in nothing without factors, or if ranks
+    share the product by name."""
     found, shape = _next(graph, product, "convert_element_type"), product.result.aval.shape
     is_int8 = {product.lhs.dtype.name, product.rhs.dtype.name} == {"int8"} and product.dtype == np.int32
     if not is_int8 or not product.is_matrix or product.is_shared_by_name or found is None:
@@ -304,6 +306,7 @@ def _with_alpha(graph: Graph, product: Product) -> Product:
     return _after(product, *found, alpha=before * float(scalars[0].val)) if len(scalars) == 1 else product
 
 
+# Takes in the addition of a vector of columns of the result's type, repeated for each row.
 def _with_bias(graph: Graph, product: Product) -> Product:
     found = _next(graph, product, "add")
     if found is None:
@@ -321,7 +324,7 @@ def _with_bias(graph: Graph, product: Product) -> Product:
 
 
 def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns (vector of `columns` numbers that `v` repeats along its last dimension, equations that do), or None."""
+    """Returns (the vector of `columns` numbers that is each row of `v`, equations that repeat it), or None."""
     equations: tuple[int, ...] = ()
     while (eqn := graph.made_by(v)) is not None and eqn.invars and not jax_tracing.is_literal(eqn.invars[0]):
         name, (x, *rest) = eqn.primitive.name, eqn.invars
@@ -338,6 +341,8 @@ def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[in
     return (v, equations) if v.aval.shape == (columns,) and equations else None
 
 
+# Takes in an activation (`templates.ACTIVATIONS`), unless there is an alpha. If other equations read its argument, gelu
+# only.
 def _with_activation(graph: Graph, product: Product) -> Product:
     if product.alpha is not None:
         return product
@@ -362,7 +367,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 
 
 def _with_c(graph: Graph, product: Product) -> Product:
-    """Takes in the addition of another array of exactly the result's type, as the call's c, unless x is a vector."""
+    """Takes in the addition of an array of exactly the result's type, sharding included, as c, unless x is a vector."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
     if found is None or product.x.ndim == 1:
         return product

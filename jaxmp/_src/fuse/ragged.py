@@ -19,13 +19,13 @@ from jaxmp._src.platform.jax_internals import jax_tracing
 
 
 def is_of_xla(eqn: Any, options: Options) -> bool:
-    """True if a call of this `ragged_dot_general` would run XLA's product too."""
+    """True if a call for this `ragged_dot_general` would itself run XLA's product on this platform, at this level."""
     where = dataclasses.replace(decide.here(), is_on_shards=not is_auto(eqn.invars[0].aval))
     return bool(decide.why_xla(options.implementation, options.level, where, is_global=True))
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the result of a `ragged_dot_general` from one call. Raises NotAvailable if it has another type."""
+    """Returns [the result of a `ragged_dot_general`] from one call. Raises NotAvailable if it has another type."""
     (lhs, rhs, sizes), aval = operands, eqn.outvars[0].aval
     d = ragged_dot_general(
         lhs,
@@ -42,7 +42,7 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
 
 
 def exchange(eqn: Any, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the result of a `ragged_all_to_all`, which jaxmp has on CPU devices too."""
+    """Returns [the result of a `ragged_all_to_all`], which jaxmp has on CPU devices too. Raises as `call`."""
     return [_of_type(eqn, ragged_all_to_all(*operands, **eqn.params))]
 
 

@@ -48,7 +48,7 @@ _details: dict[str, str] = {}
 
 
 def notes_in(names: Sequence[str]) -> list[str]:
-    """Returns the notes on a call, in words, that these name stacks hold."""
+    """Returns the notes on a call, in words, that these name stacks hold, each once."""
     found = dict.fromkeys(re.findall(NOTE + "([a-z0-9]+)", "/".join(names)))
     return [NOTES.get(key) or _details[key] for key in found]
 
@@ -60,7 +60,7 @@ def reason_in(names: Sequence[str]) -> str:
 
 
 def name_of(reason: str) -> str:
-    """Returns the name of a reason in a name stack, and keeps the reason for `reason_in` and `notes_in`."""
+    """Returns a name for the text of a reason or note, and keeps the text for `reason_in` and `notes_in`."""
     name = "of" + hashlib.sha256(reason.encode()).hexdigest()[:10]
     _details[name] = reason
     return name
@@ -71,7 +71,8 @@ def name_of_refusal(error: Exception) -> str:
 
 
 def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | None:
-    """Returns the result of an analysis. If it raises an error, warns and returns None, or raises it (`report`)."""
+    """Returns the result of an analysis of equations. If it raises a refusal or another fault of jaxmp, warns and
+    returns None; raises other errors (`report`)."""
     try:
         return analyze()
     except Exception as error:
@@ -80,9 +81,9 @@ def safely(equations: Sequence[Any], analyze: Callable[[], Result]) -> Result | 
 
 
 def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
-    """Raises an error that is neither a refusal nor a fault of jaxmp (a RuntimeError, Warning or FloatingPointError,
-    but no NotImplementedError), because a run that failed, perhaps in one process of several, cannot be repeated.
-    Neither can effects: with such equations, raises every error but a refusal."""
+    """Returns for a refusal. Raises any other error if it is of a run (a RuntimeError, Warning or FloatingPointError,
+    but no NotImplementedError) or if any of `equations` has effects, because neither effects nor a run that failed,
+    perhaps in one process of several, can be repeated. Returns for the rest, which are faults of jaxmp."""
     if isinstance(error, Refusal):
         return
     is_of_a_run = isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError)
@@ -92,7 +93,7 @@ def check_is_fault(error: Exception, equations: Sequence[Any] = ()) -> None:
 
 
 def report(equations: Sequence[Any], error: Exception) -> None:
-    """Warns of a fault of jaxmp in equations, or raises the error if it is none (`check_is_fault`)."""
+    """Warns that jaxmp fails on equations, or raises the error if it is of a run (`check_is_fault`)."""
     check_is_fault(error)
     lines = [line for line in dict.fromkeys(map(jax_compat.traced_line, equations)) if line]
     warnings.warn(

@@ -21,7 +21,7 @@ from jaxmp._src.platform.jax_internals import jax_compat, jax_tracing
 
 
 class Rewriter:
-    """Evaluates the jaxprs of one traced function."""
+    """Evaluates the jaxprs of one traced function, and collects what does not keep the level."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -38,9 +38,8 @@ class Rewriter:
 
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """Returns the results of a graph. `known`: the values of its arguments and constants. Unread equations run too.
-
-        Raises NotImplementedError for products and sums that do not keep the level. Warns of other operations.
-        """
+        After the outermost jaxpr, raises NotImplementedError if `strict` and products or sums do not keep the level,
+        and warns of other operations that do not."""
         values, results = dict(known), graph.results
         graph = Graph(graph.equations, [*results, *graph.unread()])
         self._depth += 1
@@ -75,8 +74,8 @@ class Rewriter:
         *,
         pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
-        """Evaluates steps in this order. Adds to `values` what later steps read or is `wanted` later. `pairs`: pairs
-        of scans, by the index of each scan."""
+        """Evaluates steps in this order. Adds to `values` at least what later steps read and is `wanted`. `left`: by
+        index, why JAX computes a product. `pairs`: by the index of each scan, its pair."""
         wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.variables)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: self._is_plain(graph, step)):
@@ -94,11 +93,9 @@ class Rewriter:
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     def _is_plain(self, graph: Graph, step: int | Group) -> bool:
-        """True if a step is an equation that the rewriter evaluates as it is.
-
-        Groups, products, operations with products in their derivatives, narrow gathers, and equations with jaxprs or
-        effects are not; at a level, nor are held ones and sums over devices.
-        """
+        """True if a step is an equation that needs nothing of the rewriter. False for groups, products, operations with
+        products in their derivatives, narrow gathers, equations with jaxprs or effects, and at a level for equations
+        that `held.is_held` and sums over devices (`held.parts`)."""
         eqn = None if isinstance(step, Group) else graph.equations[step]
         if eqn is None or eqn.primitive.name in (*PRODUCTS, *DERIVED) or not jax_tracing.is_plain(eqn):
             return False
@@ -107,8 +104,8 @@ class Rewriter:
         return not (self.options.level.fixed_order and (held.is_held(eqn) or held.parts(eqn)))
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
-        """Evaluates a group by its call, and adds the results to `values`. If the call fails or its types differ, JAX
-        evaluates the group's equations; under a level, calls still compute the products alone."""
+        """Evaluates a group by its call, and adds the results to `values`. If the call is refused, fails or gives other
+        types, evaluates the group's equations instead (`_without`)."""
         last = graph.equations[graph.last_product(group)]
         try:
             with jax_tracing.traced_as(last):
@@ -123,7 +120,8 @@ class Rewriter:
 
     def _without(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
         """Evaluates the equations that a group replaces, without its call. At a level, each product becomes a call of
-        its own; else JAX computes it because of `why`. Raises UnknownError if a value of another scan is missing."""
+        its own, unless the group was one; else JAX computes it, with the reason `why` in its name stack. Raises
+        UnknownError if an equation reads a value that another scan's body makes."""
         parts: list[Group] = []
         if self.options.level.fixed_order and group.what != "bare":
             dots = (i for i in group.equations if graph.equations[i].primitive.name == "dot_general")
@@ -138,8 +136,9 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _why_not(self, eqn: Any, error: Exception, *, is_lost: bool = True) -> str:
-        """Returns the name of the reason why JAX gets an equation after an error. `is_lost`: notes products as lost.
-        Warns of a fault of jaxmp. Raises an error that is neither a fault nor a refusal."""
+        """Returns the name of the reason why JAX gets an equation after an error: a refusal's text, or "failed" for a
+        fault of jaxmp. If `is_lost`, notes at a level that its products are lost; warns of a fault that it does not
+        note. Raises an error of a run (`check_is_fault`)."""
         check_is_fault(error, [eqn])
         if isinstance(error, Refusal):
             if is_lost:
@@ -167,13 +166,14 @@ class Rewriter:
             warnings.warn(f"fuse: {self.options.level.asked} does not hold for {text}", RuntimeWarning, stacklevel=2)
 
     def _line(self, *equations: Any) -> str:
-        """Returns the line of the first equation that has one. `equations`: an equation and what is around it."""
+        """Returns the line of the innermost equation that has one, of `equations` and what is around; else "an unknown
+        line"."""
         lines = map(jax_compat.traced_line, (*equations, *reversed(self._around)))
         return next(filter(None, lines), "an unknown line")
 
     def _of_its_own(self, eqn: Any, operands: Sequence[Any]) -> tuple[Sequence[Any], str]:
-        """Returns (results of the call for a product other than `dot_general`, ""), or ([], why there is no call). In
-        the second case the product is noted as lost."""
+        """Returns (results of the call for a `ragged_dot_general` or `scaled_matmul`, ""), or ([], why there is no
+        call). Then at a level the product is noted as lost."""
         is_ragged = eqn.primitive.name == "ragged_dot_general"
         if is_ragged and ragged.is_of_xla(eqn, self.options):
             self._lose(eqn, REASONS["groups"])
@@ -185,8 +185,8 @@ class Rewriter:
             return [], self._why_not(eqn, error)
 
     def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results of a sum or an elementwise operation in the form that keeps the level. If jaxmp refuses
-        it or fails, notes that, and JAX evaluates the equation."""
+        """Returns the results of an equation that `is_held` in the form that keeps the level. If jaxmp refuses it or
+        fails, notes it as a lost "sum", and JAX evaluates the equation."""
         with jax_tracing.traced_as(eqn):
             try:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
@@ -196,6 +196,7 @@ class Rewriter:
                 self._lose_one("sum", eqn, why=f"{why}: {error}")
             return jax_tracing.evaluate(eqn, operands)
 
+    # Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: a reason for JAX.
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in ("ragged_dot_general", "scaled_matmul_wrapper"):

@@ -27,12 +27,10 @@ from jaxmp._src.fuse.operands import is_auto, is_explicit
 
 
 def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the result of a `scaled_matmul`. MXFP8 and NVFP4 run as one low-precision product for each element of the
-    batch, padded to whole tiles. Other types, automatic axes, and shards that do not fit tiles are decoded.
-
-    JAX gives the result's type no sharding: the result is sharded like its operands, or whole if they disagree. Raises
-    the last refusal if all are refused.
-    """
+    """Returns [the result of a `scaled_matmul`]. MXFP8 and NVFP4 run as one low-precision product for each element of
+    the batch, padded to whole tiles. Other types, automatic axes, and products that this refuses (for example shards
+    that do not fit tiles) are decoded and multiplied in a wide type. JAX gives the result's type no sharding: the
+    result is sharded like its operands or, if that is refused, whole. Raises the last refusal if all are refused."""
     aval, mode = eqn.outvars[0].aval, _mode(*operands)
     programs: list[Callable[..., jax.Array]] = [_decoded]
     if mode is not None and not is_auto(aval):
@@ -53,6 +51,7 @@ def call(eqn: Any, options: Options, operands: Sequence[jax.Array]) -> list[jax.
     raise refusal
 
 
+# Pads the operands to tiles, multiplies each element of the batch by a scaled product, and cuts off the padding.
 def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
     k, size = (64 if mode == low_precision.VEC16 else 128), low_precision.BLOCK[mode]
     units = (128, k), (128, k), (128, k // size), (128, k // size)
@@ -64,13 +63,14 @@ def _scaled(mode: str, request: Any, *operands: jax.Array) -> jax.Array:
 
 
 def _decoded(request: Any, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-    """Multiplies in bfloat16 if it represents each number times its block's scale (MXFP8, NVFP4), else in float32."""
+    """Returns the product of the decoded operands, in bfloat16 for MXFP8 and NVFP4, because it represents each number
+    times its block's scale, else in float32."""
     wide = jnp.bfloat16 if _mode(a, b, scale_a, scale_b) else jnp.float32
     return _each(lambda a, b: product(request(a, b)), [_times(a, scale_a, wide), _times(b, scale_b, wide)])
 
 
 def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
-    """Applies f to each element of a batch."""
+    """Returns f of each element of a batch (the first dimension), by vmap if there are several."""
     if operands[0].shape[0] == 1:
         d: jax.Array = f(*(x[0] for x in operands))[None]
         return d
@@ -79,7 +79,7 @@ def _each(f: Any, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> str | None:
-    """Returns the block mode of the operands, or None if no mode describes them."""
+    """Returns the mode of MXFP8 (VEC32) or NVFP4 (VEC16) operands, None for other types, scales or block sizes."""
     if not low_precision.result_dtypes(a.dtype, b.dtype) or not low_precision.is_scaled(a.dtype):
         return None
     mode = low_precision.VEC16 if a.dtype.name == low_precision.FLOAT4 else low_precision.VEC32
@@ -88,7 +88,7 @@ def _mode(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) ->
 
 
 def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
-    """Pads the rows and columns of x with zeros to multiples of `units`."""
+    """Returns x with its last two dimensions padded with zeros to multiples of `units`."""
     pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
     if pads == (0, 0):
         return x

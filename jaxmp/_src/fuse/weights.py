@@ -51,7 +51,7 @@ _AFTER = ("reduce_scatter", "reshard", *SUMS)
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """A decoded operand of a product: a narrow value, the equations that move it, and its scales. A scale is (a value,
-    for each of its dimensions the operand's `parts` along which it varies). `ndim`: of the operand."""
+    for each of its dimensions the operand's `parts` along which it varies: `scales.Parts`). `ndim`: of the operand."""
 
     value: Any
     moves: tuple[Any, ...]  # the last one first
@@ -60,7 +60,7 @@ class Weights:
     ndim: int
 
     def plain(self) -> list[Scale] | None:
-        """Returns the scales if each of their dimensions is one whole dimension of the operand, else None."""
+        """Returns the scales; None if a scale varies along a part of a dimension of the operand (blocks)."""
         whole: dict[Any, int | None] = {self.parts.of([[(i,)]])[0]: i for i in range(self.ndim)} | {(): None}
         found = self.cut()
         if any(dim not in whole for _, dims in found for dim in dims):
@@ -72,13 +72,14 @@ class Weights:
         return [(value, self.parts.of(dims)) for value, dims in self.scales]
 
     def blocks(self, of_k: Sequence[Part]) -> tuple[Part, ...]:
-        """Returns the parts of the contraction, among `of_k`, along which a scale varies."""
+        """Returns the parts among `of_k` (of the contraction) along which a scale varies."""
         varying = {part for _, dims in self.cut() for dim in dims for part in dim}
         return tuple(part for part in of_k if part in varying)
 
 
 def with_narrow_weights(graph: Graph, options: Options) -> Graph:
-    """Returns the graph with gathers and products that read narrow weights as stored, or `graph` if it has none."""
+    """Returns the graph with gathers and products that read narrow weights as stored, without equations that are then
+    not needed; or `graph` itself if it has none."""
     opened = each_in_place(graph, _of_decoder)
     moved = each_in_place(opened, functools.partial(_of_gather, opened))
     rules = {"dot_general": _of_narrow, "ragged_dot_general": _of_groups}
@@ -92,8 +93,8 @@ def with_narrow_weights(graph: Graph, options: Options) -> Graph:
 
 
 def _of_decoder(eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations inside a jitted function that only casts, moves, repeats and multiplies narrow numbers,
-    with no given shardings; None for any other equation."""
+    """Returns the equations inside a `jit` equation that decodes: it reads a narrow array, only casts, moves, repeats
+    and multiplies (`_DECODES`), and has no given shardings. None for any other equation."""
     if eqn.primitive.name != "jit" or eqn.effects:
         return None
     jaxpr, consts = jax_tracing.open_jaxpr(eqn.params["jaxpr"])
@@ -120,8 +121,8 @@ def _of_decoder(eqn: Any) -> Sequence[Any] | None:
 
 
 def _of_gather(graph: Graph, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a gather of decoded numbers that gathers them narrow and then multiplies by the scales;
-    None for other equations, for scales of blocks, and if a rank does not hold all of a scale (`_is_whole`)."""
+    """Returns equations that gather narrow numbers and then multiply by the scales, instead of a gather of decoded
+    ones. None for other equations, for scales of blocks, and if a rank lacks a part of a scale (`_is_whole`)."""
     weights = _weights_of(graph, eqn.invars[0]) if eqn.primitive.name in GATHERS else None
     scales: Any = weights and weights.plain()
     if weights is None or scales is None or not all(_is_whole(graph, scale, eqn) for scale in scales):
@@ -150,9 +151,10 @@ def _is_whole(graph: Graph, scale: Scale, eqn: Any) -> bool:
 
 
 def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a `dot_general` that reads its narrow weights (the larger ones of two); None without
-    any, with a batch or weak types, or if a scale varies along k and columns. With scales also None before a
-    collective, without `_are_rows_known`, and if a scale is not sharded like what it multiplies. See `_of_blocks`."""
+    """Returns equations that compute a `dot_general` from its narrow weights (the larger ones of two). Returns None
+    without any, with a batch or weak types, and if one scale varies along k and along columns; with scales also before
+    a collective, unless `_are_rows_known`, and if a scale is not sharded like what it multiplies. Scales of blocks are
+    for `_of_blocks`, and None at a level."""
     (contract, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     dtypes = [v.aval.dtype.name for v in eqn.invars]
     # A call of two types gives a weakly typed operand a weakly typed cotangent, but JAX's product does not.
@@ -214,7 +216,8 @@ def _of_narrow(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 def _in_place(
     eqn: Any, multiply: Callable[[dict[Any, Any]], jax.Array], operands: Sequence[Any]
 ) -> Sequence[Any] | None:
-    """Returns the equations of `multiply` (of values by variable), or None if eqn has a result of another type."""
+    """Returns equations that compute the result of `eqn` by `multiply`, a function of the values of `operands` by
+    variable; None if its result has another type."""
     variables, is_same = [v for v in operands if not jax_tracing.is_literal(v)], True
 
     def program(*arrays: Any) -> list[Any]:
@@ -228,15 +231,16 @@ def _in_place(
 
 
 def _moved(weights: Weights, q: Any) -> Any:
-    """Returns the narrow value `q`, moved as the program moves it."""
+    """Returns the narrow array `q`, moved (transposed, reshaped) as the program moves `weights.value`."""
     for move in reversed(weights.moves):
         (q,) = jax_tracing.evaluate(move, [q])
     return q
 
 
 def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
-    """Returns the equations of a `dot_general` that reads operand `side` narrow, with scales of contiguous blocks of k.
-    Returns None except on CPUs, on explicit axes, with transposes, with k not first, and if it does not pay."""
+    """Returns equations that compute a `dot_general` from the narrow operand `side` (0: lhs), with scales of contiguous
+    blocks of k, as a `ragged_dot` with a group for each block. Returns None on other platforms than CPUs, on explicit
+    axes, with transposes, if k is not first, and if rows times blocks are more than a quarter of k."""
     contract, out, other = eqn.params["dimension_numbers"][0], eqn.outvars[0].aval, eqn.invars[1 - side]
     rows = [i for i in range(other.aval.ndim) if i not in contract[1 - side]]
     shape, parts = eqn.invars[side].aval.shape, weights.parts
@@ -273,8 +277,9 @@ def _of_blocks(eqn: Any, side: int, weights: Weights) -> Sequence[Any] | None:
 
 
 def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None:
-    """Returns the equations of a `lax.ragged_dot` that reads narrow matrices. None without any, for weak types, if XLA
-    multiplies, without `_are_rows_known`, if shardings do not fit, and for blocks of k with a level or many rows."""
+    """Returns equations that compute a `lax.ragged_dot` from narrow matrices. None without any, for weak types, if XLA
+    multiplies, if shardings do not fit, with scales unless `_are_rows_known`, and for scales of blocks of k at a level
+    or with many rows."""
     (x, w, sizes), out = eqn.invars, eqn.outvars[0].aval
     is_left = eqn.params["ragged_dot_dimension_numbers"] != MATRICES or any(v.aval.weak_type for v in (x, w))
     dtypes = {v.dtype.name for v in (x.aval, w.aval, out)}
@@ -315,8 +320,9 @@ def _of_groups(graph: Graph, options: Options, eqn: Any) -> Sequence[Any] | None
 
 
 def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
-    """True if a device knows the largest number in each row of an operand without communication, or it is float16.
-    `rows`: the operand, with the result's dimensions of its rows. False on automatic axes and after a gather."""
+    """True if a device knows the largest number in each row of an operand without communication, or does not need it
+    (float16). `rows`: the operand as a Scale, with the result's dimensions of its rows. `out`: the result's type. False
+    on automatic axes, after a gather, and if the result's rows are sharded in another way."""
     v = rows.value
     if v.aval.dtype == np.float16:
         return True
@@ -327,7 +333,7 @@ def _are_rows_known(graph: Graph, rows: Scale, out: Any) -> bool:
 
 
 def _is_moved_after(graph: Graph, v: Any) -> bool:
-    """True if only a collective reads a result, perhaps cast or transposed. The product's call then does it."""
+    """True if only a collective (psum, reduce_scatter, reshard) reads a result, perhaps cast or transposed."""
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
@@ -337,7 +343,7 @@ def _is_moved_after(graph: Graph, v: Any) -> bool:
 
 
 def _weights_of(graph: Graph, v: Any) -> Weights | None:
-    """Returns the narrow weights that a program only casts, moves and multiplies by scales to make `v`, or None."""
+    """Returns the narrow weights that a program only casts, moves and multiplies by scales to make `v`; else None."""
     moves: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     parts, ndim = Parts(v.aval.shape), v.aval.ndim
@@ -367,11 +373,9 @@ def _weights_of(graph: Graph, v: Any) -> Weights | None:
 
 
 def _factors(graph: Graph, eqn: Any, parts: Parts, dims: Any) -> tuple[Any, Any] | None:
-    """Returns (the full factor, (value, along)) of an elementwise multiplication, or None if no factor repeats a value.
-
-    The full factor has the result's shape. The other factor repeats `value`, which varies along the parts `along`.
-    `dims`: the parts of the result.
-    """
+    """Returns (the full factor, (value, along)) of the multiplication `eqn`; None if no factor repeats a value. The
+    full factor has the result's shape. The other factor repeats `value`, which varies along the parts `along`. `dims`:
+    the parts of the result."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         if jax_tracing.is_literal(v) or v.aval.shape != eqn.outvars[0].aval.shape:
             continue

@@ -23,6 +23,7 @@ from jaxmp._src.platform.runtime import cuda_libraries, logs, native
 from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
 
 
+# Raises ValueError, or TypeError for a number that is no int, unless all three are None or all are valid.
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
     given = {
         "coordinator_address": coordinator_address,
@@ -55,8 +56,9 @@ def check_arguments(coordinator_address: object, num_processes: Any, process_id:
 
 
 def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
-    """Returns what the launcher says about this process, through JAX's own detection. Raises RuntimeError without a
-    launcher, or if its variables or mpi4py do not fit; ImportError without mpi4py, except under Open MPI 4."""
+    """Returns what the launcher (mpiexec or srun) says about this process, by JAX's own detection (`Processes`). Raises
+    RuntimeError without a launcher, if its variables are incomplete, or if mpi4py sees another number of processes than
+    mpiexec started; ImportError under mpiexec without mpi4py, except under Open MPI 4."""
     found = launcher()
     if found is None:
         raise RuntimeError(
@@ -108,10 +110,13 @@ class Membership:
 
 
 def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: float, tells: str = "") -> Membership:
-    """Waits until every process of the job is here, for `timeout` seconds. `reach`: seconds to ask for the address of a
-    peer. `tells`: the message of this process to the others if it is rank 0. Also shares memory with the processes of
-    this machine, and sets `native.shared_processes`. The data that a process publishes and reads in JAX's store does
-    not grow with the number of processes."""
+    """Waits until every process of the job is here. Raises JAX's error if a step takes more than `timeout` seconds.
+
+    The job is refused (`Membership.refusal`) if a process has another version of jaxmp, JAX or cuBLASMp than rank 0.
+    Also listens for peers, shares memory with the processes of this machine, and sets `native.shared_processes`.
+    `host`: the coordinator's. `reach`: seconds to ask for the address of a peer. `tells`: rank 0's message to all. The
+    data that a process publishes and reads in JAX's store does not grow with the number of processes.
+    """
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
     key = "jaxmp/"
     if process == 0:
@@ -142,7 +147,8 @@ def join_job(host: str, process: int, nprocesses: int, timeout: int, *, reach: f
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:
-    """Offers this process's memory to others of its machine, or tells why not; returns its name, or "" if off."""
+    """Publishes this process's shared memory, or why it has none, to the other processes of its machine. Returns the
+    machine's name; or "", with nothing published, if shared memory is off or, with a warning, /proc does not tell."""
     if not config().shares_memory:
         return ""
     try:
@@ -162,15 +168,16 @@ def _share_arena(client: Any, key: str, process: int) -> str:
 
 
 def _check_file_limit() -> None:
-    """Raises RuntimeError if a later call may need more memory than a file may have (`ulimit -f`)."""
+    """Raises RuntimeError if a file may not be as large as the machine's memory (`ulimit -f`): a call may need that."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):  # -1: no limit
         raise RuntimeError(f"File too large: this process may write {limit} bytes to a file, see ulimit -f")
 
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
-    """Returns the processes of this machine that share memory with this one, once each has opened all arenas; none if
-    one process cannot, and the first process of the machine then logs a warning."""
+    """Returns the processes of this machine, container and user, which share memory, once each has opened all arenas.
+    This process is one of them. Returns none if any process of the machine failed to share or open memory, or if
+    `machine` (from `_share_arena`) is "". The machine's first process logs a warning if some do not share."""
     published: dict[int, list[str]] = {}
     if machine:
         found = client.key_value_dir_get(f"{key}memory/{machine}/")
@@ -196,17 +203,17 @@ _NOT_SHARED = "rank %d shares no memory with the others of its machine, so that 
 
 
 def neighbours(process: int, nprocesses: int) -> list[int]:
-    """Returns the processes 1, 2, 4, ... ranks further on. This process stays connected to them from the start, so that
-    its end is noticed and passed on without a common call. There are few of them even in the largest job."""
+    """Returns the processes 1, 2, 4, ... ranks further on, around the end to rank 0. This process stays connected to
+    them from the start, so that its end is noticed and passed on without a common call. They are always few."""
     distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
     return [(process + distance) % nprocesses for distance in distances]
 
 
 def bind_address(host: str, port: int) -> str | None:
-    """Returns where rank 0's coordination service listens: the address at which others reach it. None selects JAX's
-    default, all addresses, if the host's own name for itself does not give that address.
+    """Returns where rank 0's coordination service listens: "address:port", at which others reach `host`.
 
-    Raises RuntimeError if the address cannot be used, because JAX's service would crash.
+    Returns None, JAX's default of all addresses, if `host` is another name than localhost, but means a loopback address
+    here. Raises RuntimeError if the address cannot be used, because JAX's service would crash.
     """
     own = route_to(host)
     try:
@@ -226,9 +233,10 @@ _ELSEWHERE = "192.0.2.1"
 
 
 def _own_address(host: str) -> str:
-    """Returns this machine's address for the other processes: its address on the route to the coordinator.
+    """Returns this machine's address for the other processes: its address on the route to the coordinator `host`.
 
-    If the coordinator's name stands for 127.0.1.1, as on the machine itself, the route to other networks decides.
+    If `host` is another name than localhost, but means a loopback address here (127.0.1.1 on the coordinator's
+    machine), returns the address on the route to other networks, if there is one.
     """
     own = route_to(host)
     if _is_loopback(own) and not _is_loopback(host):
@@ -265,7 +273,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _is_loopback(host: str) -> bool:
-    """True if a host is named by an address that only this machine can reach."""
+    """True if `host` is a loopback address or "localhost"; False for all other names, without resolving them."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:  # a name

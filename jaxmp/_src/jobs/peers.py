@@ -45,7 +45,7 @@ _RETRY = 0.1
 
 
 def _begin(name: str, work: Callable[[], object]) -> None:
-    """Runs `work` on a new thread, or here: CPython 3.12 starts no thread at the end of a process."""
+    """Runs `work` on a new thread, or on this one if none starts: CPython 3.12 starts none at the end of a process."""
     try:
         threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
     except RuntimeError:
@@ -80,15 +80,17 @@ class Peers:
         connect: Callable[[int, int], object],
         lose: Callable[[int, str], object],
     ) -> None:
-        """Starts a thread that answers peers, and one that connects to the peers that `wanted()` returns, until it
-        returns none; `wanted()` waits until there are some. `address_of(process)` is the (host, port) where it listens.
-        `connect(process, descriptor)` takes over a socket; `lose(process, why)` is called if there is none."""
+        """Starts a thread that answers peers, and one that connects to the peers that `wanted()` returns. `wanted()`
+        blocks until there are some; the second thread ends once it returns none. `address_of(process)` returns the
+        (host, port) where the process listens. `connect(process, descriptor)` takes over each socket, also if the peer
+        connected first. `lose(process, why)` is called if nothing listens at its address."""
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
     def wait_for(self, processes: Iterable[int], timeout: float) -> str:
-        """Waits at most `timeout` seconds until all of these are connected. Returns "", or what is wrong with one."""
+        """Waits at most `timeout` seconds until all of these except this process are connected, or one is given up.
+        Returns "", or what is wrong with one."""
         missing: list[int] = []
 
         def is_settled() -> bool:
@@ -122,6 +124,7 @@ class Peers:
 
     # Who listens ---------------------------------------------------------------------------------------------------
 
+    # Accepts connections until `close`, and answers each on a thread of its own.
     def _accept(self) -> None:
         while self._is_open:
             try:
@@ -136,6 +139,8 @@ class Peers:
                 _shut(oldest)
             _begin("answer", functools.partial(self._answer, connection))
 
+    # Proves both ends of an accepted connection and settles it. Closes and counts it if a proof fails. If the peer
+    # breaks off after the proofs, connects to the peer instead, to learn whether it has ended.
     def _answer(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HANDSHAKE
         try:
@@ -157,6 +162,7 @@ class Peers:
         if not self._settle(peer, connection):
             self._reach(peer)  # it may have ended
 
+    # Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one.
     def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
         with self._changed:
             self._handshakes.pop(connection, None)
@@ -179,7 +185,8 @@ class Peers:
                 _begin(f"reach-{peer}", functools.partial(self._reach, peer))
 
     def _reach(self, peer: int) -> None:
-        """Tries to connect to `peer`, until it is connected, or nothing listens there: then the peer is given up."""
+        """Tries to connect to `peer` again and again, until it is connected by either end, or `close` is called. Gives
+        the peer up if nothing listens at its address."""
         address = None
         while self._is_open and peer not in self._connected:
             try:
@@ -198,7 +205,8 @@ class Peers:
             time.sleep(_RETRY)
 
     def _greet(self, peer: int, connection: socket.socket) -> bool:
-        """Proves both ends, and settles the connection or closes it. Returns True if the handshake succeeded."""
+        """Proves both ends of a connection that this process has opened, and settles it. Returns True if that
+        succeeded, also if the connection was closed as the second one; else closes it."""
         deadline = time.monotonic() + _HANDSHAKE
         hello = _HELLO.pack(_MAGIC, self.process, peer, secrets.token_bytes(_NUMBER))
         try:
@@ -214,6 +222,7 @@ class Peers:
             return False
         return self._settle(peer, connection)
 
+    # Records that `peer` has ended, for `wait_for`, and calls `lose`; does nothing if it is connected.
     def _give_up(self, peer: int, why: str) -> None:
         with self._changed:
             if not self._is_open or peer in self._connected:
@@ -225,7 +234,8 @@ class Peers:
     # Both ----------------------------------------------------------------------------------------------------------
 
     def _settle(self, peer: int, connection: socket.socket) -> bool:
-        """Keeps this proven connection to `peer`, or closes it, as the lower rank decides. False if that failed."""
+        """Keeps this proven connection to `peer` (calls `connect`), or closes it, as the lower rank decides: it keeps
+        the first one. True in both cases; False, and closed, if the peer broke off."""
         is_lower, is_kept = self.process < peer, False
         connection.settimeout(None)
         try:
@@ -263,7 +273,7 @@ class Peers:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Receives exactly `size` bytes in any number of parts; raises OSError after the deadline, or at an early end."""
+    """Returns exactly `size` bytes. Raises OSError after `deadline` (monotonic time), or if the peer closes before."""
     received = b""
     while len(received) < size:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

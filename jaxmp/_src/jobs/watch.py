@@ -42,7 +42,8 @@ DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
 def idle_thread() -> Callable[[Callable[[], None]], None]:
-    """Starts a thread that waits for one task; returns what gives it the task. Python 3.12 starts none at the end."""
+    """Starts a thread that runs one task and ends; returns the function that gives it the task. Such a thread can run a
+    task at the end of the process, when Python 3.12 starts none."""
     tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     threading.Thread(target=lambda: tasks.get()(), name="jaxmp-wait", daemon=True).start()
     return tasks.put
@@ -51,8 +52,8 @@ def idle_thread() -> Callable[[Callable[[], None]], None]:
 def on_waiter(
     wait: Callable[[], Any], why_not: Callable[[], str], thread: Callable[[Callable[[], None]], None] | None = None
 ) -> Any:
-    """Returns `wait()`, run on a thread of its own or on `thread` (`idle_thread()`). Raises what it raises, and
-    DistributedError once `why_not()` gives a reason; `wait()` then still goes on."""
+    """Returns `wait()`, run on a new thread or on `thread` (from `idle_thread()`), or raises what it raises. Asks
+    `why_not()` every `_PERIOD`; raises DistributedError with its answer unless that is "", and `wait()` goes on."""
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -75,7 +76,8 @@ def on_waiter(
 
 
 def troubles() -> Iterator[tuple[str, float]]:
-    """Yields (trouble, for how many seconds): a peer's silence, also a short one, or improper end, or a lost store."""
+    """Yields (trouble, for how many seconds): for each peer its silence, even of 0 seconds, or its end in a failure, or
+    nothing if it has left properly; then the loss of rank 0's store."""
     module = native.extension()
     for i, peer in module.peers().items():
         if not peer["gone"]:
@@ -88,11 +90,10 @@ def troubles() -> Iterator[tuple[str, float]]:
 
 def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool]) -> None:
     """Ends the process, with the reason, if its main thread waits for JAX because of a peer. Runs on a thread of its
-    own while `is_member()`; it also gives unused memory back.
-
-    No exception can be raised into such a wait: for rank 0's store while JAX starts its backend or XLA opens a
-    transport, or inside a collective of XLA.
-    """
+    own while `is_member()`; it also gives unused memory back. The main thread must have stood at one instruction for
+    longer than `timeout`, and so must a trouble (`troubles`) or the barrier's failure; a failure that no call reports,
+    only for `_SETTLES`. No exception can be raised into such a wait: for rank 0's store while JAX starts or XLA opens a
+    transport, or inside a collective of XLA."""
     main, limit = threading.main_thread().ident, timeout + _SETTLES
     place, since, failed = None, 0.0, 0.0
     while is_member():
@@ -121,7 +122,8 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
 
 
 def _waits_for_jax(frame: types.FrameType | None) -> bool:
-    """True if a thread that has stood still at this frame is in JAX's code, or may wait for an array."""
+    """True if `frame` is in the code of jax or jaxlib, or if any live array is not computed yet: a thread that stands
+    still may wait for it."""
     own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     if frame is not None and frame.f_code.co_filename.startswith(own):
         return True
@@ -129,8 +131,8 @@ def _waits_for_jax(frame: types.FrameType | None) -> bool:
 
 
 def end_process(process: int, reason: str, is_told: bool = False) -> None:
-    """Ends this process, rank `process` of a failed job, at once with status 1. Sends the reason to the peers. Prints
-    it, unless `is_told`."""
+    """Ends this process, rank `process` of a failed job, at once with status 1 and without exit handlers. Sends the
+    reason (500 characters of it) to the peers. Prints it to stderr, unless `is_told`."""
     if not is_told:
         print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
     native.extension().leave_barrier(reason[:500])

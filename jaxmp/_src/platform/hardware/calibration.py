@@ -21,7 +21,8 @@ def path() -> Path:
 
 
 def load() -> dict[str, Any] | None:
-    """Returns the fields of this machine's `Hardware`; None if it was not measured or has changed since (`_key`)."""
+    """Returns the measured fields of this machine's `Hardware`; None if there is no file, or the machine has changed
+    since (`_key`). Starts JAX's backend."""
     try:
         record = json.loads(path().read_text())
     except (OSError, ValueError):
@@ -53,7 +54,7 @@ def save(fields: dict[str, Any]) -> None:
 
 
 def _key() -> dict[str, Any]:
-    """Returns the facts on which the rates depend."""
+    """Returns the facts on which the rates depend: processor, devices, kernels, jaxlib. Starts JAX's backend."""
     return {
         "format": _FORMAT,
         "processor": processor().name,

@@ -88,10 +88,10 @@ def call_time(
       flops: operations of all devices together, in the type `kind` (`Hardware.rates`; ValueError if it is not there).
       ndevices: the number of devices that share the operations.
       nbytes: bytes of operands and result that one device reads and writes.
-      transfers: the transfers that each rank receives.
-      is_fused: the transfers overlap the product.
-      chunks: the number of chunks that it is cut into for overlap.
-      implementation: "xla" if XLA multiplies.
+      transfers: the transfers that each rank receives; transfers of 0 bytes or of one rank take no time.
+      is_fused: the transfers overlap the product, in as many parts as the largest of them has ranks.
+      chunks: the number of chunks that it is cut into for overlap; above 1, `is_fused` does not count.
+      implementation: "xla" if XLA multiplies (`Hardware.xla_rates`).
     """
     together = ndevices if hardware.is_shared else 1  # devices that share a rate
     compute = flops * together / ndevices / hardware.rate(kind, implementation) if flops else 0.0
@@ -124,11 +124,11 @@ def best_chunks(
 
         copies + (C + L) / n + max(C + u L, L) (n - 1) / n
 
-    and the whole, with one latency, takes C + L. The time for new memory in each call is added to both. A product is
-    cut only if that saves more than a tenth.
+    and the whole, with one latency, takes C + L. Each buffer above 32 MiB per chunk adds the time for new memory to
+    both. A product is cut only if that saves more than a tenth.
 
     Args:
-      flops, nbytes: operations of one device, and bytes that it copies because of chunks.
+      flops, nbytes: operations of one device in the type `kind`, and bytes that it copies because of chunks.
       transfers: the transfers that it receives.
       ndevices: the number of devices that share a processor and a link.
       sums: bytes of each buffer of the whole product's sums.
@@ -156,11 +156,9 @@ def _in_node(hardware: Hardware, transfer: Transfer) -> int:
 
 
 def _link_seconds(hardware: Hardware, transfer: Transfer, together: int) -> float:
-    """Returns the longer of the times that a rank's link and the network of its node need.
-
-    Ranks of one node receive the same data. It enters the node once, over the network of all ranks together, as in
-    NCCL's rings and trees.
-    """
+    """Returns the longer of two times: of a rank's link within its node, and of the network between nodes. Ranks of one
+    node receive the same data. It enters the node once, over the network of all ranks together, as in NCCL's rings and
+    trees. `together`: the number of devices that share one link."""
     members = _in_node(hardware, transfer)
     within = transfer.nbytes * together / hardware.link_bandwidth if members > 1 else 0.0
     from_outside = transfer.nbytes * (transfer.nranks - members) / (transfer.nranks - 1)
@@ -168,14 +166,16 @@ def _link_seconds(hardware: Hardware, transfer: Transfer, together: int) -> floa
 
 
 def _latency(hardware: Hardware, transfer: Transfer) -> float:
-    """Returns the latency of a tree's steps, the fewest that any algorithm takes."""
+    """Returns the latency of a tree's steps within and between nodes, the fewest that any algorithm takes."""
     members = _in_node(hardware, transfer)
     nodes = -(-transfer.nranks // members)
     return math.ceil(math.log2(members)) * hardware.latency + math.ceil(math.log2(nodes)) * hardware.network_latency
 
 
 def kind_of(dtype: str, compute: str = "") -> str:
-    """Returns the name of a type's rate: "float8" for any float8, "tf32" for float32 if `compute` is cuBLAS's TF32."""
+    """Returns the name of the rate (`hardware.RATES`) of a type under a cuBLAS compute type. "tf32" if `compute` is
+    TF32, and "bfloat16" if it computes float32 in 16 bits. Otherwise the type itself, without its variant ("float8");
+    the real type of complex numbers; "int8" for bool and uint8; "float32" for other integers."""
     if "TF32" in compute:
         return "tf32"
     if dtype in ("float32", "complex64") and compute.endswith(("FAST_16BF", "FAST_16F")):

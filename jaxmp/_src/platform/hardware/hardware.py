@@ -37,7 +37,8 @@ class Hardware:
       xla_rates: rates of XLA's products, for types where they are slower than `rates`.
       source: the origin of the numbers.
 
-    Raises: ValueError if a number is not positive, or a rate has an unknown name.
+    Raises: ValueError if a rate has an unknown name, or a number is not positive; latencies, launch and network_load
+      may be 0.
 
     >>> import jaxmp
     >>> mine = jaxmp.Hardware("mine", {"float32": 1e13}, memory_bandwidth=1e12, link_bandwidth=1e11)
@@ -75,10 +76,8 @@ class Hardware:
                 raise ValueError(f"Hardware: {name} must not be negative, got {getattr(self, name)!r}")
 
     def rate(self, kind: str, implementation: str = "") -> float:
-        """Returns operations per second in a type; with `implementation` "xla" of XLA's products.
-
-        Raises ValueError if the machine has no rate for it.
-        """
+        """Returns operations per second in the type `kind`. With `implementation` "xla" `xla_rates` come first. Raises
+        ValueError if the machine has no rate for it."""
         rates = {**self.rates, **self.xla_rates} if implementation == "xla" else self.rates
         if kind not in rates:
             raise ValueError(f"{self.name} has no rate for {kind}, only for {', '.join(self.rates)}")
@@ -86,11 +85,9 @@ class Hardware:
 
 
 def _nvidia(name: str, teraflops: Sequence[float], source: str, **rates: Any) -> Hardware:
-    """Builds a machine of NVIDIA from its data sheet. `teraflops`: in the order of `RATES`.
-
-    Latencies are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The network has
-    400 Gb/s per GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
-    """
+    """Builds a machine of NVIDIA from its data sheet. `teraflops`: in the order of `RATES`, 0 for no rate. Latencies
+    are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The network has 400 Gb/s
+    per GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation)."""
     of_types = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
     rates |= {"network_bandwidth": 400e9 / 8, "latency": 3.4e-6, "network_latency": 14e-6}
     return Hardware(name, of_types, source=source, **rates)
@@ -123,13 +120,13 @@ def set_of_job(fields: str) -> None:
 
 
 def of_job() -> Hardware | None:
-    """Returns the machine for decisions in every process of this job, as rank 0 knows it; None if its network was not
-    measured."""
+    """Returns the machine for decisions in every process of this job, as rank 0 has measured it; None outside a job,
+    and if rank 0 has not measured its network."""
     return _of_job
 
 
 def hardware_of(function: str, hardware: Any) -> Hardware:
-    """Returns the machine that a user names or describes.
+    """Returns the machine that a user names or describes; "this" is the measured one. `function`: for messages.
 
     Raises:
       TypeError: neither a name nor a Hardware.

@@ -28,7 +28,7 @@ class Processor:
 
 @functools.cache
 def processor() -> Processor:
-    """Returns the processor of this machine; without its instructions if the system is not Linux."""
+    """Returns the processor of this machine, found once; without its instructions if the system is not Linux."""
     try:
         text = _CPUINFO.read_text()
     except OSError:

@@ -89,9 +89,8 @@ def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str], *others: Any
 ) -> jax.core.ShapedArray:
     """Returns `aval` with another shape of the same rank and another dtype, varying over these axes, reduced over none.
-
-    It gets the mesh of `aval` or `others`, like the result of JAX's products; an empty mesh if they have several.
-    """
+    Its type is not weak. It keeps its spec and gets the one mesh of `aval` and `others`, like the result of JAX's
+    products: an empty mesh if they have several, and the mesh being traced if they have none and it varies."""
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     meshes = {x.sharding.mesh for x in (aval, *others) if not x.sharding.mesh.empty}
     if not meshes and vma.varying:  # results of callbacks have no mesh
@@ -114,7 +113,7 @@ def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.Part
 
 
 def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
-    """Returns the type of one index along the first dimension."""
+    """Returns `aval` without its first dimension."""
     return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
 
 
@@ -124,7 +123,7 @@ def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
 
 
 def canonical_dtype(value: DTypeLike, where: str) -> np.dtype:
-    """Returns the type that a user names, under JAX's setting of 64-bit types. JAX may warn or raise ValueError."""
+    """Returns the type that a user names, under JAX's setting of 64-bit types. JAX may warn or raise, with `where`."""
     return np.dtype(_dtypes.check_and_canonicalize_user_dtype(value, where))
 
 
@@ -144,7 +143,7 @@ _64_BITS = ("float64", "complex128", "int64", "uint64")
 
 
 def mesh_axes() -> tuple[tuple[str, int], ...]:
-    """Returns every axis of the mesh of the shards that are being traced, as (name, size)."""
+    """Returns every axis that is being traced, as (name, size): of the mesh, or of the axis environment without one."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = axis_env().axis_sizes if mesh.empty else mesh.shape
     return tuple(axes.items())
@@ -227,14 +226,14 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
 
 
 def default_platform() -> str:
-    """Returns the default platform of lowering: "cuda" if `jax.default_backend` says "gpu"."""
+    """Returns the default platform of lowering: "cuda" if `jax.default_backend` says "gpu". Starts the backend."""
     backend = _xla_bridge.get_backend()
     return str(getattr(backend, "_raw_platform", backend.platform))
 
 
 def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context for tracing one device's part, even if the compiler runs under an explicit mesh. The compiler
-    calls back with shards, and JAX would take them for global arrays on that mesh."""
+    """Returns a context without a mesh if an explicit mesh is set, else one that does nothing. The compiler calls back
+    with shards of one device, and JAX would take them for global arrays on that mesh."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
     is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
     empty = jax.sharding.AbstractMesh((), ())
@@ -320,10 +319,9 @@ def distributed_client() -> Any:
 
 
 def let_gloo_listen_at(host: str) -> None:
-    """Makes XLA's transport between CPUs listen at this address of the machine when the backend starts.
-
-    By default it listens at the address of the machine's name, which may be a loopback address, or unknown.
-    """
+    """Makes gloo, XLA's transport between CPUs, listen at the address `host` of this machine when the backend starts.
+    By default it listens at the address of the machine's name, which may be a loopback address, or unknown. Replaces
+    JAX's factory of CPU clients, and then notes gloo's descriptors for `close_gloo`."""
 
     def make_client() -> Any:
         client, transport = distributed_client(), _config.cpu_collectives_implementation.value
@@ -361,7 +359,7 @@ def close_gloo() -> None:
 
 
 def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:
-    """Returns (coordinator address, number of processes, process id, local device ids) as JAX detects them."""
+    """Returns (coordinator address, number of processes, process id, local device ids) by JAX's detection `method`."""
     detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
     local_device_ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
     return detect(None, None, None, local_device_ids, method, timeout)

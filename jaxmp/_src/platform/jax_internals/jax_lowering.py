@@ -77,8 +77,8 @@ _SHARED_CALL = re.compile(r"@jaxmp_.* axes_(row|col) = dense<[^>]")
 
 
 def check_exported_programs() -> None:
-    """Refuses, from now on, exported programs with calls that ranks share on CPU devices of several processes, because
-    the ranks would wait for each other forever."""
+    """Makes exported programs with calls that ranks share raise NotImplementedError when lowered for CPU devices of
+    several processes, from now on, because the ranks would wait for each other forever."""
     require_devices([_export.call_exported_p])
     _wrap(_export.call_exported_p, _in_one_process)
 
@@ -100,20 +100,20 @@ def _in_one_process(rule: LoweringRule) -> LoweringRule:
 
 
 def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
-    """Returns the mesh of a lowering with its devices, or None if JAX does not know the devices yet."""
+    """Returns the mesh of the shard_map being lowered, or else of `jax.set_mesh`; None if no devices are known."""
     axes = ctx.module_context.axis_context
     mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
 def device_count(ctx: LoweringContext) -> int:
-    """Returns the number of devices of the program that is being lowered."""
+    """Returns the number of devices of the program that is being lowered, 1 if JAX does not say."""
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
 def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    """Returns the mesh of the global arrays in the program that is being lowered. If JAX knows no mesh, the result has
-    one axis of all devices."""
+    """Returns the mesh of the global arrays in the program that is being lowered, with its devices if JAX knows them.
+    If no mesh of shard_map, operands, results or `jax.set_mesh` has all devices, the result has one axis of them."""
     axes, count = ctx.module_context.axis_context, device_count(ctx)
     of_types = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in (*ctx.avals_in, *ctx.avals_out))
     known = [getattr(axes, "abstract_mesh", None), *of_types, ambient_mesh()]
@@ -129,7 +129,7 @@ def is_for_export(ctx: LoweringContext) -> bool:
 
 
 def platform(ctx: LoweringContext) -> str:
-    """Returns the platform of a lowering rule; the first one if the rule serves several."""
+    """Returns the platform that a rule lowers for; the first one if there are several."""
     return str((ctx.platforms or ctx.module_context.platforms)[0])
 
 
@@ -152,11 +152,9 @@ def program_name(ctx: LoweringContext) -> str:
 
 
 def lower_each_call(key: str) -> None:
-    """Makes JAX lower a function once per call, from now on, if the lowering asks `next_index(ctx, key)`.
-
+    """Makes JAX lower each call apart, from now on, of a function with a lowering that asks `next_index(ctx, key)`.
     Otherwise JAX lowers equal equations, and calls of an inner jit, only once, so that several instructions of the
-    compiled program would have one index.
-    """
+    compiled program would have one index. Also lets `is_in_body` know loops and branches."""
     _numbered.add(key)
     _mlir._uncacheable_primitives.update(_mlir._lowerings)
     for primitive in list(_mlir._lowerings):
@@ -194,13 +192,13 @@ _is_in_body: contextvars.ContextVar[bool] = contextvars.ContextVar("is_in_body",
 
 
 def is_in_body() -> bool:
-    """True if a loop or branch of the program is being lowered."""
+    """True if a loop or branch is being lowered, after `lower_each_call` or under `in_body`; else False."""
     return _is_in_body.get()
 
 
 @contextlib.contextmanager
 def in_body(is_body: bool = True) -> Iterator[None]:
-    """A context that makes `is_in_body()` true, if `is_body`."""
+    """A context that makes `is_in_body()` true if `is_body`, and else leaves it as it is."""
     before = is_in_body()
     _is_in_body.set(before or is_body)
     try:
@@ -210,7 +208,7 @@ def in_body(is_body: bool = True) -> Iterator[None]:
 
 
 def body_of(primitive: Primitive) -> contextlib.AbstractContextManager[None]:
-    """Returns the context for the body of an equation of `primitive`."""
+    """Returns the context for the body of an equation: `in_body` for loops and branches."""
     return in_body(primitive.name in _BODIES)
 
 
@@ -222,11 +220,9 @@ def next_index(ctx: LoweringContext, key: str) -> int:
 
 
 def on_stream_of_collectives(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts a call between GPUs on XLA's stream of collectives, so that none of them is in flight across it.
-
+    """Returns `call`, made to run on XLA's stream of collectives on GPUs, so that no collective runs at the same time.
     XLA's scheduler takes other calls for computation, and starts them while a collective waits for other devices. XLA
-    before JAX 0.12 reads a number here and ends the process, so the call stays as it is.
-    """
+    before JAX 0.12 reads a number here and ends the process, so the call stays as it is."""
     if jax.__version_info__ < (0, 12):
         return call
     place: Any = compute_on  # older versions have another signature

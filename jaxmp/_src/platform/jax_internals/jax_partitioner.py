@@ -25,8 +25,7 @@ from jaxmp._src.platform.jax_internals.jax_lowering import LoweringContext, in_b
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """An operand or result of a call that XLA's partitioner asks about: global shape, dtype and the sharding that XLA
-    proposes."""
+    """An operand or result of a call that XLA's partitioner asks about: global shape, dtype, and proposed sharding."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -35,7 +34,7 @@ class Global:
     @property
     def tiles(self) -> np.ndarray | None:
         """The devices that hold each tile, by position in the program: one dimension per dimension of the array, and a
-        last dimension of copies. None if the array is not cut into tiles."""
+        last dimension of copies. None if the array is replicated or on one device, and with manual subgroups."""
         sharding = self.hlo_sharding
         are_copies = {*sharding.subgroup_types()} <= {_xla_client.OpSharding.Type.REPLICATED}
         if not are_copies or not sharding.is_tiled() or sharding.is_maximal():
@@ -70,8 +69,8 @@ def partitioned_call(
     ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str, contracted: str
 ) -> Sequence[Any]:
     """Emits a custom call that XLA's partitioner replaces as registered by `register_partitioner`, and returns its
-    results. Shardings propagate by `sharding_rule`, as for `custom_partitioning`; along the index `contracted` they
-    propagate last, as along the contraction of JAX's product."""
+    results. `text`: what the partitioner tells `partition` of the call. Shardings propagate by `sharding_rule`, as for
+    `custom_partitioning`; last along the index `contracted`, as along the contraction of JAX's product."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
     sums = (contracted,) if contracted in sharding_rule else ()
@@ -145,7 +144,7 @@ def _shards(arrays: Sequence[Global], hlo_shardings: Sequence[Any]) -> list[jax.
 
 
 def in_text(kind: str, shape: tuple[int, ...], sharding: str) -> Global:
-    """Builds a `Global` from the text of an XLA program: "f32", its global shape, "{replicated}"."""
+    """Builds a `Global` from what an XLA program writes: `kind` "f32", the global shape, `sharding` "{replicated}"."""
     dtype = _xla_client.Shape.array_shape(_xla_client.PrimitiveType[kind.upper()], ()).numpy_dtype()
     found = _xla_client.HloSharding.from_string(sharding)
     return Global(shape, dtype, found.v3_to_v2_sharding() if hasattr(found, "v3_to_v2_sharding") else found)
@@ -173,7 +172,8 @@ def _inside(call: OnShards) -> Iterator[None]:
 def _lowered_on_shards(
     call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
 ) -> bytes:
-    """Lowers one device's part to a program for XLA; checks the types of its results, because XLA relies on them."""
+    """Returns one device's part as the bytecode of a module. Raises ValueError unless its results have the types of
+    `results`, because XLA relies on them."""
     mesh: Any = call.operands[0].mesh
     with _inside(call):
         jaxpr = jax.make_jaxpr(call.body)(*shards)

@@ -51,10 +51,8 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
 
 
 def register_checks(primitive: Primitive, are_wrong: Callable[..., jax.Array], message: str) -> None:
-    """Makes the user's checks of `checkify` fail if `are_wrong(*operands, **params)` is true for `primitive`.
-
-    `message` shows the first operand as {}.
-    """
+    """Makes `checkify` report `message` for an equation of `primitive` if `are_wrong(*operands, **params)` is true.
+    Only if the user has asked for user checks. `message` shows the first operand as {}."""
 
     nahead = int(hasattr(_checkify, "CheckifyContext"))  # since JAX 0.12 rules have a context
     assert_func: Any = _checkify.assert_func
@@ -88,8 +86,8 @@ def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterabl
 
 
 def register_saved(primitives: Iterable[Primitive], ask: Callable[..., Any]) -> None:
-    """Makes `jax.checkpoint` ask its policy by `ask(policy, primitive, *types, **params)`. Under jax_remat3, which asks
-    by rule, only about `primitives`, and only if it has a rule for shard_map (since JAX 0.11)."""
+    """Makes `jax.checkpoint` call `ask(policy, primitive, *types, **params)` instead of its policy. Under jax_remat3,
+    which has rules, only for `primitives`, and only if it has a rule for shard_map (since JAX 0.11)."""
     split = _pe.custom_partial_eval_rules[_ad_checkpoint.remat_p]
 
     def split_asking(*args: Any, policy: Any, **params: Any) -> Any:
@@ -105,7 +103,7 @@ def _saved(
     primitive: Primitive, ask: Callable[..., Any], trace: Any, *operands: Any, **params: Any
 ) -> tuple[Any, Any, Callable[..., Any]]:
     """Returns (results, residuals, a function of residuals and operands that returns differentiable results). Residuals
-    are the results if the policy saves or offloads them, else ()."""
+    are the results if the policy saves or offloads them, else (): then the function computes them again."""
 
     def recompute(_: Any, *operands: Any) -> Any:
         return primitive.bind(*operands, **params)

@@ -73,7 +73,7 @@ def without_start(eqn: _core.JaxprEqn) -> _core.JaxprEqn | None:
 
 
 def needed(equations: Sequence[_core.JaxprEqn], results: Sequence[Any]) -> list[_core.JaxprEqn]:
-    """Returns the equations that the results need, or that have effects."""
+    """Returns the equations that `results` need or that have effects, and what these need, in order."""
     read_later = {v for v in results if not is_literal(v)}
     kept = []
     for eqn in reversed(equations):
@@ -89,10 +89,8 @@ def variables(eqn: _core.JaxprEqn) -> list[Any]:
 
 
 def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
-    """Returns a jaxpr with the jaxpr `body_of(eqn)` written out for each equation, unless that is None, and constants.
-
-    The constants are the values of `constvars`, of the jaxpr and of what is written out.
-    """
+    """Returns (jaxpr, constants) with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies. An
+    equation stays if `body_of` returns None. `constants`: values of the constvars, also of what is written out."""
     opened, consts = open_jaxpr(jaxpr)
     constants, equations, new_variable = (
         dict(zip(opened.constvars, consts, strict=True)),
@@ -119,7 +117,7 @@ def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr
 
 
 def array_of(v: Any, values: Mapping[Any, Any]) -> Any:
-    """Returns the array of a variable of a jaxpr or of a literal."""
+    """Returns `values[v]` for a variable, and for a literal an array of its type, weak or not."""
     if not is_literal(v):
         return values[v]
     return _lax._convert_element_type(v.val, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -142,9 +140,8 @@ def _is_array(x: Any) -> bool:
 
 class Traced:
     """A function traced with arguments, which are pytrees. Its `jaxpr` with `consts` is a function of `arrays`.
-
-    Leaves that are not JAX arrays keep their values: `fn` receives them, and its caller gets them back, unchanged.
-    """
+    `arrays`: the leaves that are JAX arrays. `fn` receives the other leaves, and its caller gets them back,
+    unchanged."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -170,7 +167,7 @@ class Traced:
 
 
 def is_untraced() -> bool:
-    """True under `jax.disable_jit`, unless a caller is being traced to a jaxpr: functions run without a trace here."""
+    """True under `jax.disable_jit`, so that functions run untraced, unless a caller is being traced to a jaxpr."""
     return is_jit_disabled() and not isinstance(_core.trace_ctx.trace, _pe.DynamicJaxprTrace)
 
 
@@ -188,7 +185,7 @@ _as_equation: contextvars.ContextVar[_core.JaxprEqn | None] = contextvars.Contex
 
 
 def traced_as(eqn: _core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that traces with the line, the name stack, the mesh and the 64-bit types of an equation."""
+    """Returns a context that traces as `eqn` (`equation_in_place`): its line, name stack, mesh and 64-bit types."""
     stack = contextlib.ExitStack()
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
     stack.enter_context(_source_info_util.user_context(eqn.source_info.traceback, name_stack=names))
@@ -204,11 +201,9 @@ def equation_in_place() -> _core.JaxprEqn | None:
 
 
 def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Sequence[Any]:
-    """Evaluates an equation, with some of its parameters replaced.
-
-    Skips a `pvary` of an operand that varies already, as results of jaxmp's calls may where JAX's types do not say so.
-    Skips an eager `reshard` from no mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type.
-    """
+    """Returns the results of an equation, with some of its parameters replaced. Skips a `pvary` of an operand that
+    varies already, as results of jaxmp's calls may where JAX's types do not say so. Skips an eager `reshard` from no
+    mesh to automatic axes, because JAX's cache of eager calls keeps that mesh's type."""
     if eqn.primitive.name == "reshard" and _core.trace_ctx.trace is _core.eval_trace:
         is_auto = jax.sharding.AxisType.Explicit not in eqn.params["dst_sharding"].mesh.axis_types
         if is_auto and _core.typeof(operands[0]).sharding.mesh.empty:
@@ -238,11 +233,9 @@ def is_plain(eqn: _core.JaxprEqn) -> bool:
 
 
 def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Evaluates plain equations on `values` and adds their results to `values`, or only the `outputs` that others read.
-
-    If the caller is being transformed, for example differentiated, they become one jitted function that equal equations
-    share, so that JAX differentiates it once, like functions of `jax.numpy`.
-    """
+    """Evaluates equations that are `is_plain` on `values`, and adds at least the results in `outputs` to `values`. If
+    the caller is being transformed, for example differentiated, they become one jitted function that equal equations
+    share, so that JAX differentiates it once, like functions of `jax.numpy`. Otherwise they run one by one."""
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_not_transformed or not _is_hashable(segment):
@@ -260,7 +253,7 @@ def _is_hashable(x: Any) -> bool:
 
 
 class _Segment:
-    """Consecutive equations. Segments that compute the same are equal."""
+    """Consecutive equations. Segments with the same primitives, parameters and links between them are equal."""
 
     def __init__(self, equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any]) -> None:
         self.equations, self.outputs = equations, outputs
@@ -320,7 +313,7 @@ def evaluate_with_body(
     body: Callable[..., Any],
     rewritten: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Sequence[Any]:
-    """Evaluates a `custom_jvp_call` or `custom_vjp_call` with `body` as its function and `rewritten` rules."""
+    """Evaluates a `custom_jvp_call` or `custom_vjp_call` as function `body` with each rule as `rewritten(rule)`."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions = [body, *(rewritten(rule.call_wrapped) for rule in bound["subfuns"][1:])]
     bound["subfuns"] = tuple(

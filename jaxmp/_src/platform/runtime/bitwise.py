@@ -71,6 +71,7 @@ def places(x: np.ndarray) -> np.ndarray:
     return bits ^ sign if jnp.issubdtype(x.dtype, jnp.signedinteger) else bits
 
 
+# Returns "x (0x...) instead of y (0x...), 3 ulps apart"; without the distance if one is NaN.
 def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
     def show(x: np.ndarray) -> str:
         width = 2 * bits_of(x).dtype.itemsize

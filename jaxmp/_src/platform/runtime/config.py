@@ -72,7 +72,7 @@ _LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The parsed and checked values of `VARIABLES` and of one variable of NCCL."""
+    """The parsed and checked values of `VARIABLES` and of one variable of NCCL. `gpu_timeout`: JAXMP_TIMEOUT if set."""
 
     log: frozenset[str]
     plan_cache_size: int
@@ -173,7 +173,7 @@ def parse_timeout(name: str, value: Any) -> float:
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Returns ("mpi" or "slurm", number of processes) if one started this process, else None; MPI comes first."""
+    """Returns ("mpi" or "slurm", number of processes) from a launcher's variables, else None; MPI comes first."""
     environ = os.environ if environ is None else environ
     for name, variables in _LAUNCHERS.items():
         for rank, size in variables:
@@ -188,7 +188,7 @@ def is_open_mpi_4() -> bool:
 
 
 def add_xla_flag(name: str, value: str) -> None:
-    """Sets a flag of XLA unless the user has set it. XLA reads its flags once, when its first backend starts."""
+    """Adds a flag to XLA_FLAGS unless the flag is there. XLA reads them once, when its first backend starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if f"--{name}" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
@@ -196,7 +196,7 @@ def add_xla_flag(name: str, value: str) -> None:
 
 @contextlib.contextmanager
 def loopback_without_proxy() -> Iterator[None]:
-    """A context that lets gRPC connect to 127.0.0.1 directly, even if the environment has an HTTP proxy."""
+    """A context with no_grpc_proxy set if there is an HTTP proxy, so that gRPC connects to 127.0.0.1 directly."""
     name = "no_grpc_proxy"  # gRPC reads it instead of no_proxy
     before = os.environ.get(name)
     if any(os.environ.get(proxy) for proxy in ("grpc_proxy", "https_proxy", "http_proxy")):

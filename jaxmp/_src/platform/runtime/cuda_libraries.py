@@ -34,8 +34,8 @@ def find() -> Libraries:
     """Returns the libraries that this process would use.
 
     Raises:
-      RuntimeError: cuBLASMp is installed for another CUDA version than JAX's plugin, or this process has loaded another
-        NCCL than the one that cuBLASMp would use.
+      RuntimeError: cuBLASMp is installed only for another CUDA version than JAX's plugin, or this process has loaded
+        two NCCLs, or another one than the one that cuBLASMp would use.
     """
     roots = _wheel_roots()
     return Libraries(_find_cublasmp(roots), _find_nccl(roots), DRIVER)
@@ -70,7 +70,8 @@ def majors() -> tuple[str, ...]:
 
 
 def _find_cublasmp(roots: Iterable[Path]) -> str:
-    """Returns cuBLASMp of the wheel for JAX's CUDA version, or its soname; RuntimeError if there is only another."""
+    """Returns the path in the wheel for JAX's CUDA version, or the soname without any wheel. Raises RuntimeError if
+    there is only a wheel for another version."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
     for major in majors():
         if path := found[major]:
@@ -86,7 +87,8 @@ def _find_cublasmp(roots: Iterable[Path]) -> str:
 
 
 def _find_nccl(roots: Iterable[Path]) -> str:
-    """Returns NCCL of the wheel, or the one that is loaded, or its soname; RuntimeError for two loaded, or another."""
+    """Returns the path in NCCL's wheel, else of the loaded NCCL, else the soname. Raises RuntimeError if this process
+    has loaded two, or another than the wheel's."""
     wheel, loaded = _first_file(roots, _NCCL_FOLDER, NCCL), mapped_files("libnccl.so")
     if len(loaded) > 1:
         raise RuntimeError(
@@ -114,7 +116,7 @@ def _is_same_file(path: str, other: str) -> bool:
 
 
 def mapped_files(prefix: str) -> list[str]:
-    """Returns the files mapped by this process with names that begin with `prefix`, sorted; [] without such a list."""
+    """Returns the files mapped by this process with names that begin with `prefix`, sorted; [] without /proc."""
     try:
         lines = Path(_MAPS).read_text(errors="surrogateescape").splitlines()
     except OSError:

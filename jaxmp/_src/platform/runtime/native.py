@@ -54,7 +54,8 @@ def register() -> None:
     elsewhere (`jax.export.deserialize`, a deserialised executable), before it runs them. It starts JAX's backend, so
     call `jax.distributed.initialize` and similar functions first. If the process has CUDA devices, it opens cuBLASMp
     too; if that fails, the calls on these devices fail with the reason. A process without CUDA devices can compile
-    programs for machines that have them.
+    programs for machines that have them. In a job, compiling an exported program then raises NotImplementedError if its
+    ranks share calls within one process, but its CPU devices belong to several.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -96,7 +97,7 @@ def has_cuda_devices() -> bool:
 
 
 def card_capability() -> tuple[int, int] | None:
-    """Returns the lowest compute capability of the job's CUDA devices, (9, 0); None without any. Starts the backend."""
+    """Returns the job's lowest compute capability, (9, 0); None if this process has no CUDA device. Starts JAX."""
     if not cuda_devices():
         return None
     everywhere = cuda_devices()[0].client.devices()
@@ -121,7 +122,7 @@ def _devices(platform: str) -> list[Any]:
 
 
 def why_no_cublasmp() -> str:
-    """Opens the real cuBLASMp, once. Returns why this process cannot use it, or "" if it is open."""
+    """Configures and opens the real cuBLASMp, once. Returns why this process cannot use it, or "" if it is open."""
     global _why_no_cublasmp
     with _lock:
         if _why_no_cublasmp is None:
@@ -129,6 +130,7 @@ def why_no_cublasmp() -> str:
         return _why_no_cublasmp
 
 
+# Passes the configuration and the devices to the extension, and opens the libraries; returns why not, or "".
 def _open_cublasmp() -> str:
     module = extension()
     try:
@@ -179,8 +181,8 @@ def capabilities(library: str = "host") -> dict[str, bool]:
 
 
 def start_barrier(process: int, nprocesses: int, timeout: float) -> None:
-    """Starts to watch the other processes of the job, and makes JAX lower each call apart (`lower_each_call`). `peers`
-    connects them and passes their sockets on."""
+    """Starts to watch the other processes of the job, over sockets that `jobs.peers` opens, and sets `has_barrier`. JAX
+    then lowers each call apart (`lower_each_call`)."""
     global has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout)
@@ -198,8 +200,8 @@ def stop_barrier() -> None:
 
 
 def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
-    """Publishes `value` under `key` in JAX's store, or waits for the value that another process publishes. The
-    processes of a group exchange NCCL ids this way. Raises TimeoutError after `timeout` seconds, and RuntimeError after
+    """Publishes `value` under `key` in JAX's store and returns it; if it is None, waits for another process's value.
+    Processes exchange NCCL ids this way. Raises TimeoutError after `timeout` seconds, and RuntimeError after
     `jax.distributed.shutdown()`."""
     client = jax_compat.distributed_client()
     if client is None:
@@ -227,7 +229,7 @@ def plan_cache_clear() -> None:
 
 
 def take_group_rows() -> tuple[float, float]:
-    """Returns the rows of the largest and of the mean groups in hostmp's products of groups since the last call."""
+    """Returns rows of the (largest, mean) group, summed over hostmp's products of groups since this was last asked."""
     largest, mean = extension().take_group_rows()
     return largest, mean
 
@@ -239,7 +241,8 @@ def blas_info() -> dict[str, str]:
 
 @functools.cache
 def kernel_of(dtype: str) -> str:
-    """Describes the host's kernel for operands of this type, for messages. `dtype`: as named in the custom call."""
+    """Returns the name of the host's kernel for a type, for messages; "decoded to bf16" for a type without a kernel.
+    `dtype`: as named in the custom call."""
     return blas_info().get(dtype, "decoded to bf16")
 
 
@@ -276,6 +279,7 @@ def _import_extension() -> Any:
         ) from error
 
 
+# Raises ImportError if the extension has another ABI, or was built with a newer jaxlib than is installed.
 def _check_versions(module: Any) -> None:
     if module.abi_version() != ABI_VERSION:
         raise ImportError(
@@ -308,6 +312,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+# Returns JAXMP_BLAS, else the library of scipy-openblas32; without that package another OpenBLAS.
 def _blas_path() -> str:
     if config().blas:
         return str(config().blas)

@@ -13,7 +13,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_html(tables: Iterable[Sequence[Sequence[str]]], notes: Iterable[str]) -> str:
-    """Returns tables as HTML, with their headers, and `notes` as lines below them."""
+    """Returns tables as HTML, the first row of each as its header, and `notes` as lines below them."""
     found = []
     for table in tables:
         head, *body = ([html.escape(cell) for cell in cells] for cells in table)
