@@ -27,16 +27,16 @@ def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: in
     grid of blocks has a transfer of each operand (`in_grid`), other calls have one, or none if nothing moves. In a
     gather the rank receives the other ranks' parts. In a ring of P ranks, a reduce-scatter receives the rank's own part
     P - 1 times, and an all-reduce receives 2 (P - 1) / P of the whole."""
-    axes = call.row_axes + call.col_axes
+    if call.is_grid:
+        return in_grid(call, mesh, a, b)
+    axes = call.row_axes
     p = size_of(mesh, axes)
     if call.gathered:
         kind, nbytes = "all_gather", (a if call.gathered[0] == "a" else b) * (p - 1)
     elif call.is_reduced:
         kind, nbytes = "all_reduce", 2 * sums * (p - 1) // p
-    elif call.sums:
-        kind, nbytes = "reduce_scatter", sums * (p - 1)
     else:
-        return in_grid(call, mesh, a, b)
+        kind, nbytes = "reduce_scatter", sums * (p - 1)
     return (Transfer.over(mesh, axes, nbytes, kind),) if nbytes else ()
 
 
