@@ -192,7 +192,8 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes `activated_matmul` of tz + tbias on shards of any rank; folds rows in the order of their scattering."""
+    """Computes (act'(z) * (tz + tbias)) @ w on shards of any rank: a term of y's tangent. `aux` is the stored z, and
+    `tbias` may be None. Leading dimensions fold into rows, with the dimension that the second layer scatters first."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
