@@ -101,8 +101,9 @@ def ragged_dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """`ragged`: the dimension of lhs. `group`: the dimension of rhs that chooses a matrix, or None. `outer`: the
-    dimensions of lhs before the ragged one, without the batch, if each of their indices has its own sizes."""
+    """`ragged`: the dimension of lhs. `group`: the dimension of rhs that chooses a matrix; None if the ragged dimension
+    is not free. `outer`: if `group_sizes` has more than one dimension, the dimensions of lhs of the same kind (free,
+    contracted or batch) as the ragged one that come before it, and have their own sizes for each index; else ()."""
 
     dot: DimensionNumbers
     ragged: int
