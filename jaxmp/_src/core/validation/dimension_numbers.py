@@ -16,7 +16,7 @@ from jaxmp._src.platform.runtime.types import ArrayType
 
 T = TypeVar("T")
 _Dimensions = tuple[Sequence[int], Sequence[int]]
-# The form in which users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
+# The user's form: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
 GivenNumbers = tuple[_Dimensions, _Dimensions]
 
 
