@@ -172,6 +172,7 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
+    """Returns `axes`, by default the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
@@ -301,6 +302,7 @@ _OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling",
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
+    """Multiplies `BlockCyclicArray.data`, in `shard_map`; if a or b is empty, returns beta * c, or zeros."""
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
@@ -316,6 +318,7 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
 
 
 def _check_operands(a: Any, b: Any, c: Any) -> None:
+    """Raises unless a, b and c (or None) are block-cyclic arrays on one mesh and pair of axes, outside of shard_map."""
     for argument, x in ({"a": a, "b": b} | ({} if c is None else {"c": c})).items():
         if not isinstance(x, BlockCyclicArray):
             raise InvalidType(

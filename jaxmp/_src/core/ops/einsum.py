@@ -86,6 +86,7 @@ def einsum(
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
+    """Returns `optimize` as a hashable value: "auto" for None, tuples for a path. Raises TypeError for other values."""
     try:
         if optimize is None:
             return "auto"

@@ -168,6 +168,7 @@ class _Hidden:
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
+    """Returns the static argument of `jaxmp_gated`: the gate's call and plan, LOCAL if XLA partitions the products."""
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))

@@ -162,6 +162,7 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
+    """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's three `in_shardings`."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
@@ -256,6 +257,7 @@ def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operan
 
 
 def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Returns d of rows x that are sorted by expert: `down(f(gate) * up)`, or `down(f(up))` without w_gate."""
     names = [name for name in ("gate", "up") if f"w_{name}" in operands]
 
     def product(call: RaggedCall, x: jax.Array, name: str, operands: Operands) -> jax.Array:

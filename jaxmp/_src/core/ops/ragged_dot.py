@@ -218,6 +218,8 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) ->
 def jaxmp_activated_ragged_dot(
     call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
 ) -> jax.Array:
+    """Computes the product with its bias, and applies `f` (None: nothing) before the result is rounded."""
+
     def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
@@ -270,6 +272,7 @@ def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversi
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    """Checks the arguments; returns (spec, operands: "a", "b" in the call's types, "sizes", and "offset" if given)."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)

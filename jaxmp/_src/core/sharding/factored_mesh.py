@@ -60,6 +60,7 @@ def _runs(tiles: np.ndarray) -> list[list[Run]]:
 
 
 def _runs_of(positions: Sequence[int]) -> list[Run]:
+    """Returns the runs of one dimension, slowest first. `positions`: the first position of each of its tiles."""
     runs: list[Run] = []
     step = 1
     while step < len(positions):

@@ -214,6 +214,7 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
+    """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh."""
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
         raise InvalidValue(
@@ -257,6 +258,7 @@ def _sharded(
     out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
+    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Only explicit axes may be unreduced in d."""
     _check_mesh("{out_sharding}", out_sharding, mesh)
     if out_sharding is None:
         return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, None))

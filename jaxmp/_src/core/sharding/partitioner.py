@@ -116,6 +116,7 @@ def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], result
 
 
 def sharding_rule_of(spec: MatmulSpec) -> str:
+    """Returns the sharding rule of a product, such as "m k, k n -> m n", with operands in the order of `_led`."""
     blocks = map("b{}".format, itertools.count())
 
     def factors(name: str) -> str:
@@ -290,6 +291,7 @@ def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]], count:
 
 
 def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
+    """Plans a described call for the shardings of the arrays; returns its function of shards, with its shardings."""
     call, mesh = described["call"], _mesh_of(described)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     if "grouped" in call:

@@ -62,6 +62,7 @@ class RaggedCall:
         return result
 
     def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
+        """Returns {"d": a device's shard of the result} from its shards: product, bias, and sums over ranks."""
         x, w = operands["a"], operands["b"]
         m, g = (
             size * math.prod(map(lax.axis_size, axes))

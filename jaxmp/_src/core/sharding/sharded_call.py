@@ -91,6 +91,7 @@ class ShardedCall:
     is_empty: bool
 
     def __call__(self, operands: Operands) -> Operands:
+        """Returns the results by name, from shards in `shard_map`; XLA multiplies arrays with symbolic extents."""
         if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
             return _of_any_extent(self, operands)
         operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
@@ -349,6 +350,8 @@ def of_arrays(
 def _taking(
     run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
 ) -> Callable[..., Results]:
+    """Returns `run` as a function of operands in the order of `types`, with conversions before and after it."""
+
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):

@@ -184,6 +184,7 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
 
 
 def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
+    """Raises ValueError if a transposed operand has rows or columns of d that the grid does not divide."""
     for what, extent, parts, is_moved in (
         ("rows", rows * ncol, nrow, spec.transpose_a),
         ("columns", cols * nrow, ncol, spec.transpose_b),

@@ -119,6 +119,7 @@ _ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tu
 
 
 def _find(precision: Any) -> str:
+    """Returns the name of the table's row: DEFAULT for None, a `lax.Precision` or its name, and pairs of them."""
     if isinstance(precision, lax.DotAlgorithm):
         if (known := _typed(precision)) not in _ALGORITHMS:
             raise NoPrecision(

@@ -99,6 +99,7 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
 
 
 def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
+    """Returns `dimensions` with negative ones counted from the front. Raises if x does not have them."""
     ndim = len(x.shape)
     for i in dimensions:
         if not -ndim <= i < ndim:

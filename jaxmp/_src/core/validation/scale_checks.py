@@ -116,6 +116,7 @@ def resolve_scales(
 
 
 def _check_scalar(argument: str, scale: Any) -> str:
+    """Returns the mode SCALAR, or NONE for None. Raises ValueError for other arrays than float32 scalars."""
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
