@@ -34,7 +34,7 @@ _jet_rules: Any = jet.jet_rules
 def _register(
     primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
 ) -> None:
-    """`lower(platform)` is the lowering rule for a platform."""
+    """Registers a primitive's rules; `lower(platform)` is the lowering rule for "cpu", "cuda" or "other"."""
     primitive.def_abstract_eval(naming_by_spec(abstract_eval))
     ad.primitive_jvps[primitive] = naming_by_spec(as_traced(jvp))
     ad.primitive_transposes[primitive] = naming_by_spec(as_traced(transpose))

@@ -1,4 +1,4 @@
-"""Activations that no epilog has: XLA applies them to the accumulated product, which is rounded once, afterwards.
+"""Activations that no epilog has: XLA applies them to the unrounded product, and the result is rounded once.
 
 With z the product and its bias in the accumulator's type, d = act(z) rounded once. The derivative is taken at z rounded
 to d's type, as for a fused gelu. So products of tangents and cotangents have d's type, and reverse mode keeps only that
@@ -29,15 +29,17 @@ from jaxmp._src.core.validation.comm_options import fit_comm_options
 from jaxmp._src.platform.jax_internals import jax_compat
 from jaxmp._src.platform.runtime.types import Operands
 
-# Computes products of one shape, each with its bias, in a given type, from the operands by name.
+# Computes products of one shape, with their biases, in a given type, from the operands by name.
 Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
 # The products in d's type, and in the accumulator's type if that is another.
 Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
 def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[Any], Callable[[Any], jax.Array]]:
-    """Returns (arrays, a function that converts the result): result and cotangents are then as weak as in `plain`.
-    Nothing changes if no array is weak, if one is neither an array nor None, or if `plain` raises."""
+    """Returns (the arrays to pass to a layer, a function to apply to the layer's result). The result then has the dtype
+    and the weak type of `plain(*arrays)`, the same layer in jnp, and cotangents have the weak types of its cotangents.
+
+    Returns `arrays` and the identity if no array is weak, if one is neither an array nor None, or if `plain` raises."""
     given = [x for x in arrays if x is not None]
     if not all(map(operand_checks.is_array, given)) or not any(jax.typeof(x).weak_type for x in given):
         return arrays, lambda y: y
@@ -58,7 +60,8 @@ def as_weak_as(plain: Callable[..., jax.Array], *arrays: Any) -> tuple[Sequence[
 
 
 def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
-    """Returns a weak `x` strongly typed, with a cotangent of this type; `x` itself if strong, or if dtypes differ."""
+    """Converts a weak `x` to a strong type, so that its cotangent is weak only if `cotangent` is. Returns `x` itself if
+    it is strong, or if the two dtypes differ."""
     if not jax.typeof(x).weak_type or cotangent.dtype != x.dtype:  # integers have float0
         return x
     if cotangent.weak_type:
@@ -67,7 +70,7 @@ def _strong(x: Any, cotangent: jax.ShapeDtypeStruct) -> Any:
 
 
 def of_vector(layer: Callable[..., Any], x: Any, *operands: Any, **options: Any) -> jax.Array:
-    """Applies a layer to the vector `x`, as to a matrix of one row; adds the row to the shardings in `options` too."""
+    """Returns `layer(x[None], ...)[0]` for a vector `x`; shardings in `options` get an entry for the new dimension."""
     names = {"hidden_sharding", "out_sharding", "in_shardings"}.intersection(options)
     rows = layer(x[None], *operands, **options | {name: meshes.of_one_row(options[name]) for name in names})
     row: jax.Array = rows[0]
@@ -79,8 +82,8 @@ def plain_dense(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array
 
 
 def check_spec(spec: MatmulSpec) -> None:
-    """Raises NotImplementedError if XLA may not apply the activation. This holds at a level with a fixed order of sums,
-    for a result of integers or of 8 bits and fewer, and for 8-bit operands with a bias of float16."""
+    """Raises NotImplementedError where XLA may apply no activation: with `determinism` "batch" or "topology", to a
+    result of integers or of 8 bits and fewer, and to float8 or float4 products with a bias of float16."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
             f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
@@ -113,10 +116,8 @@ def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def compiled(run: Any, activation: str | Function | None) -> Any:
-    """Returns the jitted function `run`, or the function that it wraps if `activation` is a user's own function.
-
-    Such a function may close over what is being traced, which no cache of compiled programs may keep.
-    """
+    """Returns the jitted function `run`, or the function that it wraps if `activation` is a user's own function: this
+    may close over what is being traced, which no cache of compiled programs may keep."""
     return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
 
 
@@ -130,8 +131,8 @@ def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
 
 
 def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
-    """Returns the spec and operands that give a product the result type `dtype`. Its epilog has at most a bias. The
-    bias is converted too, unless the spec gives its type. Options in `comm` that do not fit the type are dropped."""
+    """Returns the spec and operands that give a product, with a bias at most, the result type `dtype`. A bias is
+    converted too, unless the spec has a `bias_dtype`. Options in `comm` that do not fit the type are dropped."""
     if spec.bias_dtype is None and "bias" in operands:
         operands = operands | {"bias": operands["bias"].astype(dtype)}
     return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
@@ -146,8 +147,9 @@ def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> P
 
 
 def activate(f: Function, zs: Preactivations) -> jax.Array:
-    """Returns `f` of the products in the accumulator's type, rounded to the type of d. The derivative is taken at the
-    rounded products; reverse mode keeps them, and reruns f. Raises ValueError if f changes the shape."""
+    """Returns `f` of the products `zs`, a result of `preactivations`: f takes them in the accumulator's type, and its
+    result is rounded to the type of d. The derivative is taken at the rounded products; reverse mode keeps them, and
+    reruns f. Raises ValueError if f changes the shape."""
     rounded, wide = zs
     dtype = rounded[0].dtype
 

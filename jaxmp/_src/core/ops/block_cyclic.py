@@ -93,7 +93,8 @@ def to_block_cyclic(
     Args:
       x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
       layout: a `jaxmp.BlockCyclic` with the grid of the mesh axes.
-      mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own.
+      mesh: the mesh; by default x's own (if x is not traced), else the ambient one. A `BlockCyclicArray` keeps its own
+        mesh and axes.
       axes: the mesh axes of the process rows and of the process columns, each a name or a tuple of names (slowest
         first); by default the two axes of a mesh that has two.
 
@@ -101,7 +102,7 @@ def to_block_cyclic(
       A `BlockCyclicArray` of shape (m, n).
 
     Raises:
-      TypeError, ValueError: x is not a matrix, there is no mesh, the axes have another grid, or inside shard_map.
+      TypeError, ValueError: x is not a matrix, there is no mesh, the layout has another grid, or inside shard_map.
 
     Communicates by one all-to-all per dimension over the axes, after bringing x to the sharding P(*axes); on explicit
     axes first to P(), if the grid does not divide it.
@@ -171,6 +172,7 @@ def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
 
 
 def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
+    """Returns `axes`, by default the mesh's, as `_as_axes`. Raises ValueError unless they are a pair with the grid."""
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
@@ -188,7 +190,7 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
 
 
 def _as_axes(axes: Any) -> Any:
-    """Returns the axes of both entries as tuples of names."""
+    """Returns the pair `axes` with both entries as tuples of names."""
     return tuple((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
 
 
@@ -233,7 +235,8 @@ def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
-    """Converts the data of a matrix from one layout to another on the same grid."""
+    """Converts `data` from the layout of `source` to the layout `target` on the same grid, in `shard_map`. One
+    all-to-all moves the data along each dimension on which the layouts differ."""
     shape = source.shape
     if 0 in shape:
         return empty(shape, target, data.dtype)
@@ -257,7 +260,8 @@ def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: B
 
 
 def matmul(request: Request) -> BlockCyclicArray:
-    """Computes `jaxmp.matmul` for block-cyclic operands. Refuses the options `_OF_ARRAYS`, and arrays alpha or beta."""
+    """Computes `jaxmp.matmul` for block-cyclic operands. Raises NotImplementedError for an alpha or beta that is a JAX
+    array, and for the options in `_OF_ARRAYS`: determinism, mesh, in_shardings, scaling, an epilog and its inputs."""
     a, b, c = request.a, request.b, request.c
     for argument in _OF_ARRAYS:
         if getattr(request, argument) != Request._field_defaults[argument]:
@@ -298,6 +302,7 @@ _OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling",
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
+    """Multiplies `BlockCyclicArray.data`, in `shard_map`; if a or b is empty, returns beta * c, or zeros."""
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
@@ -313,6 +318,7 @@ def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.A
 
 
 def _check_operands(a: Any, b: Any, c: Any) -> None:
+    """Raises unless a, b and c (or None) are block-cyclic arrays on one mesh and pair of axes, outside of shard_map."""
     for argument, x in ({"a": a, "b": b} | ({} if c is None else {"c": c})).items():
         if not isinstance(x, BlockCyclicArray):
             raise InvalidType(
@@ -331,9 +337,10 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
 
 
 def _result(request: Request, product: Contraction) -> tuple[Distributed, Distributed, Distributed]:
-    """Returns the shapes and layouts of a, b and the result. The result has the layout `out_sharding`, else c's, else
+    """Returns the shapes and layouts of (a, b, the result). The result has the layout `out_sharding`, else c's, else
     a's blocks along m and b's along n, from the process where a's rows and b's columns begin (process 0 if the operand
-    is stored transposed). Raises ValueError or TypeError if they do not fit."""
+    is stored transposed). Raises ValueError if k or the grids differ, or if c has another layout than the result;
+    TypeError if `out_sharding` is not a BlockCyclic."""
     a, b, c, asked = request.a, request.b, request.c, request.out_sharding
     of_a, of_b = dict(zip(product.a, a.shape, strict=True)), dict(zip(product.b, b.shape, strict=True))
     if of_a["k"] != of_b["k"]:

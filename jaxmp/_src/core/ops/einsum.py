@@ -86,6 +86,7 @@ def einsum(
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
+    """Returns `optimize` as a hashable value: "auto" for None, tuples for a path. Raises TypeError for other values."""
     try:
         if optimize is None:
             return "auto"
@@ -104,7 +105,9 @@ def contract(
     operands: tuple[Any, ...],
     optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
-    """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`."""
+    """Computes `jaxmp.einsum` of `operands`; the request has only the options. `optimize`: a result of `_order`.
+
+    `jnp.einsum` computes the result of a single operand if it or `out_sharding` has unreduced or reduced axes."""
     terms, output = _parse(subscripts, operands)
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
@@ -196,8 +199,9 @@ def _check_extents(text: str, terms: Sequence[_Term]) -> None:
 
 
 def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
-    """Returns the operands with the indices that the result or another operand has, once each. Takes diagonals, sums
-    other indices in `dtype` or wider, and drops a dimension of extent 1 if another operand broadcasts it."""
+    """Returns the operands without the indices that neither the result nor another operand has, which are summed in
+    `dtype` (or in the operand's wider type). Takes the diagonal of an index that occurs twice in an operand, and drops
+    a dimension of extent 1 if its index has a larger extent in another operand."""
     found_in = Counter(output + "".join(term.indices for term in terms))
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
     if is_plain and 1 not in found_in.values():  # the usual case
@@ -246,7 +250,8 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
 
 
 def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
-    """Returns the two operands of each product, by position; each product is appended to the remaining operands."""
+    """Returns a pair of positions for each product: its operands, which are then removed, and the product appended.
+    `optimize`: a result of `_order`. Raises ValueError if it is no strategy, or no path of pairs for these operands."""
     if len(terms) == 2:
         return [(0, 1)]
     if optimize is False:
@@ -334,7 +339,8 @@ def _placed(request: Request, x: jax.Array) -> jax.Array:
 def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
     """Returns the sharding of an intermediate product; None (the usual one) without explicit axes or `out_sharding`.
 
-    Sharded dimensions stay so. The contraction's axes go where the last result has them, if that dimension is free.
+    An index keeps the axes that shard it in an operand. An index without axes gets the axes that `out_sharding` has for
+    it, if they shard an index that this product sums.
     """
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
@@ -354,7 +360,8 @@ def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: 
 
 
 def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
-    """Returns two operands' shardings after `_reduced`; anything but a pair is returned, and refused later by name."""
+    """Returns the shardings of two operands `terms` after `_reduced` made `reduced` of them. Returns anything but a
+    pair unchanged, because it is refused later by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
     first, second = (
@@ -365,7 +372,8 @@ def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced:
 
 
 def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
-    """Reorders the sharding of dimensions `have` for the dimensions `want`, some of them; None stays None."""
+    """Returns a sharding for the indices `want`, given the `sharding` for the indices `have`, which include them. Keeps
+    unreduced and reduced axes. Returns anything but a PartitionSpec or NamedSharding unchanged."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding

@@ -135,13 +135,14 @@ def _plain(act: Function | None, x: Any, w_gate: Any, w_up: Any, w_down: Any, *b
 
 
 def _pair(name: str, operands: dict[str, Any]) -> Operands:
-    """Returns a weight and its bias, if it has one, under their own names."""
+    """Renames a call's "b" and "bias" to "w_gate" and "b_gate" (if `name` is "gate"); leaves out other operands."""
     names = {"b": f"w_{name}", "bias": f"b_{name}"}
     return {names[key]: x for key, x in operands.items() if key in names}
 
 
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
-    """Returns w_up and b_up in the types of the call; their shapes and shardings must fit the gate's."""
+    """Returns w_up and b_up by name, in the types of the call. Raises ValueError if w_up has another shape than w_gate,
+    or another sharding on explicit axes."""
     like = layers.operands[0]["b"]
     shape = tuple(getattr(request.b, "shape", like.shape))
     if shape[:1] == like.shape[:1] and shape != like.shape:
@@ -159,7 +160,7 @@ def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operand
 
 @dataclasses.dataclass(frozen=True)
 class _Hidden:
-    """The products of gate and up, hashable: the gate's call and plan, and whether they share x."""
+    """The products of gate and up, hashable: the gate's call and plan, and whether a device gets x once for both."""
 
     call: Call
     plan: Contraction
@@ -167,6 +168,7 @@ class _Hidden:
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
+    """Returns the static argument of `jaxmp_gated`: the gate's call and plan, LOCAL if XLA partitions the products."""
     call, plan = layers.calls[0], layers.plans[0] if layers.plans else LOCAL
     # Other patterns do not bring x to a device, or bring a part of its columns.
     brings_x = bool(layers.plans) and (not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes))
@@ -185,7 +187,8 @@ def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> ja
 
 
 def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
-    """Computes x @ w_gate + b_gate and x @ w_up + b_up, from one x on each device if `hidden.shares_x`."""
+    """Computes x @ w_gate + b_gate and x @ w_up + b_up: if `hidden.shares_x` on shards, after x is gathered once for
+    both, else by two calls."""
     plan, call, spec = hidden.plan, hidden.call, hidden.call.spec
     if not hidden.shares_x:
         return activated.preactivations(functools.partial(_products, call, spec, plan), spec.out_dtype, operands)
@@ -207,7 +210,8 @@ def _entries(call: ShardedCall) -> dict[str, Entry]:
 def _products(
     call: Call | None, spec: MatmulSpec, plan: Contraction, dtype: np.dtype, operands: Operands
 ) -> list[jax.Array]:
-    """Computes both products in `dtype`, each with its own bias, by the gate's call; without a call, on shards."""
+    """Computes both products in `dtype` with their biases, by two copies of the gate's `call`. If `call` is None, the
+    operands are one device's shards, and `plan` is bound to them."""
     products = []
     for name in _NAMES:
         layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
@@ -229,7 +233,8 @@ _NAMES = ("gate", "up")
 
 
 def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
-    """Computes both products from an x that each device receives once; a grid gathers the weights for them."""
+    """Computes both products on one device's shards. If the plan gathers x, x is gathered once, and the products are
+    local. On a grid, x stays as it is, and each product gathers its weight."""
     x = operands["x"]
     inner, inner_plan = (spec, plan) if plan.is_grid else (spec.ungrouped(), LOCAL)
     with jax.named_scope("jaxmp_shared_operand"):

@@ -126,6 +126,7 @@ class _Layer:
     def apply(
         self, x: jax.Array, operands: Operands, activation: str | None = None, keeps_aux: bool = False
     ) -> Operands:
+        """Returns the results by name, on shards: d, and with `keeps_aux` the z or mask that the activation stores."""
         layer = self.operands(x, operands)
         epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
@@ -163,6 +164,7 @@ _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 def _layers_jvp_rule(
     mlp: _Mlp, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns (y, its tangent: the sum of a term for w_out and b_out, and of `_activated` for x, w_in and b_in)."""
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     assert isinstance(mlp.activation, str)
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
@@ -192,7 +194,8 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes `activated_matmul` of tz + tbias on shards of any rank; folds rows in the order of their scattering."""
+    """Computes (act'(z) * (tz + tbias)) @ w on shards of any rank: a term of y's tangent. `aux` is the stored z, and
+    `tbias` may be None. Leading dimensions fold into rows, with the dimension that the second layer scatters first."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, ahead, shape = spec.contraction.scatters, mlp.second.plan.dimension, list(tz.shape[:-1])
     fold = functools.partial(fold_rows, ndim=len(shape), ahead=ahead, nranks=spec.group.nranks if scatters else 1)
@@ -207,6 +210,8 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 
 
 def _planned(layers: Layers, activation: str | Function) -> jax.Array:
+    """Computes y by `jaxmp_mlp`. Both layers are differentiated as a whole (`is_fused`) only for "relu" and "gelu",
+    not with "topology", if h has the type of both results, the second layer takes it as it is, and no extent is 0."""
     (ins, outs), plans, calls = layers.operands, layers.plans, layers.calls
     spec, next_spec = specs = [call.spec for call in calls]
     h = outs["a"]

@@ -103,8 +103,10 @@ def layers(
     activation: Any,
     **options: Unpack[ExpertOptions],
 ) -> jax.Array:
-    """Computes `jaxmp.moe_mlp`. If `groups` has "experts" and "gates" (m, top_k) instead of "sizes", it sends each row
-    of x through its experts and sums their results times its gates."""
+    """Computes `jaxmp.moe_mlp`. `weights`: "w_gate" (or None), "w_up" and "w_down"; `biases`: "gate", "up" and "down".
+
+    `groups` has "sizes" and "offset". With "experts" and "gates", (m, top_k), instead, rows need not be sorted: each
+    row of x goes through its experts, and their results times its gates are summed."""
     arrays = {"x": x} | {name: w for name, w in weights.items() if w is not None or name != "w_gate"}
     for name, array in arrays.items():
         operand_checks.check_array(name, array)
@@ -160,6 +162,7 @@ _Products = tuple[RaggedCall, RaggedCall]
 
 
 def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -> tuple[_Products, meshes.Placement]:
+    """Returns ((call of gate and up, call of down), the placement of down). `ins`: the user's three `in_shardings`."""
     x, w_up, w_down = (operands[name] for name in ("x", "w_up", "w_down"))
     if ins is not None and (not isinstance(ins, tuple | list) or isinstance(ins, P) or len(ins) != 3):
         raise InvalidValue(f"in_shardings must be a triple, one sharding each for x, w_up and w_down, got {ins!r}")
@@ -189,8 +192,8 @@ def _placed(request: Request, spec: GroupedSpec, ins: Any, operands: Operands) -
 def planned(
     spec: GroupedSpec, where: tuple[Any, bool], lie: tuple[Dims, ...], extents: tuple[int, ...], unreduced: Dim
 ) -> _Products:
-    """Plans the products. `where`: the mesh, and whether its axes are explicit. `lie`: the shardings of x, w_up (and
-    w_gate), w_down and d. `extents`: of g, k, h, m, n. `unreduced`: the axes that defer the sum of d."""
+    """Returns the calls (of gate and up, of down). `where`: the mesh, and whether its axes are explicit. `lie`: the
+    shardings of x, w_up (and w_gate), w_down and d. `extents`: of g, k, h, m, n. `unreduced`: d's unreduced axes."""
     (mesh, _), (g, k, h, m, n) = where, extents
     larger = g * h * (2 * k + n) > m * (k + n)
     choose = functools.partial(_split, is_w_larger=larger, keeps_h=spec.level.fixed_order)
@@ -220,10 +223,12 @@ def planned(
 
 
 def _split(x: str, w_in: str, _: str, w_down: str, d: str, *, is_w_larger: bool, keeps_h: bool) -> str:
-    """Returns the index that an axis splits, "m", "g" or "h". The arguments are the indices that it shards in x, w_up,
-    w_gate, w_down and d, or "". `is_w_larger`: weights have more elements than x and d, so they move less often.
+    """Returns the index that the ranks of an axis split, from the indices along which it shards x, w_up, w_gate, w_down
+    and d, or "" for each. `is_w_larger`: weights have more elements than x and d.
 
-    It is never k, because the first products would be summed before the activation. With `keeps_h` it is not h either.
+    It is "m" if the axis shards rows of x or d, except if it also shards g or h of weights and `is_w_larger`. Then, and
+    if it shards no rows, it is that "g" or "h", or "h" if there is none. With `keeps_h` it is "m" instead of "h". It is
+    never k, because the first products would be summed before the activation.
     """
     own = next((index for index in (w_in, w_down) if index == "g" or (index == "h" and not keeps_h)), "")
     if "m" in (x, d) and not (own and is_w_larger):
@@ -242,7 +247,7 @@ def jaxmp_moe_mlp(first: RaggedCall, second: RaggedCall, f: Function | None, ope
 
 
 def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> Operands:
-    """Computes all products on one device's shards."""
+    """Computes {"d": the result} on one device's shards, of rows sorted by expert or, with "experts", of any rows."""
     # Varying over these axes, so that cotangents of x are added before they are summed over devices.
     axes = jax_compat.varying_axes(operands["w_up"])
     operands = operands | {"x": cast_varying(operands["x"], axes, source_line="moe_mlp")}
@@ -252,6 +257,7 @@ def _on_shards(first: RaggedCall, second: RaggedCall, f: Function | None, operan
 
 
 def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
+    """Returns d of rows x that are sorted by expert: `down(f(gate) * up)`, or `down(f(up))` without w_gate."""
     names = [name for name in ("gate", "up") if f"w_{name}" in operands]
 
     def product(call: RaggedCall, x: jax.Array, name: str, operands: Operands) -> jax.Array:
@@ -271,10 +277,9 @@ def _products(first: RaggedCall, second: RaggedCall, f: Function | None, operand
 
 
 def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands: Operands) -> jax.Array:
-    """Returns this rank's terms of each row's sum over its experts, in the order chosen, in the accumulator's type.
-
-    A device sorts its own rows, so rows never move between ranks of data.
-    """
+    """Returns each row's sum of gate times result over this rank's experts, in the row's order of experts and in the
+    accumulator's type: a term of the result if ranks split experts or hidden features. A device sorts its own rows by
+    expert, so rows never move between ranks of data."""
     x, experts, gates = (operands[name] for name in ("x", "experts", "gates"))
     (m, top_k), groups = experts.shape, operands["w_up"].shape[0] * math.prod(map(lax.axis_size, second.groups))
     order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -291,7 +296,7 @@ def _routed(first: RaggedCall, second: RaggedCall, f: Function | None, operands:
 
 
 def _with_choices(spec: GroupedSpec, top_k: int) -> GroupedSpec:
-    """Returns the spec of a product with `top_k` rows for each row of x."""
+    """Returns the spec with `top_k` times as many rows in `whole`, the extents of the global product."""
     whole = (spec.whole[0], spec.whole[1] * top_k, *spec.whole[2:]) if spec.whole else ()
     return dataclasses.replace(spec, whole=whole)
 

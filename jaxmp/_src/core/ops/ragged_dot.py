@@ -98,8 +98,9 @@ def ragged_dot(
 
 
 def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: Any, activation: Any) -> jax.Array:
-    """Scales the sums by their row's scale and by their group's scales of columns; `groups`: sizes and offset. Refuses
-    an unreduced `out_sharding`, and at a level with a fixed order a bias and scales of blocks."""
+    """Computes `jaxmp.ragged_dot` with `scaling`; `groups`: (sizes, offset). XLA multiplies the sums by the scales, and
+    adds the bias. Raises NotImplementedError for an unreduced or reduced `out_sharding`, and with `determinism` "batch"
+    or "topology" for a bias and for scales of blocks."""
     of_x, of_w = _scales(request, scaling)
     if meshes.is_partial(request.out_sharding):
         raise NotAvailable("scaling is not available with an out_sharding that is unreduced; scale the sum")
@@ -128,7 +129,8 @@ def _scaled(request: Request, scaling: Scaling, groups: tuple[Any, Any], bias: A
 
 
 def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns the scale of each row of d, (m, 1): 0 outside of w's groups, even if `scale` is infinite or NaN there."""
+    """Returns the `scale`, () or (m,), of each row of d as (m, 1): 0 for rows that are in none of w's groups, even if
+    `scale` is infinite or NaN there."""
     sizes, offset = groups
     offset = None if offset is None else jnp.asarray(offset).reshape(())
     bounds = ragged.bounds_of(jnp.asarray(sizes), offset, d.shape[0], w.shape[0])
@@ -137,7 +139,8 @@ def _within(groups: tuple[Any, Any], scale: jax.Array, d: jax.Array, w: jax.Arra
 
 
 def _of_rows(request: Request, groups: tuple[Any, Any], values: jax.Array, d: jax.Array) -> jax.Array:
-    """Expands (groups,) or (groups, n) values to the rows of d, in its sharding, by a product with k = 1."""
+    """Expands `values`, (groups,) or (groups, n), to (m, n) by a product with k = 1: each row of d gets its group's. On
+    explicit axes the result has d's sharding."""
     matrices = jnp.broadcast_to(values.reshape(len(values), 1, -1), (len(values), 1, d.shape[1]))
     kind = jax.typeof(d).sharding
     request = request._replace(
@@ -215,6 +218,8 @@ def jaxmp_ragged_dot(call: ragged.RaggedCall, operands: dict[str, jax.Array]) ->
 def jaxmp_activated_ragged_dot(
     call: ragged.RaggedCall, f: Function | None, operands: dict[str, jax.Array]
 ) -> jax.Array:
+    """Computes the product with its bias, and applies `f` (None: nothing) before the result is rounded."""
+
     def products(dtype: np.dtype, operands: dict[str, jax.Array]) -> list[jax.Array]:
         return [dataclasses.replace(call, spec=dataclasses.replace(call.spec, out_dtype=dtype))(operands)]
 
@@ -230,7 +235,7 @@ def of_global(spec: GroupedSpec, placement: meshes.Placement) -> GroupedSpec:
 
 def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
     """Returns the function that XLA applies, or None. Raises NotImplementedError for any activation if the result is of
-    integers, and for any but "relu" at a level with a fixed order of sums."""
+    integers, and for any but "relu" with `determinism` "batch" or "topology"."""
     found = activations.parse(activation)
     if found is not None and spec.out_dtype.name in INTEGERS:
         raise NotAvailable(
@@ -243,7 +248,8 @@ def activation_of(spec: GroupedSpec, activation: Any) -> Function | None:
 
 
 def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
-    """Returns {"bias": bias in the result's type}, or {}. Raises unless it is (groups, n) and converts without loss."""
+    """Returns {"bias": bias in the result's type}, or {} for None. Raises unless it is (groups, n) and its type
+    converts to the result's without loss."""
     if bias is None:
         return {}
     operand_checks.check_array("{bias}", bias)
@@ -256,7 +262,8 @@ def bias_of(spec: GroupedSpec, bias: Any, w: jax.Array) -> dict[str, jax.Array]:
 
 
 def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversion, Request]:
-    """Returns (conversions to lax's types, request with converted operands). Weak only if `group_sizes` is weak too."""
+    """Returns (conversions to lax's types, request with converted operands). The result is weak only if both operands
+    and `group_sizes` are."""
     conversion, call = arguments.converted(request._replace(implementation=None), are_rows=False, is_lax=True)
     if conversion.are_weak and not (operand_checks.is_array(group_sizes) and jax.typeof(group_sizes).weak_type):
         conversion = dataclasses.replace(conversion, is_weak=False, are_weak=False)
@@ -265,6 +272,7 @@ def converted(request: Request, group_sizes: Any) -> tuple[result_types.Conversi
 
 
 def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[GroupedSpec, dict[str, jax.Array]]:
+    """Checks the arguments; returns (spec, operands: "a", "b" in the call's types, "sizes", and "offset" if given)."""
     x, w = request.a, request.b
     for name, operand, ndim in (("{a}", x, 2), ("{b}", w, 3)):
         operand_checks.check_array(name, operand, ndim)
@@ -289,8 +297,8 @@ def validated(request: Request, group_sizes: Any, group_offset: Any) -> tuple[Gr
 
 
 def spec_and_operands(request: Request) -> tuple[GroupedSpec, dict[str, jax.Array]]:
-    """Returns the spec, and the operands in the type of their multiplication; a narrow w of a mixed pair stays narrow.
-    A level has no effect on integers. Raises NotImplementedError for "cublasmp"."""
+    """Returns the spec, and the operands ("a", "b") in the type of their multiplication; a w of 8 bits or fewer with a
+    wider x stays so. `determinism` has no effect on integers. Raises NotImplementedError for "cublasmp"."""
     x, w = jnp.asarray(request.a), jnp.asarray(request.b)
     for name, operand in (("{a}", x), ("{b}", w)):
         operand_checks.check_operand(name, operand)

@@ -101,8 +101,9 @@ def ragged_dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """`ragged`: the dimension of lhs. `group`: the dimension of rhs that chooses a matrix, or None. `outer`: the
-    dimensions of lhs before the ragged one, without the batch, if each of their indices has its own sizes."""
+    """`ragged`: the dimension of lhs. `group`: the dimension of rhs that chooses a matrix; None if the ragged dimension
+    is not free. `outer`: if `group_sizes` has more than one dimension, the dimensions of lhs of the same kind (free,
+    contracted or batch) as the ragged one that come before it, and have their own sizes for each index; else ()."""
 
     dot: DimensionNumbers
     ragged: int
@@ -132,6 +133,7 @@ class _Numbers:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_ragged_dot_general(spec: GroupedSpec, numbers: _Numbers, operands: Operands) -> jax.Array:
+    """Merges dimensions as `grouped` takes them: rows if the ragged dimension is free, else sums over each group."""
     lhs, rhs, sizes = (operands[name] for name in ("lhs", "rhs", "sizes"))
     product, (m, groups) = numbers.dot, (lhs.shape[numbers.ragged], sizes.shape[-1])
     sizes = checked({"sizes": sizes}, m)["sizes"]
@@ -169,6 +171,7 @@ def _size(x: jax.Array, dims: tuple[int, ...]) -> int:
 
 
 def _parsed(given: Any, lhs: Any, rhs: Any, sizes: Any) -> _Numbers:
+    """Returns the user's dimension numbers, checked. Raises if they, or the shape of `sizes`, do not fit."""
     ragged_dot.check_integers("group_sizes", sizes)
     try:
         (ragged,), group, dot = given.lhs_ragged_dimensions, given.rhs_group_dimensions, given.dot_dimension_numbers

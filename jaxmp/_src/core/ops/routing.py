@@ -33,7 +33,7 @@ class Routes(NamedTuple):
 
 
 def routes_of(logits: jax.Array, top_k: int, scores: Scores, *, normalizes: bool) -> Routes:
-    """Chooses the experts of each token from its logits (tokens, experts), in the order of their scores.
+    """Chooses the experts of each token from its logits (tokens, experts), in descending order of their scores.
 
     Gates are the scores of the chosen experts; `normalizes` divides them by their sum: the softmax of the chosen
     logits (Mixtral, arXiv:2401.04088), or sigmoids (DeepSeek-V3, arXiv:2412.19437, without its bias).
@@ -68,8 +68,9 @@ def mixture(
     activation: Activation | None,
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each token of x (..., features) through `top_k` experts; returns (y, loss). `router` (features, experts) is
-    multiplied in float32. Raises ValueError if its features are not x's. `weights`: w_gate, w_up, w_down by name."""
+    """Sends each token of x (..., features) through `top_k` experts; returns (y, the loss of `routes_of`). Multiplies x
+    by `router` (features, experts) in float32, by jnp for "run_to_run", else by `jaxmp.matmul`. Raises
+    ValueError if the router's features are not x's. `weights`: w_gate, w_up, w_down by name."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
@@ -91,7 +92,8 @@ def mixture(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _reshaped(x: jax.Array, shape: Shape, have: P, want: P) -> jax.Array:
-    """Reshapes each device's tokens to `shape`, its part, so that none moves; XLA would use another order of tokens."""
+    """Reshapes each device's shard of x to `shape` in `shard_map`, from the sharding `have` to `want`. No token moves,
+    but the order of tokens differs from a reshape of the global array."""
     mesh = jax.typeof(x).sharding.mesh
     d: jax.Array = jax.shard_map(lambda x: x.reshape(shape), mesh=mesh, in_specs=have, out_specs=want)(x)
     return d

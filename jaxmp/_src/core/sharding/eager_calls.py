@@ -28,7 +28,7 @@ kept, kept_traced = (jax_compat.cache_in_context(CAPACITY)(lambda key: list[Any]
 
 
 def operands_of(request: Request) -> dict[str, Any]:
-    """Returns the operands of a request by name; {} if names in `epilog_inputs` are wrong."""
+    """Returns the operands of a request by name; {} if `epilog_inputs` is not a dict, or has the name a, b or c."""
     given = {"a": request.a, "b": request.b} if request.c is None else {x: getattr(request, x) for x in "abc"}
     inputs = request.epilog_inputs
     if inputs is None:
@@ -38,12 +38,12 @@ def operands_of(request: Request) -> dict[str, Any]:
 
 
 def look_up(request: Request, operands: Mapping[Any, Any], *static: Any, is_part: bool = False) -> Entry | None:
-    """Returns the entry for this request, these operands by name, and further arguments. `is_part`: the product may be
-    one of several in a call.
+    """Returns the cache's entry for this request, these operands by name, and further arguments `static`; a new entry
+    is empty. `is_part`: the product may be one of several in a call, so the cache of traced calls has it.
 
-    Returns None if nothing is kept: without operands, with operands that are not arrays, with arrays in `scaling`, with
-    an alpha or beta that is not a Python number, with arguments without a hash (a list of shardings), and if messages
-    need the line of each call.
+    Returns None if nothing is kept: without operands, with operands that are not JAX arrays, with arrays in `scaling`,
+    with an alpha or beta that is not a Python number, with arguments without a hash (a list of shardings), and in a job
+    of several processes, because its messages need the line of each call.
     """
     types, cache = [], kept_traced if is_part else kept
     for name, x in operands.items():
@@ -77,7 +77,7 @@ def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[A
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """Does what `look_up` does for a contraction. Returns None also if `is_on_one_device` is False."""
+    """Returns the cache's entry for an einsum of these operands, as `look_up` does; None unless `is_on_one_device`."""
     if native.has_barrier or not is_on_one_device(request, operands):
         return None
     return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
@@ -97,9 +97,7 @@ def _are_on_one_device(*operands: Any) -> bool:
 
 def is_simple(*operands: Any) -> bool:
     """True if all operands are arrays on one device, no mesh is set, no process barrier is in use, and jit is enabled.
-
-    Then JAX's own dispatch of a jitted function can run an eager call without options.
-    """
+    Then JAX's own dispatch of a jitted function can run an eager call without options."""
     return _are_on_one_device(*operands) and not (native.has_barrier or jax_compat.is_jit_disabled())
 
 

@@ -2,7 +2,7 @@
 
 A reshape of (64, k) over 8 devices of "data" to (4, 16, k) shards the first dimension in 4 and the second in 2. The
 mesh ("data:(1)4", "data:(4)2") of the same devices has an axis for each. The names are Shardy's: the size of the axis
-before this part, and the size of the part.
+before this part, and the size of the part. A position is the index of a device in the mesh's order of devices.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Run = tuple[int, int]
 
 
 def factored(mesh: Mesh, arrays: Sequence[Global]) -> tuple[Mesh, list[Dims]]:
-    """Returns the mesh with axes split as the shardings of the arrays require, and the axes that shard each array.
+    """Returns (the mesh, with axes split as the shardings of the arrays require; the axes that shard each array).
 
-    An array counts as whole if no axes express its sharding: it is on one device, or its parts do not fit the parts of
-    a larger array.
+    An array counts as whole if no axes express its sharding: it is on one device, or it would split an axis in a way
+    that does not fit the splits for a larger array. A dimension has only the first axes that divide its extent.
     """
     cuts: Collection[int] = _ends(mesh.shape)
     runs: list[list[list[Run]]] = [[[]] * len(x.shape) for x in arrays]
@@ -48,17 +48,19 @@ def factored(mesh: Mesh, arrays: Sequence[Global]) -> tuple[Mesh, list[Dims]]:
 
 
 def _ends(axes: Mapping[str, int]) -> list[int]:
-    """Returns the number of positions of all axes, of all but the first, of all but the first two, and so on to 1."""
+    """Returns the product of all sizes, of all but the first, of all but the first two, and so on to 1."""
     return [*itertools.accumulate([*axes.values()][::-1], int.__mul__, initial=1)][::-1]
 
 
 def _runs(tiles: np.ndarray) -> list[list[Run]]:
-    """Returns for each dimension the runs that may divide it, slowest first."""
+    """Returns for each dimension the runs that may divide it, slowest first. `tiles`: an array of the positions that
+    hold each tile, along its last dimension."""
     first = tiles.min(-1)
     return [_runs_of(np.moveaxis(first, i, -1).reshape(-1, n)[0].tolist()) for i, n in enumerate(first.shape)]
 
 
 def _runs_of(positions: Sequence[int]) -> list[Run]:
+    """Returns the runs of one dimension, slowest first. `positions`: the first position of each of its tiles."""
     runs: list[Run] = []
     step = 1
     while step < len(positions):
@@ -93,7 +95,7 @@ def _dims(runs: Sequence[Sequence[Run]], axes: Mapping[str, int]) -> Dims:
 
 
 def _tiles(dims: Dims, axes: Mapping[str, int], shape: Shape) -> np.ndarray:
-    """Returns, in this shape, the sorted positions that hold each tile of an array with these axes."""
+    """Returns, in this shape, the sorted positions that hold each tile of an array with the sharding `dims`."""
     names, sharded = [*axes], sum(dims, ())
     order = [names.index(name) for name in (*sharded, *(name for name in names if name not in sharded))]
     positions = np.arange(math.prod(axes.values())).reshape(*axes.values())
@@ -101,7 +103,8 @@ def _tiles(dims: Dims, axes: Mapping[str, int], shape: Shape) -> np.ndarray:
 
 
 def _dividing(dims: Dims, shape: Shape, axes: Mapping[str, int]) -> Dims:
-    """Returns the first axes of each dimension that divide it. XLA pads for others, and a call must not see padding."""
+    """Returns for each dimension the most of its first axes that divide its extent. XLA pads for others, and a call
+    must not see padding."""
 
     def first(dim: Dim, extent: int) -> Dim:
         return next(dim[:i] for i in range(len(dim), -1, -1) if extent % size_of(axes, dim[:i]) == 0)

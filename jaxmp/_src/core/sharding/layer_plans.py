@@ -51,8 +51,8 @@ class Label:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The products of two layers: operands by name, calls and plans. If XLA partitions the products, only the first has
-    a call, and there is no plan."""
+    """The products of two layers, in order: operands by name, calls and plans. If XLA partitions the products, only the
+    first has a call, and `plans` is empty."""
 
     operands: tuple[dict[str, Any], dict[str, Any]]
     calls: tuple[sharded_call.Call, ...]
@@ -60,9 +60,11 @@ class Layers:
 
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
-    """Plans both products. `in_shardings` are of x and both weights. The second request's a is not known yet.
-    `axis_name`: the axis of shard_map that gathers x and scatters y, or None. Refuses a vector x, and operands of 8
-    bits or fewer that would need scales between the layers."""
+    """Plans both products. `in_shardings` are of x and both weights; the second request's a is not known yet.
+    `axis_name`: an axis of the enclosing shard_map that gathers x and scatters y, or None.
+
+    Raises ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and
+    float4 operands, for int8 x and first weight, and for an unreduced hidden layer."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
@@ -111,7 +113,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
 
 
 def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
-    """Returns the products' groups (without axes for None): x's rows are gathered over the axis, y's are scattered."""
+    """Returns (the group of an all-gather, the group of a reduce-scatter) over the axis, both without axes for None."""
     patterns = Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER
     on_axes = functools.partial(sharded_call.group_on_axes, outside="leave axis_name out")
     first, second = (Group() if axis_name is None else on_axes(p, axis_name) for p in patterns)

@@ -1,4 +1,5 @@
-"""Finds where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
+"""Finds where a call runs (`Mode`): MANUAL on shards inside shard_map, SHARDED on global arrays with known shardings,
+AUTO on global arrays with shardings that XLA's partitioner chooses, XLA if only XLA can multiply there."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode, the mesh and the result's shape. For SHARDED also whether the axes are explicit, `lie`: the shardings
-    of a, b and the result as stored (None: the default for a and b), and the result's `unreduced` axes. For XLA also
-    `why`. For XLA and AUTO the requested sharding of the result: `constraint`, or `out_sharding` on explicit axes."""
+    """The mode, the mesh (None for AUTO) and the result's shape. For SHARDED also whether the axes are explicit, `lie`:
+    the shardings of (a, b, the result) as stored (the result's is None by default), and the result's `unreduced` axes.
+    For XLA also `why`. For XLA and AUTO the requested sharding of the result: `constraint`, or for XLA `out_sharding`
+    if it names no automatic axes."""
 
     mode: Mode
     shape: Shape
@@ -57,15 +59,15 @@ def partition_spec(dims: Dims) -> P:
 
 
 def constrained(outputs: Operands, sharding: NamedSharding | None) -> Operands:
-    """Returns the results of a call, with a constraint on d if there is one."""
+    """Returns the results of a call, d constrained to `sharding`; unchanged if it is None."""
     return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
 
 
 def on_automatic_axes(
     run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
 ) -> Callable[[Operands], jax.Array]:
-    """Wraps `run` so that explicit axes of the mesh, if any, are automatic inside, and XLA partitions over them. The
-    result is sharded as requested, or as `dims`."""
+    """Wraps `run` so that explicit axes of the mesh are automatic inside, and XLA partitions over them. The result is
+    sharded as `placement.out_sharding`, or else as `dims`. Returns `run` itself if the mesh has no explicit axes."""
     kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
     if not axes:
@@ -85,7 +87,7 @@ def on_automatic_axes(
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
-    """Reshards a global array from `have` to `want`, in `moves.steps`."""
+    """Reshards a global array from `have` to `want`, one step of `moves.steps` at a time."""
     now, last = (shardings.as_dims("an array", P(*spec.partitions), x.ndim) for spec in (have, want))
     for step in moves.steps(now, last, mesh.shape) or (last,) * (have != want):
         spec = want.update(partitions=partition_spec(step).partitions)
@@ -115,8 +117,10 @@ def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
 
 
 def place(request: Request, out_shape: Shape) -> Placement:
-    """Finds the mode of a call from its request and the ambient mesh, and checks the shardings that it reads. Raises
-    ValueError for shardings and meshes given inside shard_map, or that do not fit together."""
+    """Returns where a requested call runs. Inside shard_map: MANUAL if all axes of several devices are manual, else
+    XLA. Outside: SHARDED with `in_shardings`; XLA if the mesh mixes explicit and automatic axes, or vmap maps over a
+    sharded dimension; SHARDED on explicit axes; otherwise AUTO. Raises ValueError for `in_shardings` inside shard_map,
+    in a MANUAL call for any sharding or mesh, and for shardings or meshes that do not fit together."""
     a, b, mesh, out_sharding = request.a, request.b, request.mesh, request.out_sharding
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
@@ -183,7 +187,8 @@ def _mixed_mesh(request: Request) -> options.Mesh | None:
 
 
 def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
-    """Returns the placement of a product that XLA partitions. Raises ValueError if it cannot have `out_sharding`."""
+    """Returns the placement of a product that XLA partitions because of `why`. Raises ValueError if the result cannot
+    have `out_sharding`: manual axes, explicit next to automatic axes, or axes that do not divide it."""
     if out_sharding is None:
         return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("{out_sharding}", out_sharding, mesh)
@@ -209,6 +214,7 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
+    """Returns the SHARDED placement on the request's mesh, else a NamedSharding's, else the ambient mesh."""
     in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
         raise InvalidValue(
@@ -230,7 +236,8 @@ def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
 
 
 def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
-    """Raises ValueError if a mesh, or a NamedSharding's mesh, is not the call's, because it would have no effect."""
+    """Raises ValueError if `given`, a mesh or a NamedSharding, has other axes or devices than the call's `mesh`. Does
+    nothing for other values, or if `mesh` is None."""
     given = given.mesh if isinstance(given, NamedSharding) else given
     if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
         return
@@ -251,6 +258,7 @@ def _sharded(
     out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
+    """Returns the SHARDED placement; `dims`: the shardings of (a, b). Only explicit axes may be unreduced in d."""
     _check_mesh("{out_sharding}", out_sharding, mesh)
     if out_sharding is None:
         return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, (*dims, None))
@@ -325,13 +333,13 @@ def check_alike(**weights: jax.Array) -> None:
 
 
 def type_spec(x: jax.Array) -> P:
-    """Returns the sharding in the type of an array."""
+    """Returns the sharding in the type of an array; P() if the type has no mesh."""
     sharding = jax.typeof(x).sharding
     return P() if sharding.mesh.empty else sharding.spec
 
 
 def of_one_row(sharding: Any) -> Any:
-    """Returns the sharding of x[None], a matrix of one row, from x's. For a pair, it changes the first sharding."""
+    """Returns the sharding of x[None], a matrix of one row, from x's; of a tuple or list, it changes the first one."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
     if isinstance(sharding, P):
@@ -346,7 +354,8 @@ def is_partial(sharding: Any) -> bool:
 
 
 def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
-    """Returns a user's sharding as a PartitionSpec. Raises for other types, and for partial axes except `tagged`."""
+    """Returns a user's sharding as a PartitionSpec, P() for None. Raises TypeError for other types, and
+    NotImplementedError for unreduced or reduced axes that are not in `tagged`."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
@@ -363,7 +372,8 @@ def _spec(argument: str, sharding: Any, tagged: Collection[str] = ()) -> P:
 
 
 def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
-    """Returns the constraint that a requested sharding becomes under the partitioner. It needs a mesh."""
+    """Returns `out_sharding` as a NamedSharding, on its own mesh, `mesh` or the ambient one; None for None. Raises
+    ValueError without a mesh, and if the axes do not divide `out_shape`."""
     if out_sharding is None:
         return None
     spec = _spec("{out_sharding}", out_sharding)

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     have: P | None = None
 
     def axes(self, *, varies: bool = False) -> frozenset[str]:
-        """Returns the axes that shard the operand at its entry; only those along which it differs if `varies`."""
+        """Returns the axes that shard the operand as it enters; `varies`: without axes of gathers that do not vary."""
         dims = shardings.as_dims("an operand", self.spec, len(self.spec))
         same = (gather.axes for gather in self.gathers if varies and not gather.varies)
         return frozenset(sum(dims, ())).difference(*same)
@@ -79,9 +79,9 @@ def frame_of(
 ) -> Frame:
     """Returns the frame of a planned call. `given`: the shardings of a and b, and the requested sharding of d.
 
-    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: the shardings of the other operands as
-    they enter, and of the other results as they leave. `gathers_inside`: a and b may be gathered inside `shard_map`, so
-    that their cotangents are reduce-scattered.
+    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: (name, sharding) of the other operands at
+    the entry, and of the other results. `gathers_inside`: a and b may be gathered inside `shard_map`, so that their
+    cotangents are reduce-scattered.
     """
     arrays = (
         ("a", given.a, plan.layout.a),
@@ -104,11 +104,9 @@ def frame(
     *,
     summed: Collection[str] = (),
 ) -> Frame:
-    """Returns the frame of a call in `layout`. `arrays`: (name, sharding before, sharding inside). `outs`: the results.
-
-    An array without a sharding before enters as it is inside. Without a layout nothing is gathered inside. The caller
-    wants "d" sharded as `asked`.
-    """
+    """Returns a call's frame. `arrays`: (name, sharding before, sharding inside). `outs`: the results, d first, and
+    `asked`: the sharding of d that the caller wants. Given the call's `layout`, arrays may be gathered inside, except
+    arrays without a sharding before. All ranks that gather an array in `summed` compute the same from it."""
     (mesh, is_explicit), spec, entries = where, meshes.partition_spec, []
     for name, have, want in arrays:
         dims, gathers = (want, ()) if have is None or layout is None else moves.entry(have, want, layout)
@@ -121,7 +119,8 @@ def frame(
 def on_shards(
     frame: Frame, body: Callable[[Operands], dict[str, Any]], operands: Operands, source_line: str
 ) -> dict[str, Any]:
-    """Runs `body` on each device's shards and returns its results by name, d in the requested sharding."""
+    """Runs `body` on each device's shards and returns its results by name, d in the requested sharding. An operand
+    without an entry in the frame is replicated."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
     placed, copied, terms = _placed(frame, entries, operands), {}, _ordered(frame, frame.out_spec.unreduced)
@@ -150,7 +149,7 @@ def on_shards(
 
 
 def _placed(frame: Frame, entries: Mapping[str, Entry], operands: Operands) -> Operands:
-    """Returns the operands, sharded as they enter. They stay reduced over the axes along which the products differ."""
+    """Returns the operands, resharded as they enter; they stay reduced over axes along which other operands differ."""
     varying = frozenset().union(*(entry.axes(varies=True) for entry in entries.values()))
     placed = {}
     for name, x in operands.items():
@@ -184,8 +183,8 @@ def _in_copies(x: jax.Array, mesh: Any, axes: Dim) -> jax.Array:
 def on_gathered(
     body: Callable[[Operands], dict[str, Any]], gathers: dict[str, tuple[Gather, ...]], source_line: str
 ) -> Callable[[Operands], dict[str, Any]]:
-    """Wraps `body` so that it receives gathered operands. The backward pass gathers them again, instead of keeping the
-    gathered operands."""
+    """Wraps `body` so that it receives gathered operands; returns `body` itself if there are no `gathers`. The backward
+    pass gathers again, instead of keeping the gathered operands."""
     if not any(gathers.values()):
         return body
 

@@ -62,8 +62,8 @@ _explained: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("ex
 
 @contextlib.contextmanager
 def explaining(*, stops: bool) -> Iterator[set[str]]:
-    """Collects what XLA is to partition in the programs that this thread lowers inside the context. If it `stops`, XLA
-    fails with STOPPED at the first call."""
+    """Yields a set that collects "calls" and "batches" when this thread lowers programs inside the context with calls
+    or batches that XLA is to partition. If it `stops`, XLA fails with STOPPED at the first call."""
     token = _explained.set(found := {"stop"} if stops else set())
     try:
         yield found
@@ -72,7 +72,8 @@ def explaining(*, stops: bool) -> Iterator[set[str]]:
 
 
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """Plans a product, or a batch of them, for the shardings that XLA proposes. Leaves out axes that it cannot keep."""
+    """Plans a product, or a batch of them, with the shardings that XLA proposes. a, b and d lose the axes of the batch,
+    axes of columns that would pad a relu mask, and at "topology" the axes of rows if there is a bias gradient of d."""
     mesh, dims = factored(mesh, [*args[:2], results[0]])
     front, (rows, columns) = dims[2][: spec.batch], dims[2][spec.batch :]
     left_out: Dim = sum(front, ())
@@ -115,6 +116,7 @@ def _place_grouped(spec: GroupedSpec, mesh: Mesh, args: Sequence[Global], result
 
 
 def sharding_rule_of(spec: MatmulSpec) -> str:
+    """Returns the sharding rule of a product, such as "m k, k n -> m n", with operands in the order of `_led`."""
     blocks = map("b{}".format, itertools.count())
 
     def factors(name: str) -> str:
@@ -128,7 +130,7 @@ def sharding_rule_of(spec: MatmulSpec) -> str:
 
 
 def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
-    """Puts the first operand of JAX's own product first. A second application restores the order."""
+    """Exchanges the first two operands if `spec.first_operand_is_b`; a second application restores the order."""
     a, b, *rest = operands
     return (b, a, *rest) if spec.first_operand_is_b else operands
 
@@ -147,8 +149,9 @@ def _place(
 
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    """Returns a lowering rule: `on_shards` for shards, and for unsettled global arrays a call that XLA partitions. XLA
-    multiplies batches (unless a library is asked for) and symbolic extents."""
+    """Returns a lowering rule. It is `on_shards` on shards, and if XLA's partitioner does not choose the pattern. Other
+    global arrays get a call that XLA partitions, with this `sharding_rule`, except that XLA itself multiplies batches
+    (unless a library is asked for) and symbolic extents (if one is asked for, they are refused)."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
@@ -169,7 +172,7 @@ def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpe
 
 
 def _note(what: str) -> set[str]:
-    """Adds `what` to the findings of `explain` and returns them; an empty set outside `explain`."""
+    """Adds `what` to the set of `explaining` and returns the set; returns an empty set outside `explaining`."""
     found = _explained.get()
     if found is None:
         return set()
@@ -178,8 +181,8 @@ def _note(what: str) -> set[str]:
 
 
 def grouped_rule(platform: str) -> LoweringRule:
-    """Returns the lowering rule of a product of groups of rows. On CPU devices, a product of global arrays becomes a
-    call that XLA partitions, unless `decide.why_xla` has a reason or extents are symbolic."""
+    """Returns the lowering rule of a product of groups of rows. A product of global arrays becomes a call that XLA
+    partitions, unless `decide.why_xla` has a reason (as on all but CPU devices) or extents are symbolic."""
     on_shards = grouped.grouped_rule(platform)
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: GroupedSpec) -> Any:
@@ -204,7 +207,8 @@ def _lower(
     sharding_rule: str,
     contracted: str = "k",
 ) -> Sequence[Any]:
-    """Lowers a call that XLA is to partition, and returns its results. `call` describes it in JSON values."""
+    """Lowers a call that XLA is to partition, and returns its results. `call` describes it in JSON values. XLA
+    propagates shardings along the index `contracted` last. Registers jaxmp's handlers, and notes the call."""
     native.register()  # the executable may come from a cache, and XLA then does not ask
     mesh = jax_lowering.global_mesh(ctx)
     described: dict[str, Any] = {
@@ -259,7 +263,7 @@ class Settled(NamedTuple):
 
 
 def settled(text: str, operands: Sequence[Global], results: Sequence[Global]) -> list[Settled]:
-    """Returns the equations in one device's part of a call."""
+    """Returns the equations in one device's part of the call that `text` describes, and in its loops."""
     described = json.loads(text)
     call, front = _on_shards(described, operands, results), described["call"].get("spec", {}).get("batch", 0)
     part, found = jax_partitioner.part_of(call, operands), []
@@ -287,6 +291,7 @@ def _with_bodies(part: jax_compat.Jaxpr, axes: dict[Any, frozenset[str]], count:
 
 
 def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
+    """Plans a described call for the shardings of the arrays; returns its function of shards, with its shardings."""
     call, mesh = described["call"], _mesh_of(described)
     name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
     if "grouped" in call:
@@ -301,10 +306,8 @@ def _on_shards(described: dict[str, Any], operands: Sequence[Global], results: S
 
 
 def _propagated(text: str, operands: Sequence[Global]) -> Sequence[NamedSharding]:
-    """Returns the results' shardings, which follow from the operands' shardings along the indices that they share.
-
-    They use whole axes, because JAX accepts no parts of axes for the results of a program.
-    """
+    """Returns the results' shardings, which follow from the operands' shardings along the indices that they share. They
+    use whole axes, because JAX accepts no parts of axes for the results of a program."""
     described = json.loads(text)
     mesh = _mesh_of(described)
     _, dims = factored(mesh, operands)

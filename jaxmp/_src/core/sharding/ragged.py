@@ -54,14 +54,15 @@ class RaggedCall:
     scatters: Dims = ((), ())
 
     def __call__(self, operands: Operands) -> jax.Array:
-        """Returns the result of x ("a"), w ("b"), "sizes" and, if w does not begin with the first group, "offset".
-        "bias" (groups, n) is added to the rows of each group."""
+        """Returns the result of the global operands x ("a"), w ("b"), "sizes" and, if w does not begin with the first
+        group, "offset"; without a frame, of shards. "bias" (groups, n) is added to the rows of each group."""
         if self.frame is None:
             return self._on_shards(operands)["d"]
         result: jax.Array = on_shards(self.frame, self._on_shards, operands, _CALLER)["d"]
         return result
 
     def _on_shards(self, operands: Operands) -> dict[str, jax.Array]:
+        """Returns {"d": a device's shard of the result} from its shards: product, bias, and sums over ranks."""
         x, w = operands["a"], operands["b"]
         m, g = (
             size * math.prod(map(lax.axis_size, axes))
@@ -89,13 +90,13 @@ class RaggedCall:
         return bounds - lax.axis_index(self.rows) * m if self.rows else bounds
 
     def _of_terms(self, x: jax.Array, w: jax.Array) -> GroupedSpec:
-        """Returns the spec of a rank's terms: partial sums stay in the accumulator's type until they are complete."""
+        """Returns the spec of a rank's product: if ranks split k, it has the accumulator's type until it is summed."""
         if not self.contracted:
             return self.spec
         return dataclasses.replace(self.spec, out_dtype=accumulator(type_of(x, w)))
 
     def summed(self, d: jax.Array) -> jax.Array:
-        """Returns the result from the terms that the ranks hold."""
+        """Sums the ranks' terms `d` over `sums` and `scatters`, and rounds the result to `spec.out_dtype`."""
         with jax.named_scope(SCOPE):
             d = collectives.psum(d, self.sums, source_line=_CALLER) if self.sums else d
             for axis, axes in enumerate(self.scatters):
@@ -104,8 +105,8 @@ class RaggedCall:
 
 
 def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -> jax.Array:
-    """Returns the first row of each group and the end of the last, of `groups` groups from an `offset` on, or of all.
-    Sizes are clamped to 0 ... m, and their sums too."""
+    """Returns the first row of each group and the end of the last: of the `groups` groups from number `offset` on, or
+    of all if it is None. Sizes are clamped to 0 ... m, and their sums too."""
 
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), _ends(sizes, m)])
     if offset is None:
@@ -115,7 +116,7 @@ def bounds_of(sizes: jax.Array, offset: jax.Array | None, m: int, groups: int) -
 
 
 def checked(operands: Operands, m: int) -> Operands:
-    """Returns the operands, with sizes that `checkify` can check against m rows (`are_wrong`)."""
+    """Returns the operands, with "sizes" (if there are any) that `checkify` can check against m rows (`are_wrong`)."""
     return operands | {"sizes": sizes_p.bind(operands["sizes"], m=m)} if "sizes" in operands else operands
 
 
@@ -143,7 +144,8 @@ def _within(x: jax.Array, most: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=4096)
 def planned(spec: GroupedSpec, where: tuple[Any, bool], given: Contraction, shapes: tuple[Shape, Shape]) -> RaggedCall:
-    """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit."""
+    """Plans the call of global arrays sharded as in `given`. `where`: the mesh, and whether its axes are explicit.
+    `shapes`: of x and w."""
     (mesh, _), (m, k), (g, _, n), (x, w, d) = where, *shapes, given.layout
     keeps_k = spec.level.fixed_order and not {*x[1], *w[1]} <= {*given.unreduced}
     choose = functools.partial(_split, is_w_larger=g * k * n > m * (k + n), keeps_k=keeps_k)
@@ -183,7 +185,8 @@ def _axes_of(
     lie: Sequence[tuple[str, Dims]],
     experts: Dim,
 ) -> dict[str, Dim]:
-    """Returns the axes that split each index, slowest first: axes that divide it, for "m" and "g" also `experts`."""
+    """Returns the axes that split each index, slowest first: if they divide it, the axes that `choose` gives it, and
+    for "m" and "g" also `experts`."""
     axes: dict[str, Dim] = {}
     roles = [{axis: index for index, dim in zip(*each, strict=True) for axis in dim} for each in lie]
     splits = {axis: choose(*(role.get(axis, "") for role in roles)) for axis in set().union(*roles)}
@@ -206,8 +209,8 @@ def _call_of(
     result: tuple[str, Dims],
     unreduced: Dim = (),
 ) -> tuple[RaggedCall, Dims]:
-    """Returns the call without a frame, and the sharding of its result. Raises if XLA would order sums that the level
-    fixes, or if the call has no sum over an unreduced axis."""
+    """Returns the call without a frame, and the sharding of its result. `axes`: the axes that split each index. Raises
+    as `check_order` for all but `experts` and deferred sums, and ValueError if no sum is over an `unreduced` axis."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.
@@ -236,7 +239,7 @@ def _call_of(
 
 
 def check_order(spec: GroupedSpec, axes: Dim) -> None:
-    """Raises if XLA would order sums over these axes, also in gradients, although the level fixes their order."""
+    """Raises NotImplementedError at "topology" if `axes` is not empty: XLA would order sums over them."""
     if axes and spec.level.global_order:
         raise spec.level.mesh_refusal(
             f"is not available: XLA sums over {axes}, in an order of its own",
@@ -254,7 +257,8 @@ def shared_axes(spec: GroupedSpec, mesh: Any, rows: Dim, groups: Dim) -> Dim:
 def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
     """Returns the index that the ranks of an axis split. `x`, `w`, `d`: the index along which it shards each, or "".
 
-    `keeps_k`: k is not split.
+    If the axis shards rows of x, it is d's index if the axis also shards n of w and d, w's n or g if `is_w_larger`, and
+    else m. Otherwise it is w's n or g, else k if x or w is sharded along it (unless `keeps_k`), else d's index or "".
     """
     if x == "m":
         if w == "n" and d:
@@ -271,10 +275,8 @@ def _split(x: str, w: str, d: str, is_w_larger: bool, *, keeps_k: bool) -> str:
 
 
 def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, str, str]:
-    """Returns the indices of grouped's operands and result, which have these shapes. "u" is a batch of one.
-
-    "e" is the index of the bounds, which no axis splits.
-    """
+    """Returns the indices of grouped's operands and result, which have these shapes. "u" is a batch of one,
+    "b" another batch. "e" is the index of the bounds, which no axis splits."""
     w, d = ("mn", "gkn") if spec.is_contraction else ("gnk" if spec.is_transposed else "gkn", "mn")
     x, w, e, d = (("u" if shape[0] == 1 else "b") + rest for shape, rest in zip(shapes, ("mk", w, "e", d), strict=True))
     return x, w, e, d
@@ -283,7 +285,8 @@ def indices_of(spec: GroupedSpec, shapes: Sequence[Shape]) -> tuple[str, str, st
 def placed(
     spec: GroupedSpec, mesh: Any, shapes: Sequence[Shape], dims: Sequence[Dims]
 ) -> tuple[RaggedCall, tuple[Dims, ...]]:
-    """Plans the call of `grouped` for the shardings that XLA proposes. Returns (call, the arrays' shardings)."""
+    """Plans the call of `grouped` with the shardings `dims` that XLA proposes for (x, w, bounds, result). Returns (the
+    call, the shardings of these arrays in it)."""
     indices = indices_of(spec, shapes)
     extents = {i: n for text, shape in zip(indices, shapes, strict=True) for i, n in zip(text, shape, strict=True)}
     extents = {"u": 1, "g": extents.pop("e") - 1} | extents

@@ -1,7 +1,7 @@
 """Runs one device's part of a call: from shards of any rank to the calls on matrices that the plan needs, and back.
 
 This module does around a library call what the call itself does not do. Before it, leading dimensions fold into rows,
-and operands are gathered. After it, scalars that are arrays and the epilog of a transposed product are applied.
+and operands are gathered. After it, alpha and beta that are arrays and the epilog of a transposed product are applied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from jaxmp._src.platform.runtime.types import Operands, Shape
 
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
-    """Runs one device's part of a planned call, on shards by name. Largest absolute values are of the whole result."""
+    """Runs one device's part of a planned call, on shards by name; returns the shards of the results by name. If the
+    plan computes d transposed, the operands are exchanged; with `determinism` "batch" or "topology" they are gathered
+    instead, and the call is local. Bias gradients of d and largest absolute values are of the whole result."""
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, operands = _untransposed(plan, spec, operands)
     # Inside a user's shard_map the global array is not known, so sums go rank after rank.
@@ -54,7 +56,8 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operan
 
 
 def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) -> Operands:
-    """Computes D = (op(b)^T @ op(a)^T)^T: the columns of D take the place that rows have in the pattern."""
+    """Computes D = (op(b)^T @ op(a)^T)^T: the columns of D take the place that rows have in the pattern. XLA then adds
+    C and applies the epilog, except a sum of an operand, which the call returns."""
     a, b, is_transposed = operands["a"], operands["b"], spec.transpose_a and operands["a"].ndim == 2
     rows = a.shape[1:] if is_transposed else a.shape[:-1]
     if a.ndim > 2:
@@ -85,8 +88,8 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: Operands) ->
 
 
 def _sum_over_data(spec: MatmulSpec, outputs: Operands, axes: tuple[str, ...]) -> Operands:
-    """Sums bias gradients of d over the axes that shard its rows outside the call's group. Raises NotImplementedError
-    if the level fixes the order over the mesh."""
+    """Sums the bias gradients of d in `outputs` over `axes`, which shard d's rows outside the call's group; returns
+    other results unchanged. Raises NotImplementedError with `determinism` "topology"."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.global_order:
         raise spec.level.mesh_refusal(
@@ -158,7 +161,8 @@ def _apply_epilog(z: jax.Array, operands: Operands, spec: MatmulSpec, rows: tupl
 
 
 def bind_shards(spec: MatmulSpec, dimension: int, operands: Operands) -> Operands:
-    """Returns the results from shards of any rank. `dimension`: the dimension of a that is gathered or scattered."""
+    """Returns the results by name from shards; a may have leading dimensions. `dimension`: the dimension of a that is
+    gathered or scattered. If alpha or beta is an array, XLA applies alpha, C and the epilog to the plain product."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
     operands = collectives.cast_reduced(operands, spec.group.axes)
@@ -191,7 +195,8 @@ def bind_folded(
     shape: Shape | None = None,
 ) -> Operands:
     """Runs a product with dimension `numbers`, as a product of a (rows..., k) or (k, m) and b (k, n) or (n, k) for each
-    index of the batch. `shape`: the shape of d under a plan."""
+    index of the batch. `shape`: the shape of a shard of d under a `plan`; without a plan the product is local, or XLA's
+    partitioner divides it. Returns {"d": d}."""
     a, b = collectives.cast_reduced({name: operands[name] for name in "ab"}).values()  # because vmap has no such cast
     shape = numbers.result(a.shape, b.shape) if shape is None else shape
     columns = tuple(map(plan.b.index, plan.columns)) if plan else numbers.rhs_free

@@ -91,6 +91,7 @@ class ShardedCall:
     is_empty: bool
 
     def __call__(self, operands: Operands) -> Operands:
+        """Returns the results by name, from shards in `shard_map`; XLA multiplies arrays with symbolic extents."""
         if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
             return _of_any_extent(self, operands)
         operands = {name: operands[name] for name in (*self.spec.names, *self.spec.traced)}
@@ -131,7 +132,8 @@ def product(
 
 
 def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
-    """Returns the result of a product with a named group, on shards of the enclosing shard_map (raises outside)."""
+    """Returns the result of a product in `pattern` over mesh `axes`, on shards of the enclosing shard_map. Raises as
+    `group_on_axes`, and ValueError on a grid if a is transposed and has more than 2 dimensions."""
     group = group_on_axes(pattern, *axes, outside="use jaxmp.matmul")
     conversion, request = converted(request)
     spec, operands, shape = validated(request, group)
@@ -153,14 +155,15 @@ def collective(request: Request, pattern: Pattern, *axes: Any) -> Results:
 
 
 def _result(outputs: Operands) -> Results:
-    """Returns what the user gets: d, or (d, {name: further result})."""
+    """Returns what the user gets: d, or (d, {name: further result}); amax_d gets the name "result_amax"."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
 def group_on_axes(pattern: Pattern, rows: Any, cols: Any = (), *, outside: str) -> Group:
     """Returns the group of these axes, which share a product inside shard_map. `cols`: the axes along a grid's columns.
-    Raises ValueError if not all axes of several devices are manual; outside shard_map with the advice `outside`."""
+    Raises ValueError for unknown axes, if not all axes of several devices are manual, and outside shard_map, with the
+    advice `outside`."""
     mesh = meshes.manual_mesh()
     if mesh is None:
         raise InvalidValue(
@@ -186,7 +189,8 @@ def _as_axes(names: Any) -> tuple[str, ...]:
 def make_call(
     spec: MatmulSpec, placement: meshes.Placement, operands: Operands, numbers: DimensionNumbers | None = None
 ) -> Call:
-    """Returns the call of this spec on operands with this placement. Raises for options that it does not take."""
+    """Returns the call of this spec on operands with this placement: ManualCall, ShardedCall, PartitionedCall (AUTO) or
+    XlaCall. Raises for options that it does not take."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(spec, placement.why)
         return XlaCall(spec, numbers, placement.constraint, placement.out_sharding)
@@ -211,7 +215,8 @@ def _has_columns(spec: MatmulSpec) -> bool:
 
 
 def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
-    """Raises NotImplementedError if a product that XLA partitions was asked for what only a library does."""
+    """Raises NotImplementedError if a product of XLA was asked for "host" or "cublasmp", "batch" or "topology",
+    rounded communication, an epilog with more than bias and activation, or scales other than scalars."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
@@ -228,10 +233,8 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 
 
 def check_deferred(spec: MatmulSpec, axes: Dim) -> None:
-    """Raises NotImplementedError if a call with a deferred sum asks for more than the product and its scales.
-
-    The message names `axes`, the mesh axes of the sum.
-    """
+    """Raises NotImplementedError if a call with a sum deferred over `axes` asks for more than the product and its
+    scales: c, an epilog, or an amax."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("scale_a", "scale_b")]
     if beside or spec.epilog or spec.asks_all_reduce:
         raise NotAvailable(
@@ -274,7 +277,8 @@ def planned_call(
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
-    """True if b is to be rounded before it is gathered: on request, from a wide type, with numbers as extents."""
+    """True if b is to be rounded before it is gathered: `comm` asks for it, b has floats of 16 or 32 bits, and no
+    extent is symbolic."""
     extents = (*operands["a"].shape, *operands["b"].shape)
     is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
     return any(spec.comm.narrow) and is_wide
@@ -293,7 +297,8 @@ def planned(
     *,
     shares_columns: bool = True,
 ) -> Contraction:
-    """Plans a product of a and b. `shares_columns`: as in `planner.Terms`."""
+    """Plans a product of `ab` (a, b) and d of `shape` on a mesh with these sizes. `given`: the product with the
+    shardings that the arrays have. `shares_columns`: as in `planner.Terms`."""
     (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
     operand = low_precision.operand_type(a.dtype, b.dtype)
 
@@ -328,7 +333,7 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_call(call: Call, operands: Operands) -> Operands:
-    """Returns the results of a call by name."""
+    """Returns the results of a call by name; under jit, with the call as a static argument."""
     return call(operands)
 
 
@@ -345,6 +350,8 @@ def of_arrays(
 def _taking(
     run: Callable[[Operands], Operands], conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]
 ) -> Callable[..., Results]:
+    """Returns `run` as a function of operands in the order of `types`, with conversions before and after it."""
+
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = {}
         for (name, dtype), x in zip(types, operands, strict=True):

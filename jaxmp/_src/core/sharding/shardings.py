@@ -72,8 +72,8 @@ def lying(
     mesh: Mapping[str, int],
     unreduced: Dim = (),
 ) -> Contraction:
-    """Returns a product with these shardings (d's default as in `lax.dot_general`). Raises if axes do not divide, or if
-    `unreduced`, the axes over which the sum is deferred, are not the axes of the contraction."""
+    """Returns `product` with these shardings of (a, b, d); None for d means the default of `lax.dot_general`. Raises if
+    axes do not divide `shapes`, or if d's `unreduced` axes are not the axes of the contraction in both operands."""
     a, b, out = lie
     layout = Layout(a, b, _default_result(product, a, b) if out is None else out)
     for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):

@@ -98,8 +98,8 @@ _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.
 
 
 def parse(activation: Any) -> str | Function | None:
-    """Returns "relu" or "gelu", also for `jax.nn.relu` and `jax.nn.gelu`; else the function that XLA applies, or None
-    for None. Raises ValueError for an unknown name, and for anything else that is not callable."""
+    """Returns "relu" or "gelu" for these names, `jax.nn.relu` and `jax.nn.gelu`; the function of another name; a
+    function or None unchanged. Raises ValueError for an unknown name, and for anything else that is not callable."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
@@ -112,7 +112,7 @@ def parse(activation: Any) -> str | Function | None:
 
 
 def of_jax(found: str | Function | None) -> Any:
-    """Returns JAX's own function for a fused name; any other result of `parse` is returned unchanged."""
+    """Returns JAX's own function for "relu" or "gelu"; any other result of `parse` is returned unchanged."""
     return next((f for f, fused in _FUSED_FUNCTIONS if fused == found), found)
 
 
@@ -122,7 +122,7 @@ def is_named(f: Function | None) -> bool:
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:
-    """Returns `t * act'(z)` in t's type, for "relu" or "gelu"; `aux` is what the forward call stored of z."""
+    """Returns `t * act'(z)` in t's type. `aux`: what the forward call stored, the packed signs of z ("relu") or z."""
     if activation == "relu":
         return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
     slope = gelu_derivative(aux)

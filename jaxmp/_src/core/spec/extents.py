@@ -101,8 +101,8 @@ _Ratio = tuple[int, int]
 
 @functools.lru_cache(maxsize=4096)
 def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """Returns two groups of ratios: the group's (m, k, n) over a rank's operands', and the (rows, columns) of a rank's
-    d over its operands'."""
+    """Returns (the group's m, k and n divided by a rank's operands', the rows and columns of a rank's d divided by its
+    operands' as (numerator, denominator))."""
     size, sharded = group.size, product.sharded
     sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
     rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
@@ -122,7 +122,7 @@ AMAXES = ("amax_d", "gelu_aux_amax")
 
 
 def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of the result `name`, d or another one, on one rank."""
+    """Returns the shape and dtype of the result `name`, d or another one, on one rank. `found`: the call's extents."""
     rows, cols = found.d
     if name in AMAXES:
         return jax.ShapeDtypeStruct((), np.float32)
@@ -139,7 +139,7 @@ def result_type(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeSt
 
 
 def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
-    """Counts the multiplications and additions of one communicator's product, from the local shapes."""
+    """Counts the multiplications and additions of one communicator's product, from the local shapes: 2 m n k."""
     found = extents(spec, a_shape, b_shape)
     return 2 * found.m * found.n * found.k
 
@@ -152,7 +152,8 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
-    """Returns a call's extents; ValueError if shards do not fit the pattern. `takes_transposed`: for the message."""
+    """Returns a call's extents. Raises ValueError if shards do not fit the pattern. `takes_transposed`: the message may
+    advise `transpose_a` and `transpose_b`."""
     found = extents(spec, a_shape, b_shape)
     if spec.distributions:
         for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
@@ -183,6 +184,7 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
 
 
 def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
+    """Raises ValueError if a transposed operand has rows or columns of d that the grid does not divide."""
     for what, extent, parts, is_moved in (
         ("rows", rows * ncol, nrow, spec.transpose_a),
         ("columns", cols * nrow, ncol, spec.transpose_b),

@@ -21,11 +21,8 @@ def to_fields(x: Any) -> dict[str, Any]:
 
 
 def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
-    """The inverse of `to_fields`.
-
-    Raises:
-      ValueError: this version of the dataclass lacks one of the fields, or the field has another type.
-    """
+    """Inverts `to_fields`: returns the dataclass `cls` with these fields. Raises ValueError if this version of it lacks
+    one of the fields, or if the default is a bool, a string or a tuple and the value is not."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(fields.keys() - defaults.keys())
     if unknown:

@@ -46,11 +46,11 @@ class Level:
         return {"determinism": self.name}
 
     def refusal(self, text: str, remedy: str = "") -> NotAvailable:
-        """Returns the error for something that no fixed order allows; `text` says it, and `remedy` what else to do."""
+        """Returns the error for what no fixed order allows, said by `text`; advises `remedy`, or "run_to_run"."""
         return NotAvailable(f"{self} {text}; {remedy + ', or ' if remedy else ''}pass {ANY_ORDER.asked}")
 
     def mesh_refusal(self, text: str, remedy: str) -> NotAvailable:
-        """Returns the error for something that the order of the global array does not allow."""
+        """Returns the error for what the order of the global array does not allow; advises `remedy`, or "batch"."""
         return NotAvailable(f"{self.asked} {text}; {remedy}, or pass {ANY_MESH_ORDER.asked}")
 
 
@@ -61,11 +61,7 @@ _LEVELS = {level.name: level for level in (ANY_ORDER, ANY_MESH_ORDER, GLOBAL_ORD
 
 
 def parse(name: Any) -> Level:
-    """Returns the level of this name.
-
-    Raises:
-      ValueError: no level has this name.
-    """
+    """Returns the level of this name. Raises ValueError if there is none."""
     names = tuple(_LEVELS)  # any value can be compared with them, also one without a hash
     if name not in names:
         raise InvalidValue(f"determinism must be one of {names}, got {name!r}")

@@ -130,7 +130,8 @@ def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tuple[str, ...]:
-    """Returns the possible types of D for two float8, float4 or int8 (with scaling: `WIDE`); empty for other pairs."""
+    """Returns the types that D may have: `WIDE`, for float8 and float4 also narrow floats; for two int8 without scaling
+    only int32. Returns () for pairs that are not multiplied as they are, two float8_e5m2 among them."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
         return WIDE if has_scaling else ("int32",)
@@ -145,8 +146,8 @@ def result_dtypes(a: DTypeLike, b: DTypeLike, has_scaling: bool = False) -> tupl
 
 
 def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_first: bool | None = None) -> str:
-    """Returns the scale mode of x, (..., rows, k), by the scale's shape and dtype; NONE without a scale. `is_k_first`:
-    an int8 operand is stored (..., k, rows). Raises if no mode fits, and for float4 without a scale."""
+    """Returns the mode of `scale` for x, (..., rows, k), by the scale's shape and dtype; NONE for None. `is_k_first` is
+    given for int8: x is (..., k, rows) if True. Raises if no mode fits, and for float4 without a scale."""
     shape, dtype = tuple(x.shape), x.dtype
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -187,7 +188,8 @@ def find_mode(argument: str, scale: ArrayType | None, x: ArrayType, *, is_k_firs
 
 
 def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
-    """Raises ValueError unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    """Raises ValueError unless `extents`, m, n and k on each device by name, are multiples of 16; with scales of
+    blocks m and n of 128 for VEC16 and VEC32, and k of 128, or of 64 for VEC16. `other_mode`: the other operand's."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
     for what, extent in extents.items():
@@ -204,7 +206,7 @@ def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dic
 
 
 def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
-    """Expands a scale to every element of a (..., rows, k) operand, in float32, or to a shape that broadcasts."""
+    """Expands a scale to `shape`, (..., rows, k), in float32: of blocks in full, others so that they broadcast."""
     scale = scale.astype(jnp.float32)
     if mode == SCALAR:
         return scale
@@ -222,7 +224,8 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
 def dequantize(
     x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike, *, is_k_first: bool = False
 ) -> jax.Array:
-    """Returns x times its scales in `dtype`, multiplied in float32 or wider. `is_k_first`: x is (..., k, rows)."""
+    """Returns x times its scales in `dtype`, multiplied in float32 or wider; without a scale only converts x.
+    `is_k_first`: x is (..., k, rows)."""
     if scale is None or mode == NONE:
         return x.astype(dtype)
     if is_k_first:

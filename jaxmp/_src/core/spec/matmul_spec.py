@@ -1,4 +1,4 @@
-"""The frozen description of one call, and the shapes that follow from it."""
+"""The frozen description of one call, and tables of the types of its result and sums."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class MatmulSpec(Parts):
 
     @functools.cached_property
     def asked_of_library(self) -> str:
-        """Returns the option that asks for a library's product, an implementation or a level, as text; else ""."""
+        """Returns as text the implementation "host" or "cublasmp", else the `level` if it fixes an order, else ""."""
         if self.implementation in ("host", "cublasmp"):
             return f"implementation={self.implementation!r}"
         return str(self.level) if self.fixed_reduction_order else ""
@@ -266,7 +266,7 @@ class MatmulSpec(Parts):
         return self.replace(**(_BILINEAR | changes))
 
     def swapped(self, **changes: Any) -> MatmulSpec:
-        """Returns the product of op(b)^T and op(a)^T, the transpose of this product."""
+        """Returns the product of op(b)^T and op(a)^T, the transpose of this product, with `changes`."""
         flags = {"transpose_a": not self.transpose_b, "transpose_b": not self.transpose_a}
         flags |= {"conjugate_a": self.conjugate_b, "conjugate_b": self.conjugate_a}
         return self.replace(**flags, **changes)
@@ -280,7 +280,7 @@ class MatmulSpec(Parts):
         return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
 
     def settled(self) -> MatmulSpec:
-        """Returns the same product on one device if XLA would choose the pattern; otherwise itself."""
+        """Returns itself, but on one device if XLA's partitioner would choose the pattern."""
         return self.local() if self.is_unsettled else self
 
     def unsettled(self) -> MatmulSpec:
@@ -292,7 +292,7 @@ class MatmulSpec(Parts):
         return self.replace(group=Group())
 
     def plain(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
-        """Returns a plain product with the same implementation and level."""
+        """Returns a product with the same implementation and level, and defaults for all other fields."""
         return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
 
     def folded(self, batch: int) -> MatmulSpec:
@@ -316,8 +316,8 @@ _BILINEAR = {name: getattr(MatmulSpec, name) for name in _BESIDE}  # the default
 
 @functools.cache
 def accumulator(dtype: DTypeLike, out: DTypeLike | None = None) -> np.dtype:
-    """Returns the accumulator type of products of `dtype`; int8 sums that scales convert to a wide type `out` are
-    float32."""
+    """Returns the type of sums of products of `dtype`; float32 for int8 with a result `out` of floats of 16 or 32 bits,
+    because scales multiply the sums."""
     name = np.dtype(dtype).name
     if name == low_precision.INT8 and out is not None and np.dtype(out).name in low_precision.WIDE:
         return np.dtype(np.float32)

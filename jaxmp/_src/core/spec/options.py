@@ -37,7 +37,7 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 class Parts:
-    """A dataclass with a short repr, only fields that differ from their defaults: each equation of a jaxpr has one."""
+    """A dataclass with a short repr, because jaxprs print it: only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
@@ -60,12 +60,12 @@ class CommOptions(Parts):
       algorithm: how communication overlaps with computation: "split_p2p", "split_multicast", "atomic_p2p",
         "atomic_multicast", "no_overlap" or "fused". None or "default": the library's choice.
       sm_count: the number of multiprocessors that communicate. None: the library's choice.
-      weights: "int8" or "float8_e4m3fn", the type in which b is gathered, with a float32 scale for each block of 128
+      weights: "int8" or "float8_e4m3fn", the type that b is gathered in, with a float32 scale for each block of 128
         consecutive numbers of a shard: 132 bytes for 128 numbers. Let M be the largest absolute value of a block, and u
         the unit roundoff of b's type (2^-8, 2^-11, 2^-24 for bfloat16, float16, float32). Each all-gather changes a
         number w by at most `(1 + 2^-14) e + u M + 2^-126`, with e = M / 254 for int8 and e = max(|w| / 16, M / 458752)
-        for float8_e4m3fn. A block with an infinity or a NaN becomes NaN. The derivative is that of an exact gather.
-      gradients: "bfloat16", the type in which the gradient of b is exchanged (all-to-all) before each rank sums its
+        for float8_e4m3fn. A block with an infinity or a NaN becomes NaN. The derivative is an exact gather's.
+      gradients: "bfloat16", the type that the gradient of b is exchanged in (all-to-all) before each rank sums its
         part in float32. With P ranks, and S the sum of the absolute values of their terms, it differs from the exact
         sum by at most `(1 + u) (2^-8 + P 2^-23) S + u S`. Without it, the ranks reduce-scatter in b's type. Tangents in
         forward mode are rounded to bfloat16.

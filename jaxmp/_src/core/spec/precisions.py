@@ -1,16 +1,16 @@
 """One table: what a `precision` asks of a GPU for each type of operands.
 
 A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
-operands may be rounded before the product and what type the sums may have, but not the type of the result. A
-CPU does not round operands and sums in their full type, which is at least as exact (the row of None). XLA does the same
-on GPUs, except for the algorithms that sum in 16 bits (16F and BF16_BF16_BF16).
+operands may be rounded before the product and what type the sums may have, but not the type of the result. A CPU
+rounds no operands, and it sums in their full type, which is at least as exact (the row DEFAULT). XLA does the same on
+GPUs, except for the algorithms that sum in 16 bits (16F and BF16_BF16_BF16).
 
 `_PRESETS` is the table: the compute types of 16-bit, single and double operands for each preset. Products of 16-bit
 operands are exact in 32F. None and any `lax.Precision` use the row DEFAULT.
 
 If a preset does not take a type of operands, they are converted before the call to the first type that JAX names for it
-(`taken`). Operands of 8 bits and fewer have no other choice: None and the ANY_F8 presets sum float8 and float4 in
-float32 (32F), None sums int8 in int32 (32I). Other integers have no choice either: XLA sums them in their own type.
+(`converted_to`). Operands of 8 bits and fewer have no other choice: None and the ANY_F8 presets sum float8 and float4
+in float32 (32F), None sums int8 in int32 (32I). Other integers have no choice either: XLA sums them in their own type.
 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
@@ -84,7 +84,8 @@ _TABLE = _PRESETS | _NAMES
 
 
 def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
-    """Returns the name of the table's row for `precision`. Raises if it is unknown or does not take these types."""
+    """Returns the name of the table's row for `precision`. Raises ValueError if it is unknown, and NotImplementedError
+    if it does not take these types of operands and result."""
     asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
@@ -118,6 +119,7 @@ _ALGORITHMS = {_algorithm(name): name for name in _PRESETS if name.startswith(tu
 
 
 def _find(precision: Any) -> str:
+    """Returns the name of the table's row: DEFAULT for None, a `lax.Precision` or its name, and pairs of them."""
     if isinstance(precision, lax.DotAlgorithm):
         if (known := _typed(precision)) not in _ALGORITHMS:
             raise NoPrecision(
@@ -158,7 +160,7 @@ def converted_to(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np
 
 @functools.cache
 def compute_type(asked: str, operand: np.dtype, platform: str = "") -> str:
-    """Returns the compute type of `operand` for a precision that `resolve` returned; by default on GPUs."""
+    """Returns the compute type of `operand` for a precision `asked` that `resolve` returned; on "cpu" DEFAULT's."""
     return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
 
 

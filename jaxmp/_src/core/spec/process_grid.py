@@ -149,7 +149,7 @@ class Exchange:
 
 @functools.lru_cache(maxsize=256)
 def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
-    """Returns how to get from one layout to another along `dimension` of a grid; None if nothing moves."""
+    """Returns the all-to-all from layout `source` to `target` along `dimension`; None if nothing moves."""
     have, want = source.indices(shape, dimension), target.indices(shape, dimension)
     if np.array_equal(have, want):
         return None

@@ -31,7 +31,7 @@ class Refusal(Exception):
         self.names: dict[str, str] = {}
 
     def of(self, function: str, names: Mapping[str, str] | None = None) -> Refusal:
-        """Returns itself after filling in the function and its operands' names; names set further inside stay."""
+        """Returns itself after setting the function and its operands' names; a function or name that is set stays."""
         self.function = self.function or function
         self.names = {**(names or {}), **self.names}
         return self

@@ -1,4 +1,4 @@
-"""Bytes of narrow types: how they move between devices, and the layouts in which cuBLASLt reads their scales."""
+"""Bytes of narrow types: how they move between devices, and the layouts of scales that cuBLASLt reads."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def is_widened(dtype: DTypeLike) -> bool:
 
 
 def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
-    """Returns `x` in the type that a collective moves: bytes for 8 bits and fewer, which every platform moves; on CPUs
-    integers of the same width for all that XLA would widen.
+    """Returns `x` in the type that a collective moves: 8-bit numbers, and 4-bit floats (on CPUs also integers) two to a
+    byte, as uint8; on CPUs bfloat16 as uint16; other types unchanged.
 
-    4-bit numbers take a byte each if `parts` of the last dimension would not be whole bytes.
+    If `parts` of the last dimension would not be whole bytes, 4-bit numbers become uint4 on CPUs, and else stay.
     """
     name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
     if name == "bfloat16":
@@ -65,12 +65,12 @@ def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
-    """Returns `collective(x)`, which only moves data; it may cut the last dimension into so many `parts`."""
+    """Returns `collective(x)`, which only moves data, and may cut the last dimension: `parts` says into how many."""
     return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
 
 
 def packed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns `x` rounded to 8 bits, as bytes (blocks, BLOCK + 4): numbers (the last padded), and a float32 scale."""
+    """Returns `x` rounded to `dtype`, as bytes (blocks, BLOCK + 4): numbers (the last padded), a float32 scale."""
     blocks = jnp.pad(x.reshape(-1).astype(jnp.float32), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / low_precision.largest(dtype)
     scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))  # XLA treats smaller numbers as 0 on CPUs
@@ -100,7 +100,7 @@ def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
 
 
 def for_library(scale: jax.Array, mode: str) -> jax.Array:
-    """Converts the logical scale of one device's operand to the layout that cuBLASLt reads."""
+    """Converts the logical scale of one device's operand to a flat array in the order that cuBLASLt reads."""
     if mode in (VEC16, VEC32):
         return swizzle(as_bytes(scale))
     if mode == VEC128:  # row-fastest

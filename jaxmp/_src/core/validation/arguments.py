@@ -71,8 +71,9 @@ def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
 ) -> tuple[MatmulSpec, dict[str, Any], Shape]:
-    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of a rank's d).
-    Alpha and beta that are arrays become operands. Products of integers have no level: any order gives their sums."""
+    """Checks a user's arguments and returns (spec, operands by name in the types of the call, shape of d). `group`: the
+    ranks that share the product; then the operands and d are a rank's. Alpha and beta that are arrays become operands.
+    Products of integers ignore `determinism`, because any order gives their sums."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
@@ -138,8 +139,8 @@ def _source_line(function: str) -> str:
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
-    """Raises NotImplementedError for 8-bit operands, a bias gradient or a fixed order. Called if alpha or beta is an
-    array."""
+    """Raises NotImplementedError for an alpha or beta that is an array, with operands of 8 bits and fewer, with a bias
+    gradient, or with `determinism` "batch" or "topology"."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:
         what = f"{dtype} operands" if is_low_precision else f"epilog {spec.epilog.name}"
@@ -155,8 +156,8 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
 
 
 def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
-    """Returns a float or complex, or a JAX scalar in the accumulator's type; neither takes part in promotion. Raises
-    TypeError or ValueError for a bool, for any other type, and if the result's type cannot hold the number."""
+    """Returns a number as a float or complex, a JAX scalar in the accumulator's type; neither takes part in promotion.
+    Raises TypeError or ValueError for a bool, for any other type, and if the result's type cannot hold the number."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
     if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:

@@ -17,7 +17,7 @@ from jaxmp._src.core.validation.operand_checks import check_dtype
 from jaxmp._src.platform.runtime import native
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
-# The types in which b and its gradient may cross.
+# The types of b and of its gradient that may cross between ranks.
 _NARROW = {"weights": ("int8", "float8_e4m3fn"), "gradients": ("bfloat16",)}
 # cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp takes the same
 # ones; on GPUs the library itself is asked.
@@ -33,8 +33,8 @@ ALGORITHMS = {
 
 
 def resolve_comm_options(result: DTypeLike, operand: DTypeLike, comm: CommOptions | None, level: Level) -> CommOptions:
-    """Returns the options of a spec, default for None. Raises for types and values that no pattern takes, and for
-    `weights` or `gradients` at a level. `check_comm_options` checks the others once the pattern is known."""
+    """Returns the options of a spec, types by name; defaults for None. Raises for types and values that no pattern
+    takes, and for `weights` or `gradients` at a `level` with a fixed order. `check_comm_options` does the rest."""
     if comm is None:
         return CommOptions()
     if not isinstance(comm, CommOptions):
@@ -83,7 +83,8 @@ def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, 
     """Raises ValueError for an option that the pattern, or a device's d with so many columns, does not take.
 
     Always refuses `weights` and `gradients`, which a call that takes them has removed. cuBLASMp on GPUs checks the
-    algorithm itself. `is_settled`, `has_mesh`: the pattern, or a mesh, is known; messages say what is missing.
+    algorithm itself. `is_settled`: the pattern is known; if not, refuses all that not every pattern takes. `has_mesh`:
+    a mesh is known; if not, messages say so.
     """
     comm, pattern = spec.comm, spec.group.pattern
     if comm == CommOptions():

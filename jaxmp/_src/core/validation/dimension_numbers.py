@@ -16,7 +16,7 @@ from jaxmp._src.platform.runtime.types import ArrayType
 
 T = TypeVar("T")
 _Dimensions = tuple[Sequence[int], Sequence[int]]
-# The form in which users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
+# The user's form: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
 GivenNumbers = tuple[_Dimensions, _Dimensions]
 
 
@@ -99,6 +99,7 @@ def parse(dimension_numbers: Any, lhs: ArrayType, rhs: ArrayType) -> DimensionNu
 
 
 def _within(argument: str, dimensions: Sequence[int], x: ArrayType) -> tuple[int, ...]:
+    """Returns `dimensions` with negative ones counted from the front. Raises if x does not have them."""
     ndim = len(x.shape)
     for i in dimensions:
         if not -ndim <= i < ndim:

@@ -112,7 +112,8 @@ def _check_relu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_relu_aux(operands: dict[str, Any], columns: int, per_shard: int) -> None:
-    """Raises ValueError for a relu_aux that is not packed as d's `columns` are, `per_shard` of them on each device."""
+    """Raises ValueError for a relu_aux in `operands` without the bytes for `columns` of d, `per_shard` of them on each
+    device, where a row's bits are padded to 16 bytes."""
     if "relu_aux" not in operands:
         return
     shards = columns // per_shard if per_shard else 1
@@ -134,7 +135,7 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
-    """Returns the spec without its ALLREDUCE bit. ValueError if it is set and several ranks have another pattern."""
+    """Returns the spec with `asks_all_reduce` off. ValueError if it was on and several ranks have another pattern."""
     if not spec.asks_all_reduce:
         return spec
     group, product = spec.group, spec.contraction
@@ -149,7 +150,7 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 
 
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
-    """Raises NotImplementedError if a or b has scales of blocks at a level with a fixed order; the text has `why`."""
+    """Raises NotImplementedError if a or b has scales of blocks and `determinism` is not "run_to_run"; says `why`."""
     if spec.fixed_reduction_order and not low_precision.BLOCK.keys().isdisjoint((spec.scales.a, spec.scales.b)):
         raise spec.level.refusal(
             f"takes scales of whole tensors and rows only {why}; got scaling.a of {spec.scales.a}, scaling.b of "

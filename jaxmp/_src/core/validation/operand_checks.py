@@ -92,10 +92,8 @@ def check_operand(argument: str, x: Any) -> None:
 
 
 def is_array(x: object) -> bool:
-    """True if `x` has a shape and a dtype and JAX takes it as an array, or if it is a `ShapeDtypeStruct`.
-
-    False for Python scalars, lists, a `jax.Ref` and other libraries' tensors.
-    """
+    """True if `x` has a shape and a dtype and JAX takes it as an array, or if it is a `ShapeDtypeStruct`. False for
+    Python scalars, lists, a `jax.Ref` and other libraries' tensors."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -144,10 +142,8 @@ def check_flags(request: Request) -> dict[str, Any]:
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
-    """Raises TypeError unless `x` converts to the result's type without loss by JAX's promotion.
-
-    A NumPy array has the type that JAX gives it, and a weak type gives way.
-    """
+    """Raises TypeError unless JAX's promotion of `x` with the result's type is this type. A NumPy array has the type
+    that JAX gives it, and a weak type gives way."""
     if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
         raise InvalidType(
             f"{argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "

@@ -1,7 +1,7 @@
 """The types of a product, as JAX defines them: operands are converted before the call to types that have a kernel, and
 its result is converted afterwards.
 
-Everything follows from the types of a, b and what is added to the product, and is cached by them.
+Everything follows from the types of a, b, and c and the bias, which are `added` to the product, and is cached by them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Conversion:
     are_weak: bool = False
 
     def of(self, name: str, x: Any) -> Any:
-        """Converts a and b by `steps`, c and bias to `result` if their type has no kernel and loses no fraction."""
+        """Converts "a" and "b" by `steps`, and "c" and "bias" to `result` if their type has no kernel (except floats to
+        integers). Returns other operands unchanged."""
         if name in ("c", "bias"):  # in the call's type where JAX promotes its own with no other
             if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
                 return x
@@ -148,8 +149,8 @@ def conversion(
 
 
 def _with_added(given: np.dtype, added: Sequence[_Typed]) -> np.dtype:
-    """Returns the type of a product of integers plus `added`: JAX's for int8, if it is an integer, because its sums
-    have 32 bits; otherwise `given`. Raises TypeError if JAX does not promote the types."""
+    """Returns the type of a product of integers `given` plus `added`: for int8 the type that JAX promotes both to, if
+    it is an integer, because sums have 32 bits; otherwise `given`. Raises TypeError if JAX does not promote them."""
     try:
         with jax.numpy_dtype_promotion("standard"):  # c has the type of the sums, also if the user's setting is strict
             out = np.dtype(jnp.result_type(given, *added))
@@ -269,7 +270,7 @@ def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmP
     `precision` asks for, or else the result's type if the operands' types differ.
 
     For a result of int32 or float32 it is int8 or bfloat16, if that holds all numbers of both operands. Two types of
-    float8 stay, and a mixed pair, because kernels decode its narrow operand.
+    float8 stay, and so does a pair of 8 bits or fewer with 16 or 32, because kernels decode the narrow operand.
     """
     steps: tuple[np.dtype, ...] = ()
     wide = operand_type(a, b)
@@ -302,8 +303,8 @@ def _of_kernel(
     precision: lax.DotAlgorithmPreset | None,
     asked: tuple[int | None, bool],
 ) -> _KernelTypes | None:
-    """Returns the types of a call for operands of type `given` and a result `out`. Returns None if no kernel supports
-    them and an implementation is asked for, or as in `_of_int8`.
+    """Returns (the type to convert operands of type `given` to, or None to keep it; the type of the call's result), for
+    a result `out`. Returns None if no kernel supports them and an implementation is asked for, or as in `_of_int8`.
 
     `low`: types of results that kernels of 8 bits and fewer have. `asked`: as in `conversion`.
     """

@@ -34,8 +34,9 @@ _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def side_dtypes(out: np.dtype, c: ArrayType | None, bias: Any) -> tuple[np.dtype, np.dtype]:
-    """Returns (type of C, type of the bias) for a D of type `out` from float8 or float4 operands. Raises TypeError for
-    a bias of another type, and for a narrow D unless c is float16 or bfloat16."""
+    """Returns (type of C, type of the bias) for a D of type `out` from float8 or float4 operands: `out`, but a bias of
+    bfloat16 for float32; for a float8 or float4 D the type of c (float16 without c). Raises TypeError for a bias of
+    another type, and for such a D unless c is float16 or bfloat16."""
     if not low_precision.is_scaled(out):
         of_c, of_bias = out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     else:
@@ -75,7 +76,8 @@ def check_stored(spec: MatmulSpec, dtype: np.dtype) -> None:
 def resolve_scales(
     scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (spec fields, operands by name) for scales of narrow operands; empty for others, which refuse them."""
+    """Returns (spec fields, scales by name) for float8 and float4 operands, and for two int8 with `scaling`. Returns
+    empty ones for other operands, and raises TypeError if these have `scaling`. Raises if scales do not fit."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise InvalidType(
             f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
@@ -114,6 +116,7 @@ def resolve_scales(
 
 
 def _check_scalar(argument: str, scale: Any) -> str:
+    """Returns the mode SCALAR, or NONE for None. Raises ValueError for other arrays than float32 scalars."""
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
@@ -132,7 +135,9 @@ def _check_int8(scaling: Scaling) -> None:
 
 
 def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
-    """Raises if the modes of a, b, c and d cannot be combined, or not with a result of type `out`."""
+    """Raises unless a and b have one mode (NONE with SCALAR and VEC128 with BLK128 too, but not BLK128 twice). A result
+    `out` of 8 bits and fewer needs NONE, SCALAR, VEC16 or VEC32; a scale of c NONE or SCALAR; a scale of d such a
+    result and not VEC32."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
