@@ -86,8 +86,11 @@ def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
     """Rounds `x` to `dtype`, to the nearest number, ties to even, and saturates.
 
     `x.astype(dtype)` gives NaN or infinity for large numbers, and truncates for int8. int8 has no NaN: NaN becomes 0.
+    Raises TypeError for complex numbers, and for a dtype that `largest` refuses.
     """
-    return low_precision.encode(jnp.asarray(x), dtype)
+    largest(dtype)
+    x = jnp.asarray(x)
+    return low_precision.encode(_wide(x) if jnp.iscomplexobj(x) else x, dtype)
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -136,6 +139,8 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """Returns (q, scale (ceil(rows/128), k/128)) of x (rows, k): one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128, dtype=dtype)
+    if x.ndim > 2:
+        raise ValueError(f"quantize.blk128: takes one matrix, got shape {tuple(x.shape)}; use jax.vmap for more")
     by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
     scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
@@ -182,6 +187,8 @@ def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Ar
 
 def expand(scale: Scale, q: Array) -> jax.Array:
     """Returns the float32 scale of every element of `q`, in q's shape, by the rules of `dequantize`. Takes no None."""
+    if scale is None:
+        raise TypeError("quantize.expand: takes an array of scales, got None")
     mode = _mode("expand", q, scale)
     return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
@@ -263,9 +270,10 @@ def _check_type(name: str, x: Array, dtype: str) -> None:
 
 
 def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLike = _E4M3) -> None:
-    if jnp.dtype(dtype) == jnp.int8:
+    if not jnp.dtype(dtype).name.startswith("float8") or largest(dtype) < 1:
         raise TypeError(
-            f"quantize.{name}: int8 has one scale, or one for each row; use quantize.tensor or quantize.rows"
+            f"quantize.{name}: dtype must be a float8 type, got {jnp.dtype(dtype).name}; int8 has one scale, or one for "
+            "each row (quantize.tensor, quantize.rows), and float4 has quantize.nvfp4"
         )
     if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(

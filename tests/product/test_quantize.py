@@ -73,8 +73,21 @@ def test_int8_rounds_to_the_nearest_of_255_numbers(quantizer, rng):
     error = np.abs(np.asarray(quantize.dequantize(q, scale)) - np.nan_to_num(wide))
     is_finite = quantizer is quantize.rows  # a NaN makes the scale of the whole tensor 1
     assert (error[2:] <= 0.5001 * step[2:]).all() or not is_finite
-    with pytest.raises(TypeError, match="int8 has one scale"):
-        quantize.mxfp8(x, jnp.int8)
+
+
+def test_what_has_no_mode_is_refused():
+    x = jnp.ones((2, 128, 128))
+    for dtype in (jnp.int8, jnp.float32, jnp.float4_e2m1fn, jnp.float8_e8m0fnu):
+        with pytest.raises(TypeError, match="int8 has one scale|scales only"):
+            quantize.mxfp8(x, dtype)
+    with pytest.raises(TypeError, match="float8 or a float4 type, got float32"):
+        quantize.encode(x, jnp.float32)
+    with pytest.raises(TypeError, match=r"its \.real and \.imag"):
+        quantize.encode(x + 1j)
+    with pytest.raises(TypeError, match="got None"):
+        quantize.expand(None, x)
+    with pytest.raises(ValueError, match=r"one matrix, got shape \(2, 128, 128\)"):
+        quantize.blk128(x)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

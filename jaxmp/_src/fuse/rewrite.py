@@ -53,7 +53,8 @@ class Rewriter:
             self._depth -= 1
         if self._lost and not self._depth:
             lost, self._lost = list(self._lost), {}
-            what = "sum" if all(text.startswith("the sum") for text in lost) else "product"
+            kinds = {text.split()[1] for text in lost}
+            what = kinds.pop() if len(kinds) == 1 and kinds < {"product", "sum"} else "operation"
             raise NotAvailable(
                 f"fuse: {self.options.level.asked} does not hold for {len(lost)} {what}{'s' if lost[1:] else ''}: "
                 f"{'; '.join(lost)}. Pass strict=False to leave {'them' if lost[1:] else 'it'} to JAX, with a warning"
@@ -158,7 +159,7 @@ class Rewriter:
             self._lose_one("product", product, eqn, why=why)
 
     def _lose_one(self, what: str, *equations: Any, why: str) -> None:
-        """Notes that JAX computes a product or a sum; warns if not `strict`. `equations`: it and what is around."""
+        """Notes that JAX computes an operation, a `what`; warns if not `strict`. `equations`: it and what is around."""
         text = f"the {what} at {self._line(*equations)}: {why}"
         if self.options.strict:
             self._lost[text] = None
@@ -186,14 +187,15 @@ class Rewriter:
 
     def _held(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of an equation that `is_held` in the form that keeps the level. If jaxmp refuses it or
-        fails, notes it as a lost "sum", and JAX evaluates the equation."""
+        fails, notes it as lost, and JAX evaluates the equation."""
         with jax_tracing.traced_as(eqn):
             try:
                 return [*map(_as_weak_as, eqn.outvars, held.evaluate(eqn, operands, self.options))]
             except Exception as error:
                 check_is_fault(error, [eqn])
                 why = "jaxmp refuses it" if isinstance(error, Refusal) else "jaxmp fails on it; please report it"
-                self._lose_one("sum", eqn, why=f"{why}: {error}")
+                what = eqn.primitive.name if eqn.primitive.name in held.FENCED else "sum"
+                self._lose_one(what, eqn, why=f"{why}: {error}")
             return jax_tracing.evaluate(eqn, operands)
 
     # Returns the results of an equation that no group replaces and that is not `_is_plain`. `why`: a reason for JAX.
