@@ -68,8 +68,8 @@ def mixture(
     activation: Activation | None,
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each token of x (..., features) through `top_k` experts; returns (y, the loss of `routes_of`). Multiplies x
-    by `router` (features, experts) in float32, by jnp for "run_to_run", else by `jaxmp.matmul`. Raises
+    """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the
+    loss of `routes_of`). Multiplies x by `router` (features, experts) in float32, by jnp for "run_to_run", else by `jaxmp.matmul`. Raises
     ValueError if the router's features are not x's. `weights`: w_gate, w_up, w_down by name."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
@@ -86,7 +86,7 @@ def mixture(
     experts, gates, loss = routes_of(logits, top_k, scores, normalizes=normalizes)
     y = layers(tokens, weights, {"experts": experts, "gates": gates}, {}, activation, **options)
     if any(lead[1:]):
-        return _reshaped(y, here.shard_shape(x.shape), rows, here.spec), loss
+        return _reshaped(y, (*here.shard_shape(x.shape)[:-1], -1), rows, here.spec), loss
     return y.reshape(*x.shape[:-1], y.shape[-1]), loss
 
 
