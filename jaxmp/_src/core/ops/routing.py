@@ -68,9 +68,9 @@ def mixture(
     activation: Activation | None,
     determinism: Determinism,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the
-    loss of `routes_of`). Multiplies x by `router` (features, experts) in float32, by jnp for "run_to_run", else by `jaxmp.matmul`. Raises
-    ValueError if the router's features are not x's. `weights`: w_gate, w_up, w_down by name."""
+    """Sends each token of x (..., features) through `top_k` experts; returns (y (..., columns of w_down), the loss of
+    `routes_of`). Multiplies x by `router` (features, experts) in float32, by jnp for "run_to_run", else by
+    `jaxmp.matmul`. Raises ValueError if the router's features are not x's. `weights`: w_gate, w_up, w_down by name."""
     operand_checks.check_array("{a}", x)
     if x.shape[-1:] != router.shape[:1]:
         raise InvalidValue(f"{{a}} must have shape (..., {router.shape[0]}), got {x.shape}")
