@@ -182,6 +182,7 @@ def advise(
 
 
 def _dtype(argument: str, value: DTypeLike) -> np.dtype:
+    """Returns the type that `value` names. Raises TypeError, with the argument's name, if it names none."""
     try:
         return np.dtype(jnp.dtype(value))
     except TypeError:
@@ -189,6 +190,7 @@ def _dtype(argument: str, value: DTypeLike) -> np.dtype:
 
 
 def _count(name: str, value: Any) -> int:
+    """Returns `value` as an int. Raises TypeError if it is no integer, and ValueError if it is below 1."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -208,7 +210,9 @@ def _meshes(devices: int) -> Iterator[Mesh]:
 def _choices(
     extents: dict[str, int], dtype: np.dtype, out_dtype: np.dtype, mesh: Mesh, hardware: Hardware
 ) -> Iterator[Choice]:
-    """Yields the shardings of a product on this mesh that give each axis a role; `_ranked` marks the efficient ones."""
+    """Yields the shardings of a product on this mesh that split a dimension over every axis; none if no extents are
+    divisible. `is_efficient` is False in all of them: `_ranked` sets it. In shared memory the time counts no transfers,
+    but `bytes_moved` does."""
     itemsizes = (dtype.itemsize, dtype.itemsize, out_dtype.itemsize, accumulator(dtype).itemsize)
     gathers_k = not low_precision.is_scaled(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
@@ -244,11 +248,12 @@ def _ranked(found: list[Choice]) -> Iterator[Choice]:
 
 
 def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
-    """Returns the elements that some device must receive under any algorithm, if each begins with part of one copy. The
-    larger of two bounds. For any memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent parallel
-    matrix multiplication communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements: 2mnk / (P
-    sqrt(S)) - S, Smith, Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication", 2019 (COSMA
-    has its parallel form)."""
+    """Returns the elements that some device must receive under any algorithm, if each begins with part of one copy.
+    `memory`: the elements that a device can hold. The result is the larger of two bounds, and at least 0. For any
+    memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent parallel matrix multiplication
+    communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements: 2mnk / (P sqrt(S)) - S, Smith,
+    Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication", 2019 (COSMA has its parallel
+    form)."""
     small, middle, large = sorted((m, k, n))
     total = m * k + k * n + m * n
     if devices <= large / middle:
@@ -262,6 +267,8 @@ def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
 
 
 def _cells(choice: Choice) -> list[str]:
+    """Returns the choice's row of the table. The last cell is "*" for an efficient choice, or says that it does not
+    fit."""
     return [
         choice.pattern,
         " ".join(f"{axis}={size}" for axis, size in choice.mesh),

@@ -31,8 +31,8 @@ Value = tuple[list[int], int]
 
 
 class Dimensions:
-    """The classes of the dimensions of `jaxpr`'s values. `types`: by line, the type of the first operand of its last
-    product. `arguments`: the classes of each argument's dimensions."""
+    """The classes of the dimensions of `jaxpr`'s values. `types`: by line ("train.py:41"), the type of the first
+    operand of the line's last product. `arguments`: the classes of each argument's dimensions."""
 
     def __init__(self, jaxpr: Any) -> None:
         self._parents: list[int] = []
@@ -48,7 +48,8 @@ class Dimensions:
         return {*map(self._find, self._looped)}
 
     def summed(self, arguments: int) -> set[int]:
-        """Returns the classes that a product sums if both operands depend on these `arguments` (a bit for each)."""
+        """Returns the classes that a product sums, if each of its operands depends on one of `arguments` (a bit for
+        each)."""
         return {self._find(dim) for dim, a, b in self._sums if a & arguments and b & arguments}
 
     def _find(self, dim: int) -> int:
@@ -62,14 +63,17 @@ class Dimensions:
         return dims[0]
 
     def _new(self, v: Any, dims: Classes | None = None) -> list[int]:
-        """Returns classes for a variable's dimensions: `dims`, with new ones for None; all are new without `dims`."""
+        """Returns a class for each of a variable's dimensions: `dims`, with a new class for each None. All are new if
+        `dims` is None."""
         found = [None] * len(_shape(v)) if dims is None else dims
         first = len(self._parents)
         self._parents += range(first, first + len(found))
         return [first + i if dim is None else dim for i, dim in enumerate(found)]
 
     def _follow(self, jaxpr: Any, given: Sequence[Value]) -> list[Value]:
-        """Gives the dimensions of every value of a jaxpr their classes. Returns the values of its results."""
+        """Gives the dimensions of every value of a jaxpr classes, merges classes, and notes loops and products.
+        `given`: the values of its arguments. Returns the values of its results. A value is its classes, and a bit for
+        each argument of the program that it depends on."""
         known = dict(zip(jaxpr.invars, given, strict=True)) | {v: (self._new(v), 0) for v in jaxpr.constvars}
 
         def value(v: Any) -> Value:
@@ -84,8 +88,9 @@ class Dimensions:
 
     def _results(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes | None]:
         """Returns the classes of dimensions of each result of an equation; None for each dimension or result without
-        known ones. Merges the classes of equal dimensions of an elementwise operation's operands. `every`: a bit for
-        each argument of the program that the operands depend on."""
+        known ones. Merges the classes of an elementwise operation's operands where they have the result's extent; other
+        operations of unknown kind count as elementwise. `every`: a bit for each argument of the program that the
+        operands depend on."""
         name, params, shapes = eqn.primitive.name, eqn.params, [_shape(v) for v in eqn.outvars]
         if name == "scan":
             return self._scan(eqn, values, every)
@@ -119,8 +124,9 @@ class Dimensions:
         candidates = [[dims[i] for shape, dims in taken if shape[i] == n] for i, n in enumerate(out)]
         return [self._merge(dims) if dims else None for dims in candidates]
 
-    # Returns the classes of a scan's results, and merges its carries with what the body returns for them.
     def _scan(self, eqn: Any, values: list[Value], every: int) -> Sequence[Classes]:
+        """Returns the classes of a scan's results. Merges its carries with what the body returns for them, and notes
+        the first dimensions of what it iterates over as `looped`."""
         (body,) = jax_compat.subjaxprs(eqn.params)
         nconsts, ncarry = jax_compat.scan_counts(eqn)
         carry, rows = [dims for dims, _ in values[nconsts : nconsts + ncarry]], values[nconsts + ncarry :]
@@ -132,8 +138,9 @@ class Dimensions:
 
     def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Classes | None]:
         """Returns the classes of the results of an equation's bodies (of a cond's branches, for example), which take
-        its last operands; for a while loop, of what it carries. Merges the bodies' classes. Skips bodies with other
-        shapes, such as a loop's condition; the result is None for each if there is no other."""
+        its last operands; for a while loop, of what it carries. Merges the bodies' classes. Skips bodies whose shapes
+        are not the equation's, such as a loop's condition; if all are skipped, each result has None. `shapes`: of the
+        equation's results."""
         found = [[dims for dims, _ in values[-len(shapes) :]]] if eqn.primitive.name == "while" else []
         for body in jax_compat.subjaxprs(eqn.params):
             first = len(values) - len(body.invars)
@@ -144,8 +151,10 @@ class Dimensions:
             self._equate(found[0], others)
         return found[0] if found else [None] * len(shapes)
 
-    # Merges dimensions with one index; notes what the product sums and its type. Returns the result's classes.
     def _of_product(self, indices: Sequence[str], eqn: Any, values: list[Value]) -> Sequence[Classes | None]:
+        """Merges the classes of dimensions with one index, and notes the summed classes and the type of the first
+        operand. Returns the classes of each result; None for a result with another number of dimensions than the
+        product's."""
         (a, bits_a), (b, bits_b) = values[0], values[-1 if eqn.primitive is activated_matmul_p else 1]
         of: dict[str, int] = {}
         for index, dim in zip(indices[0] + indices[1], a + b, strict=True):
@@ -165,7 +174,8 @@ def _shape(v: Any) -> tuple[int, ...]:
 
 
 def _product(eqn: Any) -> Sequence[str] | None:
-    """Returns the indices of a product's two operands and result, a letter per dimension; None for other equations."""
+    """Returns the indices of a product's two operands and result, a letter per dimension. None for other equations,
+    also for a `ragged_dot` of JAX unless its operands have 2 and 3 dimensions."""
     if eqn.primitive in PRODUCTS:
         batch = "i" if eqn.outvars[0].aval.ndim == 3 else ""
         return in_no_layout(*(batch + indices for indices in eqn.params["spec"].contraction.indices)).indices
@@ -180,8 +190,9 @@ def _product(eqn: Any) -> Sequence[str] | None:
 
 
 def _reshaped(dims: Sequence[int], shape: Sequence[int], out: Sequence[int]) -> Classes:
-    """Returns the classes of a reshape's result: of the operand's dimension that has as many elements from it on, and a
-    common factor; else None. Worked example: (8, 16, 32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1."""
+    """Returns the classes of a reshape's result. A dimension gets the class of the operand's dimension with as many
+    elements from it on to the end, if their extents have a common factor above 1; else None. Worked example: (8, 16,
+    32) to (128, 4, 8) keeps dimension 0 as 0, and 2 as 1."""
     begins = {math.prod(shape[i:]): i for i, n in enumerate(shape) if n > 1}
     pairs = [(begins.get(math.prod(out[j:])), n) for j, n in enumerate(out)]
     return [None if i is None or math.gcd(shape[i], n) == 1 else dims[i] for i, n in pairs]

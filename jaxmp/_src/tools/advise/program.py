@@ -158,8 +158,8 @@ class ProgramAdvice(Ranking[Plan]):
 
 def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: bool) -> Callable[..., ProgramAdvice]:
     """Returns the function that `advise(fn, devices=...)` returns. It compiles a plan for each recipe, prints the table
-    unless `quiet`, and leaves out plans that raise. If all do, it raises the first error. It raises ValueError if no
-    plan has a product, or if the mesh that is set has another number of devices."""
+    unless `quiet`, and leaves out plans that raise; the remarks name them. If all do, it raises the first error. It
+    raises ValueError if no plan has a product, or if the mesh that is set has another number of devices."""
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @functools.wraps(fn, updated=())
@@ -201,6 +201,8 @@ def advised(fn: Callable[..., Any], devices: int, hardware: Hardware, quiet: boo
 def _plan(
     recipe: Recipe, fn: Callable[..., Any], given: Any, types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Plan:
+    """Compiles `fn` with the recipe's shardings of its arrays, and returns the plan. `given`: (args, kwargs) of `fn`;
+    leaves that are no arrays stay. `types`: as in `_steps`. Raises what tracing and compiling raise."""
     mesh, specs, (leaves, tree) = _mesh(recipe.mesh), iter(recipe.specs), jax.tree.flatten(given)
     found = [next(specs) if is_array(leaf) else None for leaf in leaves]
     placed = [
@@ -232,8 +234,9 @@ def _steps(
     explanation: CompiledExplanation, mesh: Mapping[str, int], types: Mapping[str, np.dtype], hardware: Hardware
 ) -> Iterator[PlanStep]:
     """Yields the steps of a program: XLA's products, XLA's collectives (one step for all of one kind, axes and
-    `round`), and jaxmp's calls. A product of a type without a rate has no time. `types`: the type of the products of a
-    line, because XLA widens types on CPUs."""
+    `round`), and jaxmp's fused calls. A product of a type without a rate on `hardware` has a time of 0. `mesh`: sizes
+    of the axes. `types`: the type of the products of a line, because XLA widens types on CPUs; for another line the
+    first of them."""
     ndevices = math.prod(mesh.values())
     rounds: dict[Any, list[Operation]] = {}
     for row in explanation.rows:

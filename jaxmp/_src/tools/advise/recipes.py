@@ -49,14 +49,11 @@ class Leaf(NamedTuple):
 def recipes(
     dimensions: Dimensions, types: Sequence[Any], nparameters: int, devices: int, mesh: Mesh
 ) -> Iterator[Recipe]:
-    """Yields the recipes for a program on this mesh; without a mesh, on meshes of one axis and of two.
-
-    Leaves out repetitions, and recipes with a part that shards nothing; if none is left, "whole" shards nothing.
-
-    Args:
-      types: of the program's arguments.
-      nparameters: how many of them, from the first on, are parameters; 0 where the program has to tell.
-    """
+    """Yields the recipes for a program on `mesh`: each of `RECIPES` on all axes together, and each of `PAIRS` with the
+    second recipe on the last axis, if there are several. If `mesh` is empty, on the axis "x" of `devices`, and the
+    pairs on "x" and "y". Leaves out repetitions, and recipes with a part that shards nothing. If none is left, yields
+    "whole", which shards nothing. `types`: of the program's arguments. `nparameters`: how many of them, from the first
+    on, are parameters; 0 if they are unknown."""
     classes = _Classes(dimensions, types, nparameters)
     names, seen = tuple(name for name, _ in mesh), set[Any]()
     whole = mesh or (("x", devices),)
@@ -73,7 +70,8 @@ def recipes(
 
 
 def _factors(devices: int) -> list[int]:
-    """Returns at most two sizes of a second axis, the nearest to a square."""
+    """Returns at most two sizes of a second axis, ascending: the divisors of `devices` nearest to its square root, but
+    not 1 or `devices`."""
     found = [n for n in range(2, devices) if devices % n == 0]
     return sorted(sorted(found, key=lambda n: abs(math.log(n * n / devices)))[:2])
 
@@ -100,8 +98,9 @@ class _Classes:
         return [i for i, dim in enumerate(leaf.dims) if dim not in self._looped]
 
     def _hidden(self, size: int) -> set[int]:
-        """Returns the classes of Megatron's hidden dimensions that `size` divides: largest first, but no two of a
-        matrix. In two consecutive layers the first has its columns sharded and the second its rows."""
+        """Returns classes of dimensions of parameters, as Megatron shards them: extents that `size` divides, largest
+        first, but no two in one matrix. In two consecutive layers the first has its columns sharded and the second its
+        rows. Leaves out classes that a product of two arguments of the batch sums."""
         found = set[int]()
         for dim, extent in self._extents.items():
             if extent % size == 0 and all(found.isdisjoint(each) for each in self._matrices if dim in each):
@@ -111,9 +110,9 @@ class _Classes:
     def specs(
         self, parts: Sequence[tuple[str, tuple[str, ...]]], sizes: dict[str, int]
     ) -> tuple[PartitionSpec, ...] | None:
-        """Returns the sharding of each argument by `parts`, (recipe, mesh axes). None if the dimensions of some kind
-        that a part names shard no argument. "parameters" comes last, and takes the largest dimension that is left.
-        `sizes`: of mesh axes."""
+        """Returns the sharding of each argument by `parts`, (recipe, mesh axes). None if some kind of dimension of a
+        part shards no argument. A kind shards the best dimension of each argument that the axes divide; "parameters"
+        comes last, and takes the largest one that is left. `sizes`: of mesh axes."""
         axes = [(kind, names) for name, names in parts for kind in RECIPES[name]]
         placed = [list[tuple[str, ...]](() for _ in leaf.dims) for leaf in self._leaves]
         for kind, names in sorted(axes, key=lambda part: part[0] == "parameters"):  # of what others leave
@@ -132,9 +131,10 @@ class _Classes:
         )
 
     def _where(self, kind: str, leaf: Leaf, size: int) -> list[int]:
-        """Returns the dimensions of an argument that may be sharded for `kind` of `RECIPES`, the best one first.
-        "batch" and "sequence" are for arguments of the batch, the others for parameters: "experts" the first of at
-        least three dimensions, "hidden" and "parameters" from the last one on. Only "hidden" uses `size`."""
+        """Returns the numbers of an argument's dimensions that may be sharded for a kind (in the values of `RECIPES`),
+        the best one first. "batch" and "sequence" are for arguments of the batch, the others for parameters, without
+        dimensions that a loop iterates over: "experts" the first of at least three, "hidden" and "parameters" from the
+        last one on. Only "hidden" uses `size`."""
         if kind in ("batch", "sequence"):
             wanted = self._batch if kind == "batch" else self._sequence
             return [i for i, dim in enumerate(leaf.dims) if dim in wanted and leaf.is_batch]
@@ -147,10 +147,10 @@ class _Classes:
 
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
     """Returns the classes of the batch: first dimensions of arguments after the first `nparameters`, the parameters. No
-    parameter has a dimension of such a class. All classes that it returns have one extent. If it has several extents,
-    it is the one that most arguments have, or else the largest argument's. If the program does not tell which arguments
-    are parameters, a batch dimension comes first in every argument that has it; of several extents, the integers' (such
-    as tokens) counts, or else the first argument's."""
+    parameter has a dimension of such a class. All classes that it returns have one extent. If there are several
+    extents, it is the extent of the class that most arguments have, or else the largest argument's. If `nparameters` is
+    0, the classes are first dimensions that are in no other place of an argument; of several extents, it is that of the
+    first integers (such as tokens), or else of the first argument. Empty if there is none."""
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:
         others = {dim for each in dims for dim in each[1:]}

@@ -100,9 +100,9 @@ def audit(
 def _of_arrays(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_of_processes: bool
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Returns (`fn` as a function of a list of its arrays, that list). Results that are no arrays become None. Refuses
-    tracers and shapes without values (TypeError), and arrays that other processes hold a part of, unless
-    `is_of_processes` (ValueError)."""
+    """Returns (`fn` as a function of a list of its arrays, that list). The function gets other arguments as they are
+    here, and returns None for results that are no arrays. Raises TypeError for tracers and shapes without values, and
+    ValueError for arrays that other processes hold a part of, unless `is_of_processes`."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     for leaf in (leaves[i] for i in places):
@@ -132,8 +132,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
-    """Runs the first of `sides`, the reference, next to each of the others, and compares operations and outputs. If
-    outputs of the whole program differ, looks for small groups of operations that differ, and tries remedies."""
+    """Runs the first of `sides`, the reference, next to each of the others, and returns what differs in operations and
+    in outputs of the whole program. If outputs differ, it has tried remedies, and if no operation differs alone, also
+    looked for small groups that differ. `line`: of equations without a line of their own."""
     report, outputs, differing = Report(), list[Output](), list[Walk]()
     first, reference = next(sides)
     whole = reference.whole()
@@ -168,8 +169,9 @@ def _output_names(fn: Callable[..., Any], side: Side) -> list[str]:
 def _batches(
     trace: Callable[..., Side], args: Sequence[Any], arrays: Sequence[Any], argnums: int | Sequence[int] | None
 ) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) of the batch unchanged, and in other sizes. Raises ValueError if `fn` does not take
-    another size, or as `_batched_arrays` does."""
+    """Yields (variation, side) of the batch unchanged, and for each of `variation.batches`. `args`: positional
+    arguments, and the dict of keyword arguments as the last if there are any. Raises ValueError if `trace`, which makes
+    a side of arrays and a mesh, fails for another batch, or as `_batched_arrays` does."""
     is_batched, nrows, argnums = _batched_arrays(args, argnums)
     batched = [x for x, is_one in zip(arrays, is_batched, strict=True) if is_one]
     mesh = jax_compat.ambient_mesh()
@@ -194,7 +196,8 @@ def _batched_arrays(
 ) -> tuple[list[bool], int, tuple[int, ...]]:
     """Returns (for each array, True if it is of the batch; number of rows; numbers of the arguments of the batch).
     Without `argnums` these are all arguments with the first extents of the last argument with arrays. Raises ValueError
-    unless all arrays of these arguments begin with one extent of at least 2."""
+    if there are no arrays, if `argnums` are out of range, or unless all arrays of the chosen arguments begin with one
+    extent of at least 2."""
     extents = [{x.shape[:1] for x in jax.tree.leaves(arg) if _is_array(x)} for arg in args]
     if not args or not any(extents):
         raise ValueError('audit: vary="batch" needs an argument with arrays, got none; pass the batch as an argument')
@@ -219,7 +222,7 @@ def _batched_arrays(
 
 def _devices_along_rows(arrays: Sequence[Any]) -> int:
     """Returns a number that must divide the rows of the batch: the least common multiple of the numbers of shards along
-    the first dimension; 1 without mesh shardings."""
+    the first dimension of `arrays` with a sharding over a mesh; 1 if there are none."""
     shards = [
         x.shape[0] // x.sharding.shard_shape(x.shape)[0]
         for x in arrays

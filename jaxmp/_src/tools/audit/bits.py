@@ -58,9 +58,9 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """Puts `host` on the devices of the array `like`, with its sharding. If `like` is uncommitted or has random keys,
-    which are made from the data `host`, the array goes to JAX's default device. `leading`: the number of dimensions
-    that `host` has before the dimensions of `like`; negative if it has fewer."""
+    """Puts `host` on the devices of the array `like`, with its sharding; on JAX's default device if `like` is
+    uncommitted or no JAX array. For random keys, `host` is their data, and the result, keys, is on the default device.
+    `leading`: the number of dimensions that `host` has before the dimensions of `like`; negative if it has fewer."""
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)
@@ -89,9 +89,10 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 
 
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
-    """Compares an array with what it should be, on every device with a part or a copy of it; None if bits are equal.
-    `across`: on the devices of all processes; each asks about the same array and gets the same answer. Raises
-    AssertionError if shapes or types differ."""
+    """Compares an array with what it should be, on the devices of this process with a part or a copy of it; None if all
+    bits are equal. `differing` counts the elements of the parts, without copies; if the parts are equal, the elements
+    of the copy that differs most. `across`: on the devices of all processes, all of which have to call this about the
+    same array, and get the same answer. Raises AssertionError if shapes or types differ."""
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
     if len(shards) <= 1 and not is_shared(actual):
         parts = [(True, _difference(pull(actual), expected))]
@@ -139,6 +140,8 @@ def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
 
 
 def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
+    """Returns the largest absolute difference; 0 for equal infinities and for a pair of NaNs, inf if one of a pair is
+    NaN."""
     wide: Any = np.complex128 if np.iscomplexobj(have) else np.float64
     have, want = have.astype(wide), want.astype(wide)
     with np.errstate(all="ignore"):
@@ -156,7 +159,8 @@ def _is_nan(x: np.ndarray) -> np.ndarray:
 
 
 def first(host: np.ndarray) -> np.ndarray:
-    """Returns the first process's array, bit by bit. Every process has to call this, with an array of one type."""
+    """Returns the first process's array, bit by bit. Every process has to call this, with an array of one type and
+    shape."""
     return np.frombuffer(_bytes_of_each(host)[0], host.dtype).reshape(host.shape)
 
 

@@ -17,8 +17,9 @@ from jaxmp._src.tools.audit.variation import Variation
 
 
 def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands (`_mesh_of`).
-    Raises ValueError if that mesh has fewer than 2 devices, or `fn` cannot be traced on a smaller one."""
+    """Yields (variation, side) for one device, and for larger meshes up to the mesh of the operands (`_mesh_of`), as
+    `_smaller` gives them. `trace` makes a side of arrays and a mesh. Raises ValueError if the mesh of the operands has
+    fewer than 2 devices or there is none, or as `_side` does."""
     mesh = _mesh_of(arrays)
     if mesh is None or mesh.size < 2:
         raise ValueError(
@@ -31,8 +32,9 @@ def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tu
 
 
 def across_processes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """Yields (variation, side) for a smaller mesh of devices of this process alone, as many as fit, and for the mesh of
-    the operands. Raises ValueError unless that mesh has devices of every process of a job of several."""
+    """Yields two (variation, side): for the largest of `_smaller` meshes that this process's devices alone can form,
+    and for the mesh of the operands. Raises ValueError unless that mesh has devices of every process of a job of
+    several."""
     mesh = _mesh_of(arrays)
     owners = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
     if len(owners) < 2 or len(owners) < jax.process_count():
@@ -62,6 +64,8 @@ def _mesh_of(arrays: Sequence[Any]) -> Mesh | None:
 
 # Puts the arrays on `mesh` and traces. Raises ValueError if that fails on a smaller mesh than the operands'.
 def _side(trace: Callable[..., Side], mesh: Mesh, arrays: Sequence[Any]) -> Side:
+    """Copies the arrays to `mesh`, with the spec that each has, or replicated without one, and traces there. Raises
+    ValueError if that fails on another mesh than the operands'; on theirs, raises the program's error."""
     try:
         hosts = [bits.pull(x) for x in arrays]
         with jax.set_mesh(mesh):

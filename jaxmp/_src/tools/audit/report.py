@@ -87,6 +87,7 @@ class Report:
         self._rows[key] = dataclasses.replace(row, variants=variants, count=count, difference=merged)
 
     def _row(self, eqn: Any, line: str, found: Difference, output: int, is_other: bool) -> Row:
+        """Returns a row for an equation's output `output`, which counts nothing yet."""
         avals = [v.aval for v in (*eqn.invars, eqn.outvars[output])]
         return Row(
             line=line,

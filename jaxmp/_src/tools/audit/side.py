@@ -88,7 +88,8 @@ class Side:
             return jax.tree.leaves(jax.jit(fn or self.fn, compiler_options=options)(self.arrays))
 
     def together(self, equations: Sequence[Any], made: Sequence[Any], values: Mapping[Any, Value]) -> list[Any]:
-        """Compiles equations in one piece, runs them on `values`, and returns the arrays of the variables `made`."""
+        """Compiles equations in one piece, runs them on `values` (of all variables that they read from outside), and
+        returns the arrays of the variables `made`."""
         inside = {v for eqn in equations for v in eqn.outvars}
         read = list({v: 0 for eqn in equations for v in jax_tracing.variables(eqn) if v not in inside})
 
@@ -101,8 +102,8 @@ class Side:
             return list(jax.jit(run, compiler_options=self.options or None)([values[v].array for v in read]))
 
     def run(self, eqn: Any, operands: Sequence[Value | Any]) -> list[Any]:
-        """Returns the results of one equation on these arrays; its literals stay literals. Equal equations share one
-        compiled function."""
+        """Returns the results of one equation on the arrays `operands`. Literals of the equation stay literals, and the
+        operands in their places are ignored. Equal equations share one compiled function."""
         # An operand that is a literal of the program stays a literal.
         given = [None if jax_tracing.is_literal(v) else x for v, x in zip(eqn.invars, operands, strict=True)]
         key = _key(eqn)
@@ -124,7 +125,8 @@ def _bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 def _key(eqn: Any) -> Any:
     """Returns a key of primitive, parameters, literals, number of operands and context, but not of operand types.
-    Layers of a model repeat most keys. If a part of the key has no hash, it is the `id` of the equation instead."""
+    Layers of a model repeat most keys. If a part of the key has no hash, the key is the `id` of the equation
+    instead."""
     literals = tuple((i, repr(v.val), str(v.aval)) for i, v in enumerate(eqn.invars) if jax_tracing.is_literal(v))
     params = tuple((name, type(value), _exact(value)) for name, value in sorted(eqn.params.items()))
     key = (eqn.primitive, params, literals, len(eqn.invars), id(eqn.ctx))

@@ -63,7 +63,8 @@ def explained(
 
 
 def pieces(walk: Walk, body: Body, line: str, most: int = _MOST_PIECES) -> list[Together]:
-    """Returns at most `most` small pieces of a program, or of a loop's body, that differ; for a loop, pieces in it."""
+    """Returns at most `most` small pieces of a program, or of a loop's body, that differ; [] if all together do not. If
+    a piece is one loop, and pieces of its last step differ, returns these instead."""
     pairs, found, makers = body.pairs, list[Together](), {v: eqn for eqn, _ in body.pairs for v in eqn.outvars}
     while len(found) < most and (piece := smallest(lambda some: _differ(walk, body, some), pairs)):
         equations = [eqn for eqn, _ in piece]
@@ -130,14 +131,15 @@ _REWRITINGS = (
 
 
 def _rewriting(equations: Sequence[Any], makers: Mapping[Any, Any]) -> str:
+    """Returns what XLA is known to do with such operations, or "". `makers`: the equation that makes each variable."""
     found = {name for eqn in equations for name in (operations.name_of(eqn), operations.kind_of(eqn))}
     found |= {"division" for eqn in equations if _divisor(eqn, makers) is not None}
     return next((text for needed, text in _REWRITINGS if needed <= found), "")
 
 
 def _divisor(eqn: Any, makers: Mapping[Any, Any]) -> Any:
-    """Returns the variable that a `div` divides by, before its broadcasts, if it is smaller than the result or a square
-    root; else None."""
+    """Returns the variable that a `div` divides by, before its broadcasts, if it is smaller than the result or made by
+    `sqrt`. None for all other equations, and for a literal."""
     if eqn.primitive.name != "div" or jax_tracing.is_literal(eqn.invars[1]):
         return None
     v = eqn.invars[1]

@@ -85,6 +85,8 @@ class Walk:
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
+        """Follows a jaxpr of each side from `inputs`, and returns pairs of their results. Adds what it followed to
+        `bodies`."""
         programs = [side.inlined(jaxpr) for side, jaxpr in zip(self.sides, jaxprs, strict=True)]
         environments = [
             {v: Value(x) for v, x in constants.items()} | dict(zip(program.invars, values, strict=True))
@@ -120,8 +122,8 @@ class Walk:
     def _join(self, one: Value, other: Value) -> Pair:
         """Returns two values and their relation. If they do not correspond, but an equation that only one side has made
         one of them, reports a difference (on another mesh) or that they were not compared (in another batch), and
-        continues with the bits that the reference implies. The values stay as they are, with the relation "other", if
-        no such equation made one, if their shapes do not relate, or if they differ mostly by their orders."""
+        continues with the bits that the reference implies. Both stay, with the relation "other", if no such equation
+        made one or their shapes do not relate; also, with a report, if they differ mostly by their orders."""
         if self._correspond(one, other):
             return one, other, other.relation
         origin = other.origin or one.origin
@@ -243,6 +245,8 @@ class Walk:
 
     # Runs each equation of a pair in one piece. Packed results relate only if no other result differs.
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
+        """Runs an equation of each side, which counts as a run, and returns the pairs of its results, settled by
+        `_settled`."""
         ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
         others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
         self._report.ran(eqn, line)
@@ -306,8 +310,8 @@ class Walk:
     def _of_size(self, eqn: Any, one: Value, other: Value, relation: Relation, line: str) -> Value:
         """Returns the value with which the variant continues if operands or the equation depend on the batch size. An
         iota, a mask and what indexes by them must be the variant's own: row 2 of its batch is another row. For floats
-        that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, returns
-        the reference's values, or nothing after them could be compared, and reports that these were not."""
+        that also depend on the batch's arrays (noise added to the rows), and for all floats on another mesh, reports
+        that they were not compared, and returns the reference's, or nothing after them could be compared."""
         if not other.is_of_batch and self.variation.rows is not None:
             return other
         if not jnp.issubdtype(one.array.dtype, jnp.inexact):
@@ -321,10 +325,9 @@ class Walk:
         return _inheriting(Value(array, one, relation), [other])
 
     def _keeps_rows(self, eqn: Any, pairs: Any, i: int, out: Value, relation: Relation) -> bool:
-        """True if a row of output `i` depends only on the same row of the inputs. Tried out on the reference, with the
-        same compiled equation: where about half of the rows are replaced by others, and by their negatives, the rest
-        has to keep its bits. Each bit of the rows' numbers gives two halves, so that for any two rows each is once
-        replaced while the other is kept."""
+        """True if a row of output `i` depends only on the same row of the inputs. Tried out on the reference: if about
+        half of the rows are replaced by others, and by their negatives, the rest has to keep its bits. Each bit of the
+        rows' numbers gives two halves, so that for any two rows each is once replaced while the other is kept."""
         nrows = self.variation.nrows
         for bit, kept_bit, sign in itertools.product(range((nrows - 1).bit_length()), (0, 1), (1, -1)):
             rows = np.arange(nrows)
@@ -365,6 +368,7 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
 
 # Returns the equations that the results need. Raises NotImplementedError for mutable arrays.
 def _live_equations(jaxpr: Any, line: str) -> list[Any]:
+    """Returns the equations that the results need. Raises NotImplementedError if one has a mutable array."""
     for eqn in reversed(jaxpr.eqns):
         if any(jax_tracing.is_mutable(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             raise NotImplementedError(

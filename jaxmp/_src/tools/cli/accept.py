@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks in one process and in one per GPU, writes a JSON file and a table. Returns 1 if one fails."""
+    """Runs the checks in one process and, with several GPUs, in one per GPU. Writes a JSON file and prints a table, the
+    failures and a sentence. Returns 1 if a check fails, else 0. With --rank, it is a process of such a job and runs the
+    checks of one rank."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
@@ -76,9 +78,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any]:
-    """Returns the results of all checks in `nranks` processes, until `end`, a `time.monotonic()`. A check that ends its
-    process has failed (except the death of a rank, with the right errors), and the next ones still run in new
-    processes. Raises CommandError without CUDA devices, or if the first processes write nothing."""
+    """Returns "name", "machine", "not run because" and "checks" (a dict of each) of a job of `nranks` processes, which
+    runs until `end`, a `time.monotonic()`. A check fails if it does on any rank, or ends its process (except the death
+    of a rank, with the right errors). After such an end the next checks run in new processes. Raises CommandError
+    without CUDA devices, or if the first processes write nothing."""
     found: dict[int, dict[str, Any]] = {}
     first, total, is_over, head = 0, 1, False, {}
     while first < total and not is_over:
@@ -110,8 +113,8 @@ def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any
 
 
 def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) -> list[int | None]:
-    """Runs the checks from `first` on in new processes, which write to `folder`. Returns their exit statuses; None for
-    a process that still ran at `end`. Kills them then."""
+    """Runs the checks from `first` on in new processes, which write to `folder`, and waits for them, at most until
+    `end`. Then it kills the ones that still run. Returns their exit statuses; None for each one that it killed."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -135,8 +138,8 @@ def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) ->
 
 
 def _cell(job: dict[str, Any], kind: str) -> str:
-    """Returns a cell of the table: how many checks of a kind passed, were refused by name or failed; or "not run"; "-"
-    for the death of a rank in one process."""
+    """Returns a cell of the table: how many checks of a kind passed, were refused or failed, or "not run"; "-" for the
+    death of a rank in one process."""
     if kind == _DEATH and job["name"] == "one process":
         return "-"
     found = [check for check in job["checks"] if check["check"] == kind]
@@ -165,8 +168,10 @@ def _sentence(jobs: list[dict[str, Any]]) -> str:
 
 
 def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
-    """Runs the checks from the one numbered `place_in_job[3]` on, of rank `place_in_job[0]`. The file RANK.jsonl gets a
-    head, and two lines per check, before and after it. A check that raises is recorded as refused or failed."""
+    """Runs the checks of one rank. `place_in_job`: the rank, the number of ranks, the coordinator's port, and the
+    number of the first check to run. Writes a head to RANK.jsonl, and two lines per check, before and after it. A check
+    that raises is recorded as refused or as an error, and the next one runs. Without cuBLASMp or a CUDA device there is
+    only the head, which says why."""
     rank, nranks, port, first = place_in_job
     if nranks > 1:
         distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[rank])
@@ -190,7 +195,8 @@ def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
 
 
 def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
-    """Yields all checks, or a few of each kind. With one device it leaves out checks of several."""
+    """Yields the checks of every kind, or a few of each if `is_quick`. With one device it leaves out sequences,
+    microbatches, algorithms and patterns of several; with one rank, the death of a rank."""
     layouts, extents = list(testing.layouts(ndevices)), (64, 64, 64) if is_quick else (512, 256, 768)
     exact = functools.partial(check_placement, implementation=ON_GPUS)
     if lines := [layout for layout in layouts if layout.name.startswith("data")]:
@@ -221,7 +227,8 @@ def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
 
 
 def _product_of(layout: Layout) -> Any:
-    """Returns a product of a (m, k) and b (n, k), which the library takes as they are in every pattern, in numpy."""
+    """Returns a function of two arrays of NumPy, a (m, k) and b (n, k), that gives a @ b.T in this layout. The library
+    takes b in this form in every pattern."""
     mesh, specs = layout.make_mesh(), (layout.a, P(*layout.b[::-1]))
     shardings = {"in_shardings": specs, "out_sharding": layout.d, "mesh": mesh}
     product = jax.jit(functools.partial(matmul, transpose_b=True, implementation=ON_GPUS, **shardings))
@@ -233,8 +240,9 @@ def _line(ndevices: int) -> jax.sharding.Mesh:
 
 
 def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
-    """Compares calls in a row, each of other integers, and returns how many. Ranks take turns in being late on their
-    device: every tenth call follows a delay. In half of the batches XLA's all-to-alls are between the calls."""
+    """Compares calls in a row, each of other integers, and returns how many. Raises AssertionError if one is wrong.
+    Ranks take turns in being late on their device: every tenth call follows a delay. In half of the batches XLA's
+    all-to-alls are between the calls."""
     rng, ndevices, products = np.random.default_rng(0), layouts[0].make_mesh().size, list(map(_product_of, layouts))
     mesh = _line(ndevices)
     move = jax.jit(lambda x: jax.sharding.reshard(x, P(None, "x")))
@@ -257,7 +265,7 @@ def _check_sequence(layouts: list[Layout], calls: int, is_quick: bool) -> int:
 
 def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
     """Compares sums of gradients of microbatches under checkpoints with exact sums, and returns how many microbatches.
-    Calls follow each other without the host's wait."""
+    Raises AssertionError if one is wrong. Calls follow each other without the host's wait."""
     mesh, (m, k, n), rng = _line(ndevices), extents, np.random.default_rng(1)
     shapes, specs = ((4, m, k), (k, n), (n, k)), (P(None, "x", None), P(None, "x"), P("x", None))
     xs, up, down = operands = [rng.integers(-1, 2, shape).astype(np.float32) for shape in shapes]
@@ -292,8 +300,8 @@ def _check_microbatches(ndevices: int, extents: tuple[int, int, int]) -> int:
 
 
 def _check_rate(pattern: str, ndevices: int, extent: int, dtype: str) -> Any:
-    """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}; raises AssertionError if results differ. Ranks have
-    `_IN_FLIGHT` calls at once."""
+    """Returns {"by": implementation, "jaxmp" and "xla": TFLOP/s}. Raises AssertionError if their results differ by more
+    than rounding. Ranks have `_IN_FLIGHT` calls at once."""
     calls, implementation = bench.contenders(pattern, jax.devices()[:ndevices], (extent,) * 3, dtype)
     if error := bench.disagreement(calls, extent, dtype):
         raise AssertionError(error)

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the choices and returns 0. Raises CommandError for wrong arguments, or if `advise` raises a ValueError."""
+    """Prints the choices, as tables or with --json as JSON, and returns 0. Raises CommandError for wrong arguments, or
+    if `advise` raises a ValueError."""
     if not options.json:
         rich("table")  # raises before the work where rich is missing
     try:
@@ -69,6 +70,8 @@ def _of_product(options: argparse.Namespace) -> Advice:
 
 
 def _of_program(options: argparse.Namespace) -> ProgramAdvice:
+    """Advises on a function of a file, under the mesh of --mesh if there is one. Raises CommandError for wrong options,
+    and for a function that needs a mesh that is not set."""
     if options.dtype:
         raise CommandError("--dtype applies to one product; a function's arguments have their types")
     place, *types = options.what

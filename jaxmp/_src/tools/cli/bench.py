@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Times jaxmp's and XLA's product of each pattern if their results agree, and prints. Returns 1 if some do not."""
+    """Compares jaxmp's and XLA's product of each pattern, times both if their results agree, and prints. Returns 1 if
+    some do not, else 0. Raises CommandError as `_patterns` does, and for too few devices."""
     if not options.json:
         rich("progress")  # raises before the work where rich is missing
     dtype, names = dtype_of(options.dtype), _patterns(options)
@@ -116,7 +117,8 @@ def _mesh(name: str, devices: list[jax.Device]) -> Mesh:
 def contenders(
     name: str, devices: list[jax.Device], extents: tuple[int, int, int], dtype: str
 ) -> tuple[dict[str, Callable[[], jax.Array]], str]:
-    """Returns ({"jaxmp" and "xla": a function that runs its product on random operands}, jaxmp's implementation)."""
+    """Returns ({"jaxmp" and "xla": a function that runs its product, already compiled, on the same random operands},
+    jaxmp's implementation). `name`: of a pattern."""
     (m, k, n), (of_a, of_b, of_d), mesh = extents, PATTERNS[name], _mesh(name, devices)
     operands = [
         _operand(shape, dtype, NamedSharding(mesh, spec), seed)
@@ -171,7 +173,8 @@ def _print(options: argparse.Namespace, dtype: str, flops: int, results: list[di
 
 
 def verdict(names: list[str], ratios: list[float]) -> str:
-    """Returns a sentence about the ratios of XLA's time to jaxmp's: their mean, and the patterns where jaxmp loses."""
+    """Returns a sentence about the ratios of XLA's time to jaxmp's: their geometric mean, and the patterns (`names`)
+    where jaxmp is slower. Ratios within `_EQUAL` of 1 count as equal."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     slower = [name for name, ratio in zip(names, ratios, strict=True) if ratio < 1 - _EQUAL]
     text = f"{mean:.2f} times XLA's rate" if abs(mean - 1) > _EQUAL else "XLA's rate"

@@ -28,8 +28,8 @@ _FLOAT8 = "float8_e4m3fn"
 
 
 def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
-    """Measures this process's devices in some ten seconds, and a job's network. Returns the fields of a `Hardware`.
-    `on_step(name)` is called after each step."""
+    """Measures this process's devices in some ten seconds, and the network of a job of several processes. Returns the
+    fields of a `Hardware`, as a dict. `on_step(name)` is called after each step but the network's."""
     devices, is_shared = jax.local_devices(), jax.default_backend() == "cpu"
     rates: dict[str, float] = {}
     xla_rates: dict[str, float] = {}
@@ -92,7 +92,8 @@ def _memory_bandwidth() -> float:
 
 
 def _link_bandwidth(mesh: jax.sharding.Mesh) -> float:
-    """Returns bytes per second that a device receives in an all-gather; on CPUs, all devices together."""
+    """Returns bytes per second that a device receives in XLA's all-gather; on CPUs, what all devices together
+    receive."""
     nbytes = min(_STREAM // mesh.size, 2**25)
     x = jax.device_put(np.zeros(nbytes // 4, np.float32), NamedSharding(mesh, P("x")))
     call = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(None))))
@@ -110,7 +111,8 @@ def _network() -> dict[str, Any]:
         return gathered[: x.size]
 
     def seconds(nbytes: int, times: int) -> tuple[float, float]:
-        """Returns seconds by the clock, and of all cores."""
+        """Returns seconds of one all-gather: by the clock, and of the processor, divided by its cores. `nbytes`: of the
+        gathered array; `times`: how often a call gathers."""
         x = jax.jit(functools.partial(jnp.zeros, nbytes // 4), out_shardings=NamedSharding(mesh, P("x")))()
         local = functools.partial(lax.fori_loop, 0, times, lambda _, x: gather(x))
         call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))

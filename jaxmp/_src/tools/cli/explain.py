@@ -65,7 +65,9 @@ def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
 def program(
     place: str, types: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Returns (function at "FILE.py:NAME", arguments of these types). Raises CommandError if it does not take them."""
+    """Returns (function at "FILE.py:NAME", arguments of these types, sharded over `mesh` if there is one). Raises
+    CommandError if the file, the function or a type does not exist, or if the function takes another number of
+    arguments."""
     function, arguments = _load(place), [argument_of(text, mesh) for text in types]
     try:
         inspect.signature(function).bind(*arguments)
@@ -77,8 +79,8 @@ def program(
 
 
 def _load(place: str) -> Callable[..., Any]:
-    """Runs the file, with its folder on the import path, and returns the function; its name may have dots. Raises
-    CommandError if there is no such file or function."""
+    """Runs the file, with its folder on the import path meanwhile, and returns what has that name in it; a name with
+    dots is an attribute. Raises CommandError if there is no such file, or nothing callable of that name."""
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not path or not name:

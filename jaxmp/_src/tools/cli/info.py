@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints `facts` and returns 0. --calibrate measures and stores first. In a job only the first process stores and
-    prints. Raises CommandError for --job outside of a job."""
+    """Prints `facts` and returns 0. --calibrate measures this machine and stores the rates first. --job and --calibrate
+    join a job of several processes if there is one; only its first process stores and prints. Raises CommandError for
+    --job outside of a job."""
     found = config.launcher() if options.job or options.calibrate else None
     if options.job and not found:
         raise CommandError("--job needs a job of processes; start one: mpiexec -n 4 jaxmp info --job, or srun")
@@ -73,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Returns everything that `info` prints, by section; plain values for JSON."""
+    """Returns everything that `info` prints, by section; plain values for JSON. "job" is there only in a job of several
+    processes."""
     choices = {name: _choice(name) for name in _TYPES}
     available = {name: _choice("float32", name) for name in ("host", "cublasmp", "xla")}
     job = {"job": _job()} if jax.process_count() > 1 else {}
@@ -164,7 +166,8 @@ def _calibration() -> dict[str, Any]:
 
 
 def _choice(dtype: str, implementation: str | None = None) -> tuple[str, str]:
-    """Returns (what computes an all-gather product of 2 devices, or "", why); `implementation`: the one asked for."""
+    """Returns (the implementation of an all-gather product of 2 devices, why). If none takes it, returns ("", the
+    error). `implementation`: the one asked for, instead of the rule's choice."""
     operand = jnp.dtype(dtype)
     out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
     group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))

@@ -27,8 +27,9 @@ _COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status: 0 for success, 1 if a check fails, 2 if the command cannot run or
-    raises (with a line on stderr), 130 if interrupted. With --traceback, raises errors other than CommandError."""
+    """Runs a command and returns the exit status: 0 for success, or if the reader closes the pipe; 1 if a check fails;
+    2 if the command cannot run or raises (with a line on stderr); 130 if interrupted. With --traceback, raises errors
+    other than CommandError. Wrong arguments end in argparse's SystemExit."""
     options = _parser().parse_args(arguments)
     try:
         return int(_COMMANDS[options.command][0].run(options))

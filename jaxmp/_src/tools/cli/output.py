@@ -76,8 +76,8 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A context with a progress bar of `total` steps on stderr, none if `is_quiet` or no terminal. It yields a function
-    that ends a step and shows the name it gets."""
+    """A context with a progress bar of `total` steps on stderr; without the bar if `is_quiet`, or if stderr is no
+    terminal. It yields a function that ends a step and shows the name it gets."""
     if is_quiet:
         yield lambda _: None
         return
@@ -99,7 +99,8 @@ def require_devices(count: int) -> list[jax.Device]:
 
 
 def make_cpu_devices(count: int) -> None:
-    """Makes JAX create this many CPU devices, if its backend has not started."""
+    """Makes JAX create this many CPU devices. Does nothing if its backend has started, or if XLA_FLAGS says how
+    many."""
     if not jax_compat.backend_exists():
         with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
             jax.config.update("jax_num_cpu_devices", count)

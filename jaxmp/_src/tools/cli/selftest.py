@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the checks and prints their results. Returns 1 if one fails, else 0. CommandError: too few devices."""
+    """Runs the checks and prints their results, as a table or with --json as JSON. A check that raises has failed, and
+    the next one runs. Returns 1 if one fails, else 0. Raises CommandError for too few devices, or "cublasmp" without a
+    GPU."""
     if not options.json:
         output.rich("progress")  # raises before the work where rich is missing
     output.make_cpu_devices(options.devices or _DEVICES[-1])
@@ -89,9 +91,10 @@ def check_placement(
     comm: CommOptions | None = None,
     has_gradients: bool = False,
 ) -> int:
-    """Checks all results of a product of small integers, which have exact sums: every element must be in its place.
+    """Checks the results of a product of small integers, which have exact sums: every element must be in its place.
     With an epilog each z is a multiple of 16, where gelu has the values of relu. Each process checks its devices.
-    `has_gradients`: gradients too, but no epilog, unless the type has one byte. Returns 1; raises AssertionError."""
+    Returns 1; raises AssertionError if an element is wrong. `has_gradients`: also checks gradients, and ignores
+    `epilog`. It has no effect for types of one byte."""
     m, k, n = extents
     a, b, ct, bias = (_integers(seed, shape, dtype) for seed, shape in enumerate(((m, k), (k, n), (m, n), (n,))))
     row, mesh, is_narrow = epilogs.RULES[epilog], layout.make_mesh(), a.dtype.itemsize == 1
@@ -150,8 +153,8 @@ def _integers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
-    """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of float64's, D*.
-    Returns 1; raises AssertionError."""
+    """Checks a product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of D*, computed in
+    float64. Returns 1; raises AssertionError if one is farther away."""
     a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
     got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
     u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))

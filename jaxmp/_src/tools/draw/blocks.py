@@ -33,8 +33,9 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call. () for a collective, for a product of XLA's, or if the mesh is unknown. The
-    array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for each group."""
+    """Returns op(A), op(B) and D of a call. () for a collective, for a product that XLA computes, or if the mesh is
+    unknown. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for each
+    group, and its name is "B of groups" or "D of groups"."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents
@@ -92,8 +93,8 @@ def _received(row: Row) -> dict[str, set[tuple[int, int]]]:
 
 
 def label(devices: Sequence[int], total: int) -> str:
-    """Returns devices as short text: "0-3" for more than 2 neighbours, "0 1 ... 9" (the first two and the last) for
-    more than 4 others, "0 2" for fewer, and "all" for all `total` devices if they are several."""
+    """Returns devices as short text: "0-3" for more than 2 consecutive ones, "0 1 ... 9" (the first two and the last)
+    for more than 4 others, "0 2" for fewer, and "all" for all `total` devices if they are several."""
     if len(devices) == total and total > 1:
         return "all"
     if len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1:

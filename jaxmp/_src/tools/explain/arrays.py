@@ -12,9 +12,9 @@ import jax
 def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Callable[..., Any]]:
-    """Returns (args and kwargs with None for each leaf that is no array; `fn` as a function of them, with the other
-    leaves bound). The function keeps the argument names of `fn` and returns a list of arrays: of the result, and new
-    ones that `fn` has put into its arguments."""
+    """Returns (args with None for each leaf that is no array; kwargs in the same way; `fn` as a function of them, with
+    the other leaves bound). The function keeps the argument names of `fn` and returns a list of the arrays in the
+    result, and of new ones that `fn` has put into its arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 

@@ -26,7 +26,8 @@ _SAME_READS = "needed where every device uses the result; if the result is shard
 
 
 def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -> Iterator[tuple[Row, Cause]]:
-    """Yields (row, cause) of each product by one of these `implementations` that reads data of other devices."""
+    """Yields (row, cause) of each product by one of these `implementations` that reads data of other devices. If the
+    call of a row is not found in the program, the cause does not name the operands."""
     sites = list(_sites(origins))
     for row in rows:
         if row.extents and row.bytes_moved and row.implementation in implementations:
@@ -36,8 +37,9 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
-    """Returns the cause of a collective of this `kind` that jaxmp added to a call: `found`, the cause so far, with the
-    reason in the row of the collective at this line; or the cause of the call with this pattern; or else `found`."""
+    """Returns the cause of a collective of this `kind` that jaxmp added to a call. `found`: the cause so far. If a row
+    at its line is this collective, returns `found` with the row's reason. Else, if a row at its line has this pattern,
+    returns the cause of that call. Else returns `found`."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):
@@ -70,8 +72,9 @@ def _is_of(origins: Origins, site: Site, row: Row) -> bool:
     return origins.program.whole.innermost(site[1]) == row.line and sizes == sorted((m * k, k * n))
 
 
-# Returns the cause for the pattern of `row`, and names the operands of `site` unless it is None.
 def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
+    """Returns the cause, "jaxmp", for the pattern of `row`; for other patterns the row's `why`. Names the operands of
+    `site` unless it is None. For a gradient that a loop sums each time, adds what `summed_once` says."""
     values = Values(origins, axes_of(row))
     over = values.over
     pair = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []

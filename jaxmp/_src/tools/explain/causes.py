@@ -44,7 +44,8 @@ _EXTENTS = "take extents that the axis divides, as of heads, or shard another di
 def cause(origins: Origins, computation: Computation, collective: Instruction, operand: int = 0) -> Cause:
     """Returns why a collective of the compiled program moves operand number `operand`. It is explained as it is after
     the partitioner if it is found there. A collective that the program itself calls has the kind "written", "gradient"
-    or "jaxmp"; an operation that jax.checkpoint repeats has "recomputed"."""
+    or "jaxmp"; an operation that jax.checkpoint repeats has "recomputed"; others have the kinds of `_Causes.sum` and
+    `_Causes.move`. A gradient's sum in a loop also gets what `summed_once` says."""
     program = origins.program
     module, axes = program.compiled, program.axes(collective)
     if collective.primitive in _WRITTEN:
@@ -81,9 +82,13 @@ def _written(collective: Instruction, line: str) -> Cause:
 
 
 class _Causes(Search):
+    """Finds the cause of one collective: by `sum` if it adds parts, otherwise by `move`."""
+
     def sum(self) -> Cause:
         """Returns the cause of a collective that reduces partial results of an operation with sharded operands: a
-        product, gather, scatter, reduction, or a slice (`_for_cut`). In a gradient it is mostly needed."""
+        product or convolution ("product"), a gather or a slice (`_for_cut`; "whole"), a scatter or reduction
+        ("reduction"). In a gradient, products, scatters and reductions have the kind "gradient", but a maximum, a
+        minimum, and a reduction that `_spreads` do not."""
         source, name = self.source, self.source.primitive
         line = self.module.line(source) or self.module.line(self.collective)
         places = self.program.wholes(source)
@@ -128,8 +133,9 @@ class _Causes(Search):
         )
 
     def _summed(self, places: Sequence[Place]) -> list[Dim]:
-        """Returns the dimensions, of both operands, that the likeliest of the products in `places` sums: the dimensions
-        that the axes shard, or all if the axes shard none."""
+        """Returns the dimensions, of both operands, that a product sums and the axes shard: of the product in `places`
+        with the most, or else of one with the same name. If the axes shard none, all that the first product in `places`
+        sums."""
         products = [place for place in places if place[1].opcode in _PRODUCTS]
         # Another product of this name may have a result of other extents.
         for found in (products, self.program.named(self.source)):
@@ -208,8 +214,9 @@ class _Causes(Search):
     # Operations along a dimension --------------------------------------------------------------------------------
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
-        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop;
-        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result as it is."""
+        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop.
+        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result as it is;
+        then the result is not None either if the operation's operand is unknown."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it
@@ -219,7 +226,9 @@ class _Causes(Search):
         return None
 
     def _along(self, name: str, found: Edge | None, line: str) -> Cause:
-        """Returns the cause for an operation that needs a dimension whole; of `_unsplit` if it needs no sharded one."""
+        """Returns the cause, "whole", for the operation `name`, which needs a dimension whole; the cause of `_unsplit`
+        if it needs no sharded one. `found`: the use of its operand, or None if that is unknown. `line`: the line of the
+        cause, but a slice of a scan has the scan's line."""
         if found is None:
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
@@ -251,6 +260,7 @@ class _Causes(Search):
         return None
 
     def _reshape(self, found: Edge | None, line: str) -> Cause:
+        """Returns the cause for a reshape of the operand in `found`, or of an unknown one."""
         if found is None:
             return Cause("reshape", self._whole("a reshape", None, []), _EXTENTS, line)
         before, after = (each.shapes[0][1] for each in (found[0].operands(found[1])[0], found[1]))
@@ -260,8 +270,9 @@ class _Causes(Search):
 
     # Products ----------------------------------------------------------------------------------------------------
 
-    # Returns the cause for a product that reads the data, by how its operands are sharded where it sums and keeps.
     def _product(self, found: Edge, line: str) -> Cause:
+        """Returns the cause for a product that reads the data in `found`: how the dimensions that it sums and keeps are
+        sharded, or else who asks for the result (`_asked`)."""
         place, product, side = found
         who = "the gradient's " if is_backward(product) else "this "
         who += "convolution" if product.opcode == "convolution" else "product"
@@ -299,7 +310,8 @@ class _Causes(Search):
     # Requests for a sharding -------------------------------------------------------------------------------------
 
     def _asked(self, found: Edge) -> Cause | None:
-        """Returns the cause if a constraint, a loop or the results ask for the user's sharding; else None."""
+        """Returns the cause if a constraint, a loop or the program's results ask for the sharding of the result of the
+        user in `found`; else None."""
         assert self.program.whole is not None
         if (met := self.consumer(found)) is None:
             return None
@@ -317,8 +329,10 @@ class _Causes(Search):
         remedy = "ask for the sharding that the array has, or make the array with the sharding that this asks for"
         return Cause("constraint", text, remedy, (self.program.whole or self.module).line(asks[1]))
 
-    # Returns the cause for a result that is to have another sharding, or one that the axes do not divide.
     def _result(self, have: Sequence[Dim], result: Dim | None, line: str) -> Cause:
+        """Returns the cause for a result of the program: out_shardings, or XLA if it chooses, give the result another
+        sharding than `have`; or XLA keeps it whole, because the axes do not divide an extent. `result`: a dimension of
+        the result, or None if it is unknown."""
         is_chosen = self.program.compiled.chooses_results
         sharded = self.describe(have) or f"XLA splits an operand over {self.over}"
         for at in have if is_chosen else ():
@@ -340,6 +354,7 @@ class _Causes(Search):
         return self._carry(None, None, line)
 
     def _next_carry(self, through: Instruction, line: str) -> Cause:
+        """Returns the cause for data that a loop's body returns as `through`, for the carry of the next iteration."""
         whole, root = self.program.whole, self.computation.root
         lines = map(self.module.line, chain(self.computation, through))
         line = next(filter(None, lines), line)

@@ -146,6 +146,7 @@ class CompiledExplanation:
         return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
 
     def _notes(self) -> list[str]:
+        """Returns the lines below the table: totals, what calls read in place, sums by kind and by line, and memory."""
         notes = [f"total: {self._totals()}"]
         if in_place := sum(row.count * row.bytes_moved for row in self.calls.rows if row.implementation == "host"):
             notes.append(f"{size_of(in_place)} of it are operands of other devices that calls read in place, uncopied")
@@ -184,8 +185,8 @@ def _compile(lowered: Any, folder: str) -> Any:
 
 
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
-    """Explains a compiled program: XLA's collectives and products, then jaxmp's calls that read data of other devices.
-    `calls`: the rows of jaxmp's calls."""
+    """Explains a compiled program: XLA's collectives and products, then jaxmp's calls that read data of other
+    devices."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
     origins = Origins(program)
     rows = list(_rows(origins, left, calls.rows))
@@ -205,7 +206,8 @@ def _dumped(folder: str, when: str) -> Module | None:
 
 
 def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
-    """Returns the program's mesh, from the shardings of its arguments and results, or else from its text."""
+    """Returns (axis: size) of the program's mesh, from the shardings of its arguments and results, or else from its
+    text."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
             return dict(sharding.mesh.shape)

@@ -165,6 +165,8 @@ class _Explained:
 
     @jax_compat.hides_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
+        """Traces the function, with `compiled` also compiles it, prints the explanation unless `quiet`, and returns
+        it."""
         traced = self._trace(args, kwargs)
         rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
         is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)

@@ -80,7 +80,8 @@ class Instruction:
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
-        """`shapes` without the operands that an asynchronous operation's start repeats, and without a workspace."""
+        """`shapes` without the operands that an asynchronous operation's start repeats, and without a product's
+        workspace."""
         count = len(self.operands)
         if self.opcode.endswith("-start") and len(self.shapes) >= 2 * count:
             return self.shapes[count : 2 * count]
@@ -308,9 +309,9 @@ def _frames(header: str) -> tuple[dict[int, Sequence[Frame]], dict[Frame, set[Fr
 
 
 def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """Keeps one frame per function outside libraries of layers, because JAX repeats frames around a loop for its body.
-    Keeps the innermost frame if all are in libraries. A call of an exported function has the frames of the export
-    inside its own. A function in both keeps the call's frame."""
+    """Returns the frames outside libraries of layers, one per function, because JAX repeats frames around a loop for
+    its body; the innermost frame alone if all are in libraries. A call of an exported function has the frames of the
+    export inside its own. A function in both keeps the call's frame."""
     frames: dict[Any, Frame] = {}
     ends = [i + 1 for i, frame in enumerate(stack) if frame.function == "<module>"]
     for start, end in reversed([*itertools.pairwise(sorted({0, *ends, len(stack)}))]):
@@ -319,8 +320,8 @@ def _of_user(stack: Sequence[Frame]) -> Sequence[Frame]:
     return (*reversed(frames.values()),) or stack[:1]
 
 
-# Reads an instruction from its line; None for another line.
 def _instruction(line: str) -> Instruction | None:
+    """Reads an instruction from its line; None for another line."""
     if found := _PLAIN.match(line):  # matches most lines and takes a third of the time
         root, name, kind, opcode, inner, attributes = found.groups()
     elif head := _HEAD.match(line):
@@ -340,7 +341,8 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, at: int) -> int:
-    """Returns the position at which the bracket that opens at `at` closes; ignores texts in quotes."""
+    """Returns the position at which the bracket that opens at `at` closes; ignores texts in quotes. Raises ValueError
+    if it does not close."""
     depth, quoted = 0, False
     for found in _BRACKET.finditer(text, at):
         token = found[0]

@@ -42,8 +42,8 @@ class Memory:
     saved_for_gradient: int
 
 
-# Returns the memory of the compiled program `module`; None if the platform does not report it.
 def memory_of(compiled: Any, module: Module) -> Memory | None:
+    """Returns the memory of the compiled program `module`; None if the platform does not report it."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -64,7 +64,8 @@ def memory_of(compiled: Any, module: Module) -> Memory | None:
 
 
 def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """Returns the instructions with results that live when the schedule holds the most bytes; all parameters do."""
+    """Returns the instructions with results that live when the schedule holds the most bytes. Parameters always
+    live."""
     order = list(computation.instructions.values())
     last = {each.name: i for i, each in enumerate(order)}
     alias: dict[str, str] = {}
@@ -107,6 +108,8 @@ def _matching(module: Module) -> int:
 
 
 def memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
+    """Returns lines about the peak, and if it fits `hardware`; about the largest arrays; and about bytes that donation
+    or `jax.checkpoint` could save, if these are at least 1 % of the peak."""
     fits = ""
     if hardware is not None and math.isfinite(hardware.memory):
         room = hardware.memory - memory.peak

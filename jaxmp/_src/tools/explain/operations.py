@@ -52,8 +52,8 @@ def otherwise(name: str, place: Computation, each: Instruction) -> str:
 
 
 def worked_along(place: Computation, each: Instruction) -> Collection[int] | None:
-    """Returns the dimensions of operand 0 that an operation needs whole, or with neighbours, if any; None if its needs
-    are unknown."""
+    """Returns the dimensions of operand 0 that an operation needs whole, or with neighbours; empty if it needs none,
+    and None if its needs are unknown."""
     extents = value(place, each, 0).extents
     rank = len(extents)
     if each.primitive in _OF_MATRICES:

@@ -105,8 +105,10 @@ class Origins:
         return ()
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
-        """Returns the origins that the value meets first on its way to the results: of an operand with this axis, a
-        constraint, or a result ("out_shardings"); () if nothing. `where`: add the line where it meets an operand."""
+        """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns its
+        origins there: those of another operand's sharding ("dimension 0 of w"), a constraint, or "out_shardings" at a
+        result of the program. () if there is no such place. `where`: appends the place's line to dimensions of
+        arguments ("dimension 0 of w in train.py:9")."""
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""
@@ -174,7 +176,8 @@ class Origins:
                 yield below._replace(dim=found)
 
     def users(self, at: Dim) -> Iterator[Dim]:
-        """Yields the dimensions of results that are computed from this one; for a root also the caller's."""
+        """Yields the dimensions of results that come from this one (`operands`); for a root also the caller's
+        result."""
         place, each, part, index = at
         for user in place.users[each.name]:
             if user.opcode == "tuple":
@@ -266,9 +269,9 @@ def asker(place: Computation, each: Instruction) -> str:
 
 
 def function(place: Computation, each: Instruction, primitive: str) -> str:
-    """Names what computes a value: a function of jax.numpy or jax.nn if the primitive is its last one, else the
-    primitive, with the function or layer that it is in. A layer is a Flax linen module or a scope named by the user.
-    """
+    """Names what computes a value: "softmax", a function of jax.numpy or jax.nn, if the primitive is its last one, else
+    "exp in softmax", the primitive in this function or in a layer. A layer is a Flax linen module or a scope named by
+    the user."""
     # Inside a shard_map JAX has no names of scopes.
     primitive = primitive or (each.opcode not in MOVES and each.op_name) or each.opcode
     outer, _, scope = each.op_name.rpartition("/")[0].rpartition("/")

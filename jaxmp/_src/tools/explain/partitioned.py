@@ -66,8 +66,8 @@ class Program:
         return self._axes[collective]
 
     def wholes(self, part: Instruction) -> list[Place]:
-        """Returns the instructions on whole arrays that one after the partitioner may come from, the likeliest first:
-        of the same name, if possible also of the same opcode and local shape. Empty if it has no name. Layers of one
+        """Returns the instructions on whole arrays that `part`, one after the partitioner, may come from, the likeliest
+        first: with its name, if possible also with its opcode and local shape. Empty if it has no name. Layers of one
         line are distinguished by their order."""
         if not part.op_name:
             return []
@@ -95,7 +95,8 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array; () if none do, or for a tuple without `part`."""
+        """Returns the axes that shard each dimension of a whole array; () if none do, or it is unknown, or for a tuple
+        without `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple
@@ -105,8 +106,9 @@ class Program:
         return self._dims[text, part]
 
     def partitioned(self, computation: Computation, collective: Instruction, operand: int) -> Place | None:
-        """Returns the collective after the partitioner that became one of the compiled program, found by `keys`, or
-        None. Of several, one with the same operand size and axes; the last key finds none without both."""
+        """Returns the collective after the partitioner that became `collective` of the compiled program, found by
+        `keys`; None if there is none. Of several, prefers one with the same size of the operand, and then the same
+        axes. The last key finds only one with both."""
         size = computation.operands(collective)[operand].nbytes
 
         # The products in a layer's gradient have the same name.
@@ -124,7 +126,8 @@ class Program:
 
     @functools.cached_property
     def callers(self) -> dict[str, Place]:
-        """For each computation's name the loop, branch or call that runs it."""
+        """Returns the loop, branch or call that runs each computation, by the computation's name, in the program before
+        the partitioner (`whole`); {} without it."""
         return {
             name: (computation, each)
             for computation in (self.whole.computations.values() if self.whole else ())
@@ -174,7 +177,7 @@ def source(computation: Computation, collective: Instruction, operand: int) -> I
 
 
 def operand_of(computation: Computation, at: Instruction, number: int) -> tuple[Instruction, str]:
-    """Returns (operand, its part), looking through tuples and barriers."""
+    """Returns (operand number `number` of `at`, its part), looking through tuples and barriers."""
     found, part = computation.instructions[at.operands[number]], at.parts[number]
     part = at.attribute("index") if at.opcode == "get-tuple-element" else part
     while part and found.opcode in ("tuple", "opt-barrier", "optimization-barrier", "get-tuple-element"):
@@ -252,7 +255,8 @@ def sharded(text: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], ...] |
 
 
 def axes_of(found: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which devices of a group or pair differ; None without groups or a device's place."""
+    """Returns the mesh axes along which devices of a group or pair in `found` differ. None without groups or a mesh, or
+    if the mesh does not have all devices."""
     size = math.prod(mesh.values())
     if not found or not mesh or any(device >= size for group in found for device in group):
         return None

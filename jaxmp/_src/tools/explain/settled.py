@@ -58,9 +58,10 @@ def _arrays(each: Instruction) -> tuple[Global, ...]:
 
 
 def _may_be_same_call(settled: Row, row: Row) -> bool:
-    """True if a settled call may be this row's, or compute its transpose: of the same operation and epilog (or
-    without one, because XLA applies it after a transposed call) and extents. A `ragged_dot` has no transpose, but
-    equal types."""
+    """True if a settled call may be this row's, or compute d transposed, with the extents reversed. It has the row's
+    operation and epilog, or is a matmul without one, because XLA applies the epilog after a transposed call. Its
+    operands have the row's types, in any order. A `ragged_dot` has no transpose: its extents and all its types are
+    equal in order."""
     if row.operation == "ragged_dot":
         return (settled.operation, settled.extents, settled.dtypes) == (row.operation, row.extents, row.dtypes)
     plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog after it

@@ -94,15 +94,15 @@ def mesh_size(aval: jax.core.ShapedArray) -> int:
 
 
 def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
-    """Returns the shape per device; inside shard_map, the shape of the type."""
+    """Returns the shape per device; inside shard_map, or without a mesh, the shape of the type."""
     mesh = aval.sharding.mesh
     is_local = mesh.empty or mesh.manual_axes
     return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
 
 
 def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns (sharding before, sharding after) of a reshard of jaxmp's or JAX's, or of a constraint on the result of
-    the constraint `constraint`. None for a constraint if `constraint` is None."""
+    """Returns (sharding before, sharding after) of `eqn`, a reshard of jaxmp's or JAX's or a constraint. A constraint
+    moves data from the sharding of `constraint`, the constraint that makes its operand; None if that is None."""
     if eqn.primitive is reshard_p:
         have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
         return have, want

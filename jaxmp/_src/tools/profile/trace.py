@@ -56,7 +56,7 @@ def ranges_of(program: str) -> dict[str, str]:
 
 def _described(line: str) -> str:
     """Describes a call without a range: by its attributes, where a and b are swapped because libraries are
-    column-major, or for a product of groups of rows, which has no such attributes, by the types of its arrays."""
+    column-major. A `ragged_dot` has no such attributes, and is described by the types of its arrays."""
     of = dict(re.findall(r'(\w+) = "?([\w.]+)', line))
     if "pattern" in of:
         types = f"{of['dtype_b']}*{of['dtype_a']}->{of['dtype_d']}"
@@ -67,9 +67,9 @@ def _described(line: str) -> str:
 
 
 def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
-    """Runs `call()`, which runs the program `compiled`, under JAX's profiler. Returns its operations, sorted by start.
-    Leaves out loops, branches and calls, because the operations in them are there. Raises RuntimeError if the profiler
-    writes nothing."""
+    """Runs `call()`, which runs the program `compiled`, under JAX's profiler. Returns the operations, sorted by start
+    and device, with the first start as 0. Leaves out loops, branches and calls, because the operations in them are
+    there. Raises RuntimeError if the profiler writes nothing."""
     ranges = ranges_of(compiled.as_text())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -85,6 +85,7 @@ def run(compiled: Any, call: Callable[[], Any]) -> tuple[Event, ...]:
 
 # Yields the operations that devices ran, without instructions that contain others, with names from `ranges`.
 def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
+    """Yields XLA's operations in a profile, without loops, branches and calls. `ranges`: as `ranges_of` gives them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a type of jaxlib's has no module
         for plane in profile.planes:
