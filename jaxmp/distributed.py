@@ -272,8 +272,8 @@ def _why_transport_failed(native: Any, is_large: bool) -> str:
     return ", ".join(roots or ends[:1]) or "the transport gave up, though every process answers"
 
 
-# Raises RuntimeError if this process is in a job, or has started JAX's backend.
 def _check_moment() -> None:
+    """Raises RuntimeError if this process is in a job, or has started JAX's backend."""
     if _job is not None or jax_compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if jax_compat.backend_exists():

@@ -186,7 +186,8 @@ def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Ar
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
-    """Returns the float32 scale of every element of `q`, in q's shape, by the rules of `dequantize`. Takes no None."""
+    """Returns the float32 scale of every element of `q`, in q's shape, by the rules of `dequantize`. Raises TypeError
+    if `scale` is None."""
     if scale is None:
         raise TypeError("quantize.expand: takes an array of scales, got None")
     mode = _mode("expand", q, scale)
@@ -270,6 +271,8 @@ def _check_type(name: str, x: Array, dtype: str) -> None:
 
 
 def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLike = _E4M3) -> None:
+    """Raises TypeError unless `dtype` is a float8 type; ValueError unless x has `ndim` dimensions and `size` divides
+    the last."""
     if not jnp.dtype(dtype).name.startswith("float8") or largest(dtype) < 1:
         raise TypeError(
             f"quantize.{name}: dtype must be a float8 type, got {jnp.dtype(dtype).name}; int8 has one scale, or one for "

@@ -260,8 +260,9 @@ def check_meshes(
 
 
 def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
-    """Yields checks of all that "batch" and "topology" promise, on meshes of 1, 2, 4 and 8 devices that there are.
-    `is_quick`: fewer shapes and epilogs, and the largest mesh only."""
+    """Yields checks, not run yet, of all that "batch" and "topology" promise, for each type and each of
+    `implementations`; those of "topology" on meshes of 1, 2, 4 and 8 devices, as far as there are so many. `is_quick`:
+    fewer shapes and epilogs, and the largest mesh only."""
     devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
     devices = devices[-1:] if is_quick else devices
     for dtype, implementation in itertools.product(DTYPES, implementations):
@@ -270,6 +271,7 @@ def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -
 
 
 def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterator[Check]:
+    """Yields the checks of rows, with every epilog that `_serves`, and of columns without an epilog."""
     step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
     serves = functools.partial(_serves, implementation, dtype)
     rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, fixed_shape.ROWS)
@@ -292,6 +294,7 @@ def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tu
 
 
 def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices: list[int]) -> Iterator[Check]:
+    """Yields the checks without an epilog on meshes of all counts `devices`, and of the epilogs on the last count."""
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
     # For cuBLASMp several tiles, so that ranks of a mesh place their rows and columns differently in the tiles.

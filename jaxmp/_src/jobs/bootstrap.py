@@ -23,8 +23,9 @@ from jaxmp._src.platform.runtime import cuda_libraries, logs, native
 from jaxmp._src.platform.runtime.config import config, is_open_mpi_4, launcher
 
 
-# Raises ValueError, or TypeError for a number that is no int, unless all three are None or all are valid.
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
+    """Raises ValueError unless all three arguments of `initialize` are None or all are valid; TypeError if a number is
+    no int."""
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,

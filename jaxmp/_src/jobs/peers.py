@@ -124,8 +124,9 @@ class Peers:
 
     # Who listens ---------------------------------------------------------------------------------------------------
 
-    # Accepts connections until `close`, and answers each on a thread of its own.
     def _accept(self) -> None:
+        """Accepts connections until `close`, and answers each on a thread of its own. Ends the oldest handshake if
+        there are more than `_MOST_HANDSHAKES`."""
         while self._is_open:
             try:
                 connection, _ = self._listener.accept()
@@ -139,9 +140,9 @@ class Peers:
                 _shut(oldest)
             _begin("answer", functools.partial(self._answer, connection))
 
-    # Proves both ends of an accepted connection and settles it. Closes and counts it if a proof fails. If the peer
-    # breaks off after the proofs, connects to the peer instead, to learn whether it has ended.
     def _answer(self, connection: socket.socket) -> None:
+        """Proves both ends of an accepted connection and settles it. Closes and counts it if a proof fails. If the peer
+        breaks off after the proofs, connects to the peer instead, to learn whether it has ended."""
         deadline = time.monotonic() + _HANDSHAKE
         try:
             hello = _receive(connection, _HELLO.size, deadline)
@@ -162,8 +163,8 @@ class Peers:
         if not self._settle(peer, connection):
             self._reach(peer)  # it may have ended
 
-    # Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one.
     def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
+        """Counts a failed handshake, unless `close` ended it. Warns of the 1st, 10th, 100th, ... one."""
         with self._changed:
             self._handshakes.pop(connection, None)
             if not self._is_open:
@@ -222,8 +223,9 @@ class Peers:
             return False
         return self._settle(peer, connection)
 
-    # Records that `peer` has ended, for `wait_for`, and calls `lose`; does nothing if it is connected.
     def _give_up(self, peer: int, why: str) -> None:
+        """Records that `peer` has ended, for `wait_for`, and calls `lose`; does nothing if it is connected, or after
+        `close`."""
         with self._changed:
             if not self._is_open or peer in self._connected:
                 return
@@ -234,8 +236,9 @@ class Peers:
     # Both ----------------------------------------------------------------------------------------------------------
 
     def _settle(self, peer: int, connection: socket.socket) -> bool:
-        """Keeps this proven connection to `peer` (calls `connect`), or closes it, as the lower rank decides: it keeps
-        the first one. True in both cases; False, and closed, if the peer broke off."""
+        """Keeps this proven connection to `peer` and hands the socket to `connect`; or closes it, if it is not the
+        first one that the lower rank has. Returns True in both cases. If the peer breaks off, closes it and returns
+        False."""
         is_lower, is_kept = self.process < peer, False
         connection.settimeout(None)
         try:

@@ -53,7 +53,8 @@ def on_waiter(
     wait: Callable[[], Any], why_not: Callable[[], str], thread: Callable[[Callable[[], None]], None] | None = None
 ) -> Any:
     """Returns `wait()`, run on a new thread or on `thread` (from `idle_thread()`), or raises what it raises. Asks
-    `why_not()` every `_PERIOD`; raises DistributedError with its answer unless that is "", and `wait()` goes on."""
+    `why_not()` every `_PERIOD` meanwhile. If the answer is not "", raises DistributedError with it, and `wait()` goes
+    on."""
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -131,8 +132,8 @@ def _waits_for_jax(frame: types.FrameType | None) -> bool:
 
 
 def end_process(process: int, reason: str, is_told: bool = False) -> None:
-    """Ends this process, rank `process` of a failed job, at once with status 1 and without exit handlers. Sends the
-    reason (500 characters of it) to the peers. Prints it to stderr, unless `is_told`."""
+    """Ends this process, rank `process` of a failed job, at once with status 1 and without exit handlers; never
+    returns. Sends the reason (500 characters of it) to the peers. Prints it to stderr, unless `is_told`."""
     if not is_told:
         print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
     native.extension().leave_barrier(reason[:500])

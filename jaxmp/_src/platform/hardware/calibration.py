@@ -21,8 +21,8 @@ def path() -> Path:
 
 
 def load() -> dict[str, Any] | None:
-    """Returns the measured fields of this machine's `Hardware`; None if there is no file, or the machine has changed
-    since (`_key`). Starts JAX's backend."""
+    """Returns the measured fields of this machine's `Hardware`; None if there is no readable file, or if the machine
+    has changed since (`_key`). Starts JAX's backend if there is a file."""
     try:
         record = json.loads(path().read_text())
     except (OSError, ValueError):

@@ -36,7 +36,7 @@ def recompile(lowered: Any, options: Mapping[str, Any]) -> Any:
 
 
 def lowered_mesh(lowered: Any) -> dict[str, int]:
-    """Returns the axes of the largest mesh in a lowered program, in the order of its devices; empty without a mesh."""
+    """Returns {axis: size} of the largest mesh in a lowered program, in the order of the mesh; empty without a mesh."""
     operations = lowered.compiler_ir("stablehlo").body.operations
     meshes = (str(each) for each in operations if each.operation.name == "sdy.mesh")
     found = [{name: int(size) for name, size in re.findall(r'"([^"]*)"=(\d+)', text)} for text in meshes]

@@ -57,7 +57,8 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 
 
 def distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Returns the units in the last place between two arrays of one type, per real number."""
+    """Returns the units in the last place between two arrays of one type, per real number, in the shape of
+    `bits_of`."""
     have, want = places(actual), places(expected)
     return np.asarray(np.maximum(have, want) - np.minimum(have, want))
 
@@ -71,8 +72,9 @@ def places(x: np.ndarray) -> np.ndarray:
     return bits ^ sign if jnp.issubdtype(x.dtype, jnp.signedinteger) else bits
 
 
-# Returns "x (0x...) instead of y (0x...), 3 ulps apart"; without the distance if one is NaN.
 def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
+    """Returns "x (0x...) instead of y (0x...), 3 ulps apart" for one element; without the distance if one is NaN."""
+
     def show(x: np.ndarray) -> str:
         width = 2 * bits_of(x).dtype.itemsize
         return f"{x[index]} ({' '.join(f'0x{int(bits):0{width}x}' for bits in bits_of(x)[index])})"

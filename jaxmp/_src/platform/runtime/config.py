@@ -93,7 +93,7 @@ def config() -> Config:
 
 
 def parse(environ: Mapping[str, str]) -> Config:
-    """Parses `environ`. Raises ValueError for an invalid value."""
+    """Parses `environ`, with defaults for missing variables. Raises ValueError for an invalid value."""
 
     def read(name: str) -> str:
         return environ.get(name, VARIABLES[name][1]).strip()

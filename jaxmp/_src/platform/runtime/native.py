@@ -130,8 +130,8 @@ def why_no_cublasmp() -> str:
         return _why_no_cublasmp
 
 
-# Passes the configuration and the devices to the extension, and opens the libraries; returns why not, or "".
 def _open_cublasmp() -> str:
+    """Passes the configuration and the devices to the extension, and opens the libraries; returns why not, or ""."""
     module = extension()
     try:
         libraries = cuda_libraries.find()
@@ -279,8 +279,8 @@ def _import_extension() -> Any:
         ) from error
 
 
-# Raises ImportError if the extension has another ABI, or was built with a newer jaxlib than is installed.
 def _check_versions(module: Any) -> None:
+    """Raises ImportError if the extension has another ABI, or was built with a newer jaxlib than is installed."""
     if module.abi_version() != ABI_VERSION:
         raise ImportError(
             f"jaxmp's Python files need extension ABI {ABI_VERSION} but jaxmp._jaxmp (jaxmp {module.version()}) "
@@ -312,8 +312,9 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-# Returns JAXMP_BLAS, else the library of scipy-openblas32; without that package another OpenBLAS.
 def _blas_path() -> str:
+    """Returns JAXMP_BLAS, else the library of scipy-openblas32; without that package another OpenBLAS. Raises
+    ImportError if the package has no library."""
     if config().blas:
         return str(config().blas)
     if importlib.util.find_spec("scipy_openblas32") is None:  # left out by a distribution, which has an OpenBLAS

@@ -206,7 +206,7 @@ def _dumped(folder: str, when: str) -> Module | None:
 
 
 def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
-    """Returns (axis: size) of the program's mesh, from the shardings of its arguments and results, or else from its
+    """Returns {axis: size} of the program's mesh, from the shardings of its arguments and results, or else from its
     text."""
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
