@@ -260,9 +260,9 @@ def check_meshes(
 
 
 def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
-    """Yields checks, not run yet, of all that "batch" and "topology" promise, for each type and each of
-    `implementations`; those of "topology" on meshes of 1, 2, 4 and 8 devices, as far as there are so many. `is_quick`:
-    fewer shapes and epilogs, and the largest mesh only."""
+    """Yields checks, not run yet, of all that "batch" and "topology" promise, with each type and each of
+    `implementations`. The checks of "topology" use meshes of 1, 2, 4 and 8 devices, as far as there are so many.
+    `is_quick`: fewer shapes and epilogs, and the largest mesh only."""
     devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
     devices = devices[-1:] if is_quick else devices
     for dtype, implementation in itertools.product(DTYPES, implementations):

@@ -85,6 +85,7 @@ def check_exported_programs() -> None:
 
 def _in_one_process(rule: LoweringRule) -> LoweringRule:
     """Wraps the lowering rule of exported programs so that it raises as `check_exported_programs` says."""
+
     @functools.wraps(rule)
     def lower(ctx: LoweringContext, *nodes: Any, exported: Any, **params: Any) -> Any:
         devices = getattr(ctx.module_context.axis_context, "device_assignment", None) or ()

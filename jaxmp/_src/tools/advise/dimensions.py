@@ -138,9 +138,9 @@ class Dimensions:
 
     def _of_bodies(self, eqn: Any, values: list[Value], shapes: list[Any]) -> Sequence[Classes | None]:
         """Returns the classes of the results of an equation's bodies (of a cond's branches, for example), which take
-        its last operands; for a while loop, of what it carries. Merges the bodies' classes. Skips bodies whose shapes
-        are not the equation's, such as a loop's condition; if all are skipped, each result has None. `shapes`: of the
-        equation's results."""
+        its last operands; for a while loop, of what it carries. Merges the bodies' classes. Skips bodies with other
+        shapes than the equation's, such as a loop's condition; if all are skipped, each result has None. `shapes`: of
+        the equation's results."""
         found = [[dims for dims, _ in values[-len(shapes) :]]] if eqn.primitive.name == "while" else []
         for body in jax_compat.subjaxprs(eqn.params):
             first = len(values) - len(body.invars)

@@ -148,9 +148,10 @@ class _Classes:
 def _batch(dims: Sequence[tuple[int, ...]], types: Sequence[Any], nparameters: int) -> set[int]:
     """Returns the classes of the batch: first dimensions of arguments after the first `nparameters`, the parameters. No
     parameter has a dimension of such a class. All classes that it returns have one extent. If there are several
-    extents, it is the extent of the class that most arguments have, or else the largest argument's. If `nparameters` is
-    0, the classes are first dimensions that are in no other place of an argument; of several extents, it is that of the
-    first integers (such as tokens), or else of the first argument. Empty if there is none."""
+    extents, it takes the extent of the class that most arguments have, or else of the largest argument. If
+    `nparameters` is 0, a class of the batch is in no other place than the first dimension; of several extents, it takes
+    the extent of the first array of integers (such as tokens), or else of the first argument. Empty if there is
+    none."""
     others = {dim for each in dims[:nparameters] for dim in each}
     if not nparameters:
         others = {dim for each in dims for dim in each[1:]}

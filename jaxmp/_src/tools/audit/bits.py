@@ -91,8 +91,8 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
 def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
     """Compares an array with what it should be, on the devices of this process with a part or a copy of it; None if all
     bits are equal. `differing` counts the elements of the parts, without copies; if the parts are equal, the elements
-    of the copy that differs most. `across`: on the devices of all processes, all of which have to call this about the
-    same array, and get the same answer. Raises AssertionError if shapes or types differ."""
+    of the copy that differs most. `across`: on the devices of all processes; each process has to call this about the
+    same array, and gets the same answer. Raises AssertionError if shapes or types differ."""
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
     if len(shards) <= 1 and not is_shared(actual):
         parts = [(True, _difference(pull(actual), expected))]

@@ -113,8 +113,9 @@ def _job(nranks: int, folder: Path, is_quick: bool, end: float) -> dict[str, Any
 
 
 def _start(nranks: int, first: int, folder: Path, is_quick: bool, end: float) -> list[int | None]:
-    """Runs the checks from `first` on in new processes, which write to `folder`, and waits for them, at most until
-    `end`. Then it kills the ones that still run. Returns their exit statuses; None for each one that it killed."""
+    """Runs the checks from `first` on in new processes, which write to `folder`, and waits for them until `end`, a
+    `time.monotonic()`. Then it kills the processes that still run. Returns the exit statuses, by rank; None for a
+    process that it killed."""
     folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -33,9 +33,9 @@ class Matrix:
 
 
 def matrices(row: Row) -> tuple[Matrix, ...]:
-    """Returns op(A), op(B) and D of a call. () for a collective, for a product that XLA computes, or if the mesh is
-    unknown. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for each
-    group, and its name is "B of groups" or "D of groups"."""
+    """Returns op(A), op(B) and D of a call; () if `row` is a collective or a product that XLA computes, or if the mesh
+    is unknown. The array of a `ragged_dot` that has a matrix per group, B or D, is drawn as a matrix with a row for
+    each group, and its name is "B of groups" or "D of groups"."""
     if not row.placement or not row.mesh:
         return ()
     m, k, n = row.extents

@@ -73,8 +73,9 @@ def _is_of(origins: Origins, site: Site, row: Row) -> bool:
 
 
 def _cause(row: Row, origins: Origins, site: Site | None) -> Cause:
-    """Returns the cause, "jaxmp", for the pattern of `row`; for other patterns the row's `why`. Names the operands of
-    `site` unless it is None. For a gradient that a loop sums each time, adds what `summed_once` says."""
+    """Returns the cause, "jaxmp", of what the call of `row` reads, in words that depend on its pattern; other patterns
+    than all_reduce, reduce_scatter, all_gather and grid have the row's `why`. Names the operands of `site` unless it is
+    None. If a loop sums a gradient each time, adds what `summed_once` says."""
     values = Values(origins, axes_of(row))
     over = values.over
     pair = [origins.whole_operand(*site[:2], i) for i in site[2]] if site else []

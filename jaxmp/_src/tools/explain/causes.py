@@ -226,9 +226,9 @@ class _Causes(Search):
         return None
 
     def _along(self, name: str, found: Edge | None, line: str) -> Cause:
-        """Returns the cause, "whole", for the operation `name`, which needs a dimension whole; the cause of `_unsplit`
-        if it needs no sharded one. `found`: the use of its operand, or None if that is unknown. `line`: the line of the
-        cause, but a slice of a scan has the scan's line."""
+        """Returns the cause, "whole", of a move around the operation `name`, which needs a dimension whole; the cause
+        of `_unsplit` if it needs no sharded one. `found`: the use of its operand, or None if that is unknown. `line`:
+        the line of the cause, but a slice of a scan has the scan's line."""
         if found is None:
             return Cause("whole", self._whole(name, None, []), OTHERWISE.get(name, ""), line)
         if not (dims := self.worked(found)[:1]):
@@ -354,7 +354,8 @@ class _Causes(Search):
         return self._carry(None, None, line)
 
     def _next_carry(self, through: Instruction, line: str) -> Cause:
-        """Returns the cause for data that a loop's body returns as `through`, for the carry of the next iteration."""
+        """Returns the cause of a move of data that a loop's body returns as `through`: a carry of the next
+        iteration."""
         whole, root = self.program.whole, self.computation.root
         lines = map(self.module.line, chain(self.computation, through))
         line = next(filter(None, lines), line)

@@ -105,10 +105,10 @@ class Origins:
         return ()
 
     def consumers(self, start: Dim, axis: str, *, where: bool = False) -> tuple[str, ...]:
-        """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns its
-        origins there: those of another operand's sharding ("dimension 0 of w"), a constraint, or "out_shardings" at a
-        result of the program. () if there is no such place. `where`: appends the place's line to dimensions of
-        arguments ("dimension 0 of w in train.py:9")."""
+        """Follows a value towards the results, to the first place where `axis` has an origin (`met`), and returns the
+        origins there: of another operand's sharding ("dimension 0 of w"), a constraint, or "out_shardings" at a result
+        of the program. () if there is no such place. `where`: appends the place's line to dimensions of arguments
+        ("dimension 0 of w in train.py:9")."""
         if (met := self.met(start, axis)) is None:
             return ()
         line = self.line(*met[:2]) if where else ""
