@@ -137,7 +137,8 @@ def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
 
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
-    """Returns (q, scale (ceil(rows/128), k/128)) of x (rows, k): one float32 scale for 128 x 128 elements."""
+    """Returns (q, scale (ceil(rows/128), k/128)) of x (rows, k): one float32 scale for 128 x 128 elements. Raises
+    ValueError for more dimensions."""
     _check_blocks("blk128", x, 128, dtype=dtype)
     if x.ndim > 2:
         raise ValueError(f"quantize.blk128: takes one matrix, got shape {tuple(x.shape)}; use jax.vmap for more")

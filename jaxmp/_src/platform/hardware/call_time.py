@@ -89,7 +89,7 @@ def call_time(
       ndevices: the number of devices that share the operations.
       nbytes: bytes of operands and result that one device reads and writes.
       transfers: the transfers that each rank receives; transfers of 0 bytes or of one rank take no time.
-      is_fused: the transfers overlap the product, in as many parts as the largest group of ranks has ranks.
+      is_fused: the transfers overlap the product, in as many parts as the most ranks of a transfer.
       chunks: the number of chunks that it is cut into for overlap; above 1, `is_fused` does not count.
       implementation: "xla" if XLA multiplies (`Hardware.xla_rates`).
     """

@@ -88,8 +88,8 @@ class Plan:
     """A way to share a function among devices, compiled.
 
     Attributes:
-      name: what the devices share: "data", "fully sharded", "tensor", "sequence", "expert", or two of them on the two
-        axes of a mesh, as "data x tensor".
+      name: what the devices share: "data", "fully sharded", "tensor", "sequence", "expert", "data and expert"; two of
+        them on the two axes of a mesh, as "data x tensor"; or "whole", if nothing can be shared.
       arguments, keywords: the shardings of the function's arguments, as it takes them; None in the places of those
         that are no arrays.
       mesh: (axis, size) of the mesh.
@@ -97,8 +97,8 @@ class Plan:
       explanation: what `explain(fn, compiled=True)` says of the program, with a cause for each collective.
       seconds, exposed_seconds: the predicted time of all steps, and what of their communication no product hides.
       bytes_moved: bytes that a device receives.
-      memory: bytes of a device at the peak.
-      fits: whether the machine's devices have that memory.
+      memory: bytes of a device at the peak; 0 if the platform does not report it.
+      fits: whether the machine's devices have that memory; True if it is not reported.
     """
 
     name: str
@@ -138,7 +138,7 @@ class ProgramAdvice(Ranking[Plan]):
       choices: the plans. Plans that fit in memory come first, then they are sorted by time, then by bytes. A plan on
         two axes comes before a plan on one axis only if it takes a tenth less.
       best: the first.
-      remarks: what was left out.
+      remarks: plans that were left out, and types without a rate.
       hardware: the machine.
     """
 

@@ -77,7 +77,8 @@ def _factors(devices: int) -> list[int]:
 
 
 class _Classes:
-    """Which classes of dimensions are the batch, sequences, experts and hidden features."""
+    """The classes of dimensions that are the batch, sequences, experts and hidden features. A sequence is the second
+    dimension of an argument of the batch; of floats only before a third one, because features come last."""
 
     def __init__(self, dimensions: Dimensions, types: Sequence[Any], nparameters: int) -> None:
         all_dims, self._looped = dimensions.arguments, dimensions.looped
@@ -100,7 +101,7 @@ class _Classes:
     def _hidden(self, size: int) -> set[int]:
         """Returns classes of dimensions of parameters, as Megatron shards them: extents that `size` divides, largest
         first, but no two in one matrix. In two consecutive layers the first has its columns sharded and the second its
-        rows. Leaves out classes that a product of two arguments of the batch sums."""
+        rows. Leaves out classes that a product sums if both its operands depend on the batch."""
         found = set[int]()
         for dim, extent in self._extents.items():
             if extent % size == 0 and all(found.isdisjoint(each) for each in self._matrices if dim in each):

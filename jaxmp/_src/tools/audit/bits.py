@@ -58,9 +58,10 @@ def pull(x: Any) -> np.ndarray:
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
-    """Puts `host` on the devices of the array `like`, with its sharding; on JAX's default device if `like` is
-    uncommitted or no JAX array. For random keys, `host` is their data, and the result, keys, is on the default device.
-    `leading`: the number of dimensions that `host` has before the dimensions of `like`; negative if it has fewer."""
+    """Returns `host` as an array with the devices and the sharding of the array `like`; on JAX's default device if
+    `like` is uncommitted or no JAX array. For random keys, `host` is their data, and the result, keys, is on the
+    default device. `leading`: the number of dimensions that `host` has before the dimensions of `like`; negative if it
+    has fewer."""
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
     sharding = getattr(like, "sharding", None)

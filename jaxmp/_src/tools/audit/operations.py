@@ -54,8 +54,8 @@ def name_of(eqn: Any) -> str:
 
 
 def kind_of(eqn: Any) -> str:
-    """Returns the kind of an operation, as `Row` lists them: "whole" for an equation with a jaxpr inside that is not
-    jaxmp's, and "elementwise" for every primitive that is not known."""
+    """Returns the kind of an operation, as `Row` lists them: "whole" for a Pallas kernel, and for an equation with a
+    jaxpr inside that is not jaxmp's; "elementwise" for every primitive that is not known."""
     if our_equation(eqn) is not None:
         return "product"
     name = str(eqn.primitive.name)

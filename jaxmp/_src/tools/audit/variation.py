@@ -90,8 +90,8 @@ class Variation:
         return bits.difference(array, self.expected(reference, relation), across=self.across)
 
     def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
-        """True if an array has the reference's type and its elements in any order, each equally often. False for empty
-        arrays."""
+        """True if an array has the reference's type and, in any order, the reference's elements, each of them equally
+        often. False for empty arrays."""
         is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
         return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
 

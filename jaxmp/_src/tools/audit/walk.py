@@ -2,8 +2,8 @@
 
 A value of the variant *corresponds* to one of the reference if it has the same bits, or, in another batch, the bits of
 the same rows. An equation with inputs that correspond and outputs that do not is reported, and the variant continues at
-the reference's outputs. The pairing of equations is a matter of names and shapes alone, so it may pair what does not
-belong together; since the inputs of a pair are compared too, that costs a comparison and reports nothing false.
+the reference's outputs. Equations are paired by names and shapes alone. A wrong pair costs a comparison and reports
+nothing false, because the inputs of a pair are compared too.
 
 Scans, whiles and conds are followed step by step if both sides take the same steps; other equations run alone. A value
 is *mixed* if its rows depend on other rows of the batch, and *packed* if its elements are in an order that differs
@@ -85,8 +85,7 @@ class Walk:
     def _jaxprs(
         self, jaxprs: tuple[Any, Any], inputs: tuple[Sequence[Value], Sequence[Value]], line: str
     ) -> list[Pair]:
-        """Follows a jaxpr of each side from `inputs`, and returns pairs of their results. Adds what it followed to
-        `bodies`."""
+        """Follows a jaxpr of each side, adds it to `bodies`, and returns the pairs of the results."""
         programs = [side.inlined(jaxpr) for side, jaxpr in zip(self.sides, jaxprs, strict=True)]
         environments = [
             {v: Value(x) for v, x in constants.items()} | dict(zip(program.invars, values, strict=True))
@@ -111,8 +110,7 @@ class Walk:
         return [self._join(_read(environments[0], v), _read(environments[1], w)) for v, w in outvars]
 
     def _run_only(self, side: int, eqn: Any, environments: Sequence[dict[Any, Value]], line: str) -> None:
-        """Runs an equation that the other side does not have, on `side` (0 or 1). Its results are compared where an
-        equation of both sides reads them (`_join`)."""
+        """Runs an equation that only `side` (0 or 1) has. `_join` compares the results where both sides read them."""
         operands = [_read(environments[side], v) for v in eqn.invars]
         origin = (eqn, jax_compat.traced_line(eqn) or line)
         for i, x in enumerate(self.sides[side].run(eqn, [x.array for x in operands])):
@@ -180,6 +178,7 @@ class Walk:
 
     # Follows the branch that the reference takes. None if the two traces choose by different indices.
     def _cond(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        """Follows the branch that the reference takes; None if the index of the branch is not the same."""
         (index, _, relation), *operands = pairs
         if relation != "same":
             return None
@@ -189,6 +188,7 @@ class Walk:
 
     # Follows a loop for as many steps as the reference takes.
     def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
+        """Follows a loop as often as the reference's condition is true. Never returns None."""
         nconds, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         conditions, bodies = ([e.params[name] for e in (eqn, other)] for name in ("cond_jaxpr", "body_jaxpr"))
         of_cond, of_body, carry = pairs[:nconds], pairs[nconds : nconds + nbody], pairs[nconds + nbody :]
@@ -245,8 +245,7 @@ class Walk:
 
     # Runs each equation of a pair in one piece. Packed results relate only if no other result differs.
     def _alone(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]]:
-        """Runs an equation of each side, which counts as a run, and returns the pairs of its results, settled by
-        `_settled`."""
+        """Runs an equation of each side, notes the run, and returns the pairs of its results (`_settled`)."""
         ones = self.sides[0].run(eqn, [x.array for x, _, _ in pairs])
         others = self.sides[1].run(other, [x.array for _, x, _ in pairs])
         self._report.ran(eqn, line)

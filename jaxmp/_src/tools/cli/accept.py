@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the checks in one process and, with several GPUs, in one per GPU. Writes a JSON file and prints a table, the
-    failures and a sentence. Returns 1 if a check fails, else 0. With --rank, it is a process of such a job and runs the
-    checks of one rank."""
+    failures and a sentence. Returns 1 if a check fails, else 0. With --rank it only runs the checks of one rank of such
+    a job, and returns 0."""
     if options.rank:
         _run_rank(options.rank, options.quick)
         return 0
@@ -197,7 +197,8 @@ def _run_rank(place_in_job: list[int], is_quick: bool) -> None:
 
 def _checks(ndevices: int, nranks: int, is_quick: bool) -> Iterator[Check]:
     """Yields the checks of every kind, or a few of each if `is_quick`. With one device it leaves out sequences,
-    microbatches, algorithms and patterns of several; with one rank, the death of a rank."""
+    microbatches, algorithms, meshes of two axes, and rates of other patterns than "local"; with one rank, the death of
+    a rank."""
     layouts, extents = list(testing.layouts(ndevices)), (64, 64, 64) if is_quick else (512, 256, 768)
     exact = functools.partial(check_placement, implementation=ON_GPUS)
     if lines := [layout for layout in layouts if layout.name.startswith("data")]:

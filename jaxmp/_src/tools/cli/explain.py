@@ -66,8 +66,7 @@ def program(
     place: str, types: Sequence[str], mesh: Mesh | None
 ) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """Returns (function at "FILE.py:NAME", arguments of these types, sharded over `mesh` if there is one). Raises
-    CommandError if the file, the function or a type does not exist, or if the function takes another number of
-    arguments."""
+    CommandError as `_load` and `argument_of` do, or if the function takes another number of arguments."""
     function, arguments = _load(place), [argument_of(text, mesh) for text in types]
     try:
         inspect.signature(function).bind(*arguments)

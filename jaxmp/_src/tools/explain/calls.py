@@ -38,8 +38,8 @@ def moving_calls(rows: Sequence[Row], origins: Origins, *implementations: str) -
 
 def cause_in_call(rows: Sequence[Row], origins: Origins, found: Cause, kind: str) -> Cause:
     """Returns the cause of a collective of this `kind` that jaxmp added to a call. `found`: the cause so far. If a row
-    at its line is this collective, returns `found` with the row's reason. Else, if a row at its line has this pattern,
-    returns the cause of that call. Else returns `found`."""
+    at the line of `found` is this collective, returns `found` with that row's reason. Else, if a row at this line has
+    this pattern, returns the cause of the row's call. Else returns `found`."""
     name = kind.replace("-", "_")
     of_line = [row for row in rows if row.line and row.line == found.line.rpartition(" -> ")[2]]
     if row := next((row for row in of_line if row.operation == name), None):

@@ -145,7 +145,8 @@ class _Causes(Search):
         return [dim for place in products[:1] for i in (0, 1) for dim in summed(*place, i)]
 
     def _spreads(self, reduction: Instruction) -> bool:
-        """True if the result of a reduction is broadcast to the shape of its operand, as in a norm and its gradient."""
+        """True if the result of a reduction is broadcast to the shape of its operand, as in a norm and its gradient.
+        False for other instructions than a "reduce"."""
         for place, at in self.program.wholes(reduction)[: reduction.opcode == "reduce"]:
             extents, size, reached = place.operands(at)[0].shapes[0], math.prod(at.shapes[0][1]), [at]
             for each in reached:
@@ -214,9 +215,9 @@ class _Causes(Search):
     # Operations along a dimension --------------------------------------------------------------------------------
 
     def _around(self, leaves: bool, line: str) -> Cause | None:
-        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop.
-        None unless the operation needs a sharded dimension whole. `leaves`: the program returns the result as it is;
-        then the result is not None either if the operation's operand is unknown."""
+        """Returns the cause of the partitioner's moves around an operation that it does not split, maybe in a loop, if
+        the operation needs a sharded dimension whole; else None. `leaves`: the program returns the result as it is.
+        Then there is also a cause if the operation's operand is unknown."""
         is_own = self.source.op_name == self.collective.op_name
         wholes = self.program.wholes(self.source)[:1] if is_own else []
         turned = any(self.program.local(*place) != self.source.shapes[:1] for place in wholes)  # XLA reshards it

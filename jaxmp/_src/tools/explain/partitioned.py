@@ -95,8 +95,8 @@ class Program:
         ]
 
     def dims(self, computation: Computation, of: Instruction, part: str = "") -> Dims:
-        """Returns the axes that shard each dimension of a whole array; () if none do, or it is unknown, or for a tuple
-        without `part`."""
+        """Returns the axes that shard each dimension of a whole array; () if none do, if the sharding is unknown, or
+        for a tuple without `part`."""
         text = of.sharding
         if (text, part) not in self._dims:
             texts = list(split(text)) if text.startswith("{") else [text]  # a tuple

@@ -108,8 +108,8 @@ class Search(Values):
     def consumer(self, found: Edge) -> Dim | None:
         """Returns the dimension that asks for the sharding of the result of the user in `found`: of a constraint, a
         loop, or the program's results; None if nothing does. Considers only results that the axes do not shard, or that
-        get their sharding from no operand. If XLA chooses the program's results, it returns the user's result if this
-        reaches them, unless the user's operands have other shardings."""
+        get their sharding from no operand. If XLA chooses the shardings of the program's results, these ask only if no
+        other operand of the user is sharded in another way."""
         (place, user, _), whole = found, self.program.whole
         assert whole is not None
         dims, result = self.program.dims(place, user), Dim(place, user, "", 0)
