@@ -62,6 +62,7 @@ class Peers:
     """
 
     def __init__(self, address: str, process: int, nprocesses: int, secret: bytes) -> None:
+        """Listens at `address`, on a free port, from now on; `start` answers."""
         self.process, self.nprocesses, self._secret = process, nprocesses, secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)

@@ -89,8 +89,8 @@ def variables(eqn: _core.JaxprEqn) -> list[Any]:
 
 
 def inlined(jaxpr: Any, body_of: Callable[[_core.JaxprEqn], Any]) -> tuple[Jaxpr, dict[Any, Any]]:
-    """Returns (jaxpr, constants) with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies. An
-    equation stays if `body_of` returns None. `constants`: values of the constvars, also of what is written out."""
+    """Returns (jaxpr with `body_of(eqn)`, a jaxpr, written out for each equation, also within bodies; values of its
+    constvars, also of what is written out). An equation stays as it is if `body_of` returns None."""
     opened, consts = open_jaxpr(jaxpr)
     constants, equations, new_variable = (
         dict(zip(opened.constvars, consts, strict=True)),

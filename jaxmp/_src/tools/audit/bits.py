@@ -126,6 +126,7 @@ def ascending(x: np.ndarray) -> np.ndarray:
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
+    """Compares two arrays; None if all bits are equal. Raises AssertionError if shapes or types differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(f"{actual.dtype}{actual.shape} compared with {expected.dtype}{expected.shape}")
     differs = (bits_of(actual) != bits_of(expected)).any(axis=-1)

@@ -69,6 +69,7 @@ class Side:
         mesh: jax.sharding.Mesh | None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Traces `fn` for these arrays, under `mesh`."""
         self.arrays, self._mesh = list(arrays), mesh
         self.options = dict(compiler_options or {})
         self.fn, self._compiled = fn, dict[Any, tuple[Callable[..., Any], Any]]()

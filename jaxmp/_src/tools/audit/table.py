@@ -73,8 +73,8 @@ class Audit:
         return [*(f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()), *self._whole()]
 
     def _whole(self) -> Iterator[str]:
-        """Yields by how much the whole program differs if it does, which operations do so together, and what was
-        tried."""
+        """Yields lines about the whole program: by how much it differs, or that it does not; which operations differ
+        together; and the remedies that were tried."""
         if not self.outputs:
             yield "whole program: no output that can be compared differs"
             return

@@ -2,7 +2,7 @@
 
 A value of the variant *corresponds* to one of the reference if it has the same bits, or, in another batch, the bits of
 the same rows. An equation with inputs that correspond and outputs that do not is reported, and the variant continues at
-the reference's outputs. Equations are paired by names and shapes alone. A wrong pair costs a comparison and reports
+the reference's outputs. Equations are paired by names, shapes and lines. A wrong pair costs a comparison and reports
 nothing false, because the inputs of a pair are compared too.
 
 Scans, whiles and conds are followed step by step if both sides take the same steps; other equations run alone. A value

@@ -89,7 +89,8 @@ def _patterns(options: argparse.Namespace) -> list[str]:
 
 
 def _why_not(name: str, options: argparse.Namespace) -> str:
-    """Returns why the operands of a pattern cannot be sharded evenly, or ""."""
+    """Returns why a pattern cannot run: the devices make no grid, or do not divide an operand or the result; else
+    ""."""
     sizes = dict(zip("xy", _grid(name, options.mesh), strict=False))
     if name == "grid" and sizes["y"] == 1:
         return f"{options.mesh} devices make no grid of two dimensions"

@@ -178,6 +178,7 @@ def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str |
 
 
 def _result(check: Check) -> dict[str, str]:
+    """Runs a check. "error" has what the check raised, or ""."""
     text = ""
     try:
         check.run()
