@@ -65,8 +65,8 @@ def cause(origins: Origins, computation: Computation, collective: Instruction, o
 
 
 def _in_shard_map(whole: Module | None, collective: Instruction) -> Iterator[Place]:
-    """Yields the operations of `whole` that a collective may come from: of its kind, with the end of its name, because
-    in a shard_map their names lack the scopes around it."""
+    """Yields the operations of `whole` that a collective may come from: they have its kind, and its name ends with
+    theirs, because in a shard_map their names lack the scopes around it."""
     for place in whole.computations.values() if whole else ():
         for each in place.instructions.values():
             if each.kind == collective.kind and each.op_name and collective.op_name.endswith(each.op_name):
@@ -158,8 +158,8 @@ class _Causes(Search):
 
     def move(self) -> Cause:
         """Returns the cause of a collective that moves data: the operation that reads the data first, the operation
-        that made the data if it needs a dimension whole, or the loop or result that the data goes to. "unplaced" if
-        none is known."""
+        that made the data if it needs a dimension whole, or the loop or result that the data goes to. The kind is
+        "unplaced" if the place of the reader's operand is unknown."""
         reader, through = next(self.readers(), (None, self.collective))
         made = self.module.line(self.source) or self.module.line(self.collective)
         leaves = self.returned(through) if reader is None and self.is_entry else ([], None, False)

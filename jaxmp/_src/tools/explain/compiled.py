@@ -49,7 +49,7 @@ class Operation:
       flops: floating-point operations of a product each time; traffic: bytes of its operands and its result.
       round: a name shared by collectives that do not depend on each other, so that one collective could do all of them.
       independent: lines of products that could run at the same time, because neither depends on the other.
-      is_hidden: XLA has put other work between its start and its end.
+      is_hidden: XLA has put other work between its start and its end, or it is in a call that multiplies meanwhile.
       across: lines of jaxmp's calls between devices that XLA starts between its start and its end.
     """
 

@@ -58,7 +58,8 @@ def _is_linear(at: Dim) -> bool:
 
 
 def _is_carry(at: Dim) -> bool:
-    """True if a value is a parameter of its computation, or a copy or conversion of one, and has one user."""
+    """True if a value is a part of its computation's parameter, or a copy or conversion of one, and has one user. A
+    parameter that is no tuple may have several users."""
     place, each, part, _ = at
     if each.opcode in ("convert", "copy", "get-tuple-element") and len(place.users[each.name]) == 1:
         return _is_carry(value(place, each, 0))
