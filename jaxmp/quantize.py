@@ -276,8 +276,8 @@ def _check_blocks(name: str, x: Array, size: int, ndim: int = 2, dtype: DTypeLik
     the last."""
     if not jnp.dtype(dtype).name.startswith("float8") or largest(dtype) < 1:
         raise TypeError(
-            f"quantize.{name}: dtype must be a float8 type, got {jnp.dtype(dtype).name}; int8 has one scale, or one for "
-            "each row (quantize.tensor, quantize.rows), and float4 has quantize.nvfp4"
+            f"quantize.{name}: dtype must be a float8 type, got {jnp.dtype(dtype).name}; int8 has one scale, or one "
+            "for each row (quantize.tensor, quantize.rows), and float4 has quantize.nvfp4"
         )
     if x.ndim < ndim or x.shape[-1] % size:
         raise ValueError(
