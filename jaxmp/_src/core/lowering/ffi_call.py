@@ -51,8 +51,9 @@ _DTYPES = {
 
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
-    """Returns the results of one custom call, by name, of this device's shards. `devices`: as in `call_attributes`;
-    without them a call of several ranks also gets this device's position in the mesh as an operand."""
+    """Returns the results of one custom call on this device's shards, by name, as JAX has them. `devices`: as in
+    `call_attributes`; without them a call of several ranks also gets this device's position in the mesh as an
+    operand."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)
@@ -221,8 +222,8 @@ def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
     return cast(jax.Array, mesh_position_p.bind(axes=axes))
 
 
-# Lowers to XLA's partition id inside a shard_map over all axes of the mesh, elsewhere to `lax.axis_index`.
 def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    """Lowers to XLA's partition id inside a shard_map over all axes of the mesh, elsewhere to `lax.axis_index`."""
     mesh = jax_lowering.manual_mesh(ctx)
     if mesh is not None and tuple(mesh.shape.items()) == axes:
         return [stablehlo.partition_id()]
