@@ -161,7 +161,7 @@ def _no_ticket() -> jax.Array:
 
 
 def _every(x: jax.Array, i: int, count: int, dimension: int, nparts: int) -> jax.Array:
-    """Cuts each of the `nparts` parts of x along `dimension` into `count` chunks. Returns chunk i of all parts, joined."""
+    """Cuts each of `nparts` parts of x along `dimension` into `count` chunks. Returns chunk i of all parts, joined."""
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     split = x.reshape(*before, nparts, count, -1, *after)
     return lax.index_in_dim(split, i, dimension + 1, keepdims=False).reshape(*before, -1, *after)
