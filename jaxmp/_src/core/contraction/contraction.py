@@ -172,8 +172,7 @@ class Contraction:
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
         """True if one call can communicate over all axes: all sum to one index of d (or to none), all gather one
-        operand along one index, or all are of a grid. Roles that do not communicate do not count. `roles`: of each
-        axis."""
+        operand along one index, or all are of a grid. Axes with roles that do not communicate do not count."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:
@@ -186,9 +185,8 @@ class Contraction:
 
     @functools.cached_property
     def is_block_grid(self) -> bool:
-        """True if the arrays are stored in the blocks of one grid. Without its batch dimensions, each array has two
-        dimensions, and both are sharded. The first dimension as stored has the same axes in all three arrays, and the
-        second one too."""
+        """True if the arrays are stored in the blocks of one grid: each has two dimensions, not counting batches. The
+        first one as stored is sharded over the same axes in all three arrays, and so is the second one."""
         a, b, d = (
             tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
             for each in zip(self.indices, self.layout, strict=True)
@@ -198,8 +196,8 @@ class Contraction:
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
         """Returns (pattern, axes of the group, ()). For a grid it is (GRID, the axes that number its rows, the axes
-        that number its columns). If the arrays are stored in blocks, these axes shard d's first and second dimension,
-        batches aside; otherwise b and a along k."""
+        that number its columns). They shard d's first and second dimension, batches aside, if the arrays are stored in
+        blocks; otherwise they shard b and a along k."""
         if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
@@ -229,8 +227,7 @@ class Contraction:
 
     @functools.cached_property
     def shared(self) -> str:
-        """The free index along which one operand is gathered, or d is scattered. It is "" in other patterns and in
-        grids."""
+        """The free index along which one operand is gathered, or d is scattered. "" in other patterns and in grids."""
         role = self.role
         if self.is_grid_role(role):
             return ""
@@ -352,8 +349,8 @@ def on_axes(
 ) -> Contraction:
     """Returns a product of matrices (as `of_matrices`) in this pattern, with `is_partial`, because other axes are not
     known. Over `row_axes`, ALL_GATHER gathers a's rows m, REDUCE_SCATTER scatters sums over d's rows m, and ALL_REDUCE
-    reduces sums. In a GRID, each matrix as stored has its rows over `row_axes` and its columns over `col_axes`. In
-    other patterns all arrays are whole."""
+    reduces sums. In a GRID, each matrix as stored has rows over `row_axes` and columns over `col_axes`. Others shard
+    nothing."""
     whole: Dim = ()
     a, b, d = {
         Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),

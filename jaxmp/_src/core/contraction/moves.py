@@ -66,7 +66,8 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
 
 class Gather(NamedTuple):
     """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside shard_map. `varies`: the
-    ranks compute different results from it, so its transpose is a reduce-scatter. `narrow`: the types to send."""
+    ranks compute different results from it, so its transpose is a reduce-scatter. `narrow`: the types for sending the
+    operand and its gradient."""
 
     dimension: int
     axes: Dim
@@ -87,17 +88,15 @@ def steps(have: Dims, want: Dims, mesh: Mapping[str, int]) -> tuple[Dims, ...]:
 
 
 def kind_of(have: Dims, want: Dims, mesh: Mapping[str, int]) -> str:
-    """Returns the collective of one step: "collective_permute", "all_to_all" or "all_gather". The step must not be a
-    slice."""
+    """Returns the collective of one step, which is no slice: "collective_permute", "all_to_all" or "all_gather"."""
     if all(size_of(mesh, dim) == size_of(mesh, other) for dim, other in zip(have, want, strict=True)):
         return "collective_permute"
     return "all_to_all" if sorted(sum(have, ())) == sorted(sum(want, ())) else "all_gather"
 
 
 def permuted(have: Dims, want: Dims, mesh: Mapping[str, int]) -> Dim:
-    """Returns the axes along which devices exchange shards in a permutation, in the order of the mesh. An axis is one
-    of these if `have` and `want` shard different dimensions over it, or if it has another stride in its dimension: the
-    product of the sizes of the axes that follow it there."""
+    """Returns the axes along which devices exchange shards in a permutation, in the order of the mesh: all that shard
+    another dimension in `want` than in `have`, or have another stride in their dimension."""
 
     def parts(dims: Dims) -> set[tuple[int, str, int]]:
         """Returns (dimension, axis, stride of the axis in the dimension) for each axis."""
@@ -147,10 +146,9 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
 
 def entry(have: Dims, want: Dims, layout: Iterable[Dims]) -> tuple[Dims, tuple[Gather, ...]]:
     """Returns (an operand's sharding at the entry to shard_map, the gathers inside that bring it to `want`). A
-    dimension enters as in `have`, and is gathered inside, if its axes in `have` begin with its axes in `want`, and no
-    dimension of `want` has any of the rest. Any other dimension enters as in `want`. `layout`: the shardings of the
-    call's arrays. Axes that shard one of these arrays are gathered with `varies`; adjacent axes that shard none have a
-    gather of their own."""
+    dimension enters as in `have` if its axes there begin with its axes in `want`, and no dimension of `want` has any of
+    the rest; the rest is gathered inside. Any other dimension enters as in `want`. `layout`: the shardings of the
+    call's arrays. A gather over axes that shard one of these arrays varies; other axes have a gather of their own."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
     dims, found = list(want), []

@@ -71,9 +71,9 @@ def plan(
 ) -> Contraction:
     """Returns the call for operands and a result that are sharded as in `given`: usually `as_given`. It is the
     `cheapest` if there is no such call, if that call gathers one operand along k, or if it is transposed without
-    `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` replace its values. They
-    are explained at `Terms`. `gathers_k` has an effect only for operands that are stored in order. Raises ValueError as
-    `cheapest` does."""
+    `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see `Terms`) replace
+    its values. `gathers_k` has an effect only for operands that are stored in order. Raises ValueError if there is no
+    call."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.
@@ -86,8 +86,7 @@ def plan(
 def as_given(given: Contraction, *, gathers_k: bool = False) -> Contraction | None:
     """Returns the one call that computes the result as sharded in `given` from the operands as sharded there. Devices
     may first slice an operand, which moves nothing. A grid of blocks is returned as it is. Returns None if the result
-    needs several calls, a reshard, or a role that is not in `_roles`. `gathers_k`: the call may gather an operand along
-    k."""
+    needs several calls, a reshard, or a role that is not in `_roles`. `gathers_k`: as in `Terms`."""
     if given.is_block_grid:
         return given
     roles = {axis: _completed(given, role) for axis, role in given.roles.items()}
@@ -133,8 +132,7 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
     """Yields calls of an unsharded product that need no resharding. Every mesh axis has a role, and no two axes have
-    the same. Each set of roles is assigned to the axes in one order only: roles that communicate go to the last
-    axes."""
+    the same. A set of roles is assigned to the axes in one order only: roles that communicate go to the last axes."""
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, gathers_k=terms.gathers_k)
     roles.sort(key=lambda role: role.communicates)  # so that adjacent axes communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
@@ -157,9 +155,8 @@ def _calls(
 
 
 def _roles(product: Contraction, where: Iterable[str], *, gathers_k: bool) -> list[Role]:
-    """Returns the roles that an axis may have in a call (the table of `contraction`, without "deferred"), the preferred
-    ones at equal costs first. `where`: the indices that a role may have. There are roles of a grid only with
-    `gathers_k`."""
+    """Returns the roles that an axis may have in a call, the preferred ones at equal costs first: the table of
+    `contraction` without "deferred", and without grids unless `gathers_k`. `where`: the indices for these roles."""
     batch, rows, cols, contracted = (
         [index for index in dict.fromkeys(where) if index and index in group]
         for group in (product.batch, product.rows, product.cols, product.contracted)
@@ -188,8 +185,7 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
     """True if `have` shards the operands as a gather in a call with `role` needs them, so that they do not move before
-    the call. In a grid this concerns the gathered operand only, in an all-gather both. True for a role that gathers
-    nothing."""
+    it. In a grid this concerns the gathered operand, in an all-gather both. True for a role that gathers nothing."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):
@@ -199,7 +195,7 @@ def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
 
 def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
     """Returns the layout of axes with these roles. Axes of one dimension are in the order of `given`, except that axes
-    over which the dimension is contracted, scattered or gathered come last."""
+    that contract, scatter or gather the dimension come last."""
     # Axes that shard one dimension keep the order that they have in d, or else in a or b.
     given_dims = (*given.layout.d, *given.layout.a, *given.layout.b)
     places = {axis: [dim.index(axis) for dim in given_dims if axis in dim] for axis in roles}
@@ -242,9 +238,8 @@ def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
 
 
 def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
-    """Returns the time of `call` on `NOMINAL`, to be compared with other calls: for the data that a device receives
-    while the operands are resharded from `given`, in the call, and while the result is resharded to `given`; and for
-    the products."""
+    """Returns the time of `call` on `NOMINAL`, for its products and for what a device receives: while the operands are
+    resharded from `given`, in the call, and while the result is resharded to `given`. Good for comparisons only."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
     moved = [

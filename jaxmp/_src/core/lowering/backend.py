@@ -146,8 +146,7 @@ def _choose(spec: MatmulSpec, platform: str, unshared_reason: str, operands: tup
 def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
     """Chooses "cublasmp", or "xla" if cuBLASMp cannot compute the call or be opened; raises instead if cuBLASMp is
     asked for. A process without GPUs chooses XLA unless cuBLASMp is asked for. Every process chooses the same, because
-    the call, the kind of the cards and the libraries (compared by `distributed.initialize`) are equal on all of
-    them."""
+    all have equal calls, cards of one kind, and equal libraries (`distributed.initialize` compares them)."""
     is_asked = spec.implementation == "cublasmp"
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
@@ -179,8 +178,8 @@ def capabilities_of(library: str) -> Capabilities:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Returns why the library takes the call in no form, or "". One reason is a fixed order with an epilog that the
-    library does not have; in any order XLA applies such an epilog. The other is a grid of contiguous shards that is not
-    square, unless the library takes it or the call is computed as tiles of a fixed shape."""
+    library does not have; without a fixed order XLA applies such an epilog. The other is a grid of contiguous shards
+    that is not square, unless the library takes it or the call is computed as tiles of a fixed shape."""
     # Calls of one shape are local products in every pattern.
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(*((spec.ungrouped(), capabilities.of_tiles()) if has_tiles else (spec, capabilities)))
@@ -227,8 +226,8 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have the spec's epilog (complex numbers, a grid, a fault), or "" if it has. The
-    epilog NONE gives ""."""
+    """Returns why the library does not have the spec's epilog (complex numbers, a grid, a fault). "" if it has, or for
+    NONE."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

@@ -89,8 +89,8 @@ class Decision:
     call: forms.ResolvedCall | None = None
 
     def facts(self) -> tuple[str, int]:
-        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 unless hostmp's call has a
-        plan."""
+        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 if hostmp makes no plan for
+        it."""
         if self.call is not None:
             return self.call.facts()
         if self.form == "groups":
@@ -209,9 +209,9 @@ def _decision(form: str, spec: MatmulSpec, a: ArrayType, b: ArrayType, call: for
 
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
     """Returns the transfers that a rank receives in a product of shards like `a` and `b` by `implementation`. The host
-    implementation, and every one in a fixed order, moves operands instead of partial sums: each rank computes 1/P of
-    the rows (or columns) from the shards of all ranks, or gathers the operands of its part of d. XLA also sums and
-    gathers bias gradients."""
+    implementation, and every one in a fixed order, moves operands instead of partial sums: a rank computes 1/P of the
+    rows (or columns) from the shards of all ranks, or gathers the operands of its part of d. XLA also completes bias
+    gradients."""
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
     of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     is_by_xla = implementation in ("xla", "host+xla") and not spec.fixed_reduction_order
@@ -291,7 +291,7 @@ def shares_rows(spec: GroupedSpec, mesh: Any, axes: Dim) -> bool:
 
 def grouped(spec: GroupedSpec, types: Sequence[Any], where: Where) -> Decision:
     """Decides a product of groups of rows. `types`: the types of x, w, bounds and the result. Raises
-    NotImplementedError if hostmp cannot compute a call for which it is asked, or for which a level needs it; and at
+    NotImplementedError if the caller asks for hostmp, or the level needs it, and it cannot compute the call; and at
     "topology" for a contraction between ranks that exchange no rows. The transfers assume that each rank's rows are
     spread evenly over all groups."""
     x, w, bounds, d = types

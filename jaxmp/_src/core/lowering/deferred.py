@@ -88,8 +88,8 @@ def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The product of `spec` in `count` chunks. `local`: the spec of a chunk. `is_conjugated`: conjugate (a, b) before
-    it."""
+    """The product of `spec` in `count` chunks. `local`: the spec of a chunk. `is_conjugated`: conjugate (a, b)
+    first."""
 
     count: int
     spec: MatmulSpec

@@ -52,8 +52,7 @@ _DTYPES = {
 
 def custom_call(operands: Operands, spec: MatmulSpec, devices: tuple[int, ...] = ()) -> Operands:
     """Returns the results of one custom call on this device's shards, by name, as JAX has them. `devices`: as in
-    `call_attributes`; without them a call of several ranks also gets this device's position in the mesh as an
-    operand."""
+    `call_attributes`; without them a call of several ranks has this device's position in the mesh as an operand."""
     native.register()
     a, b, names = operands["a"], operands["b"], spec.output_names
     found = extents(spec, a.shape, b.shape)

@@ -108,7 +108,7 @@ class Tiles(ResolvedCall):
 
 
 class Gathered(ResolvedCall):
-    """Gathers the operands of each rank's part of d and multiplies them locally. It is for products in which ranks
+    """Gathers the operands of each rank's part of d and multiplies them locally. Takes products of ranks that
     communicate, if the order is fixed and the library does not keep one; `decide` takes it in other cases too. Refuses
     an epilog that sums d over rows that are sharded, and scales that cannot be gathered."""
 
@@ -285,7 +285,7 @@ class Xla(ResolvedCall):
         return xla_matmul.matmul(operands, self.spec, platform, product, processes)
 
     def chunks(self) -> deferred.Chunks | None:
-        """Returns the chunks in which a product between processes is computed, or None if it is not cut."""
+        """Returns the chunks of a product between processes, or None if it is not cut."""
         count = chunks_of(self)
         if count == 1:
             return None

@@ -231,8 +231,7 @@ def _scales_of_part(spec: MatmulSpec, operands: Operands, all_gather: Gather) ->
 
 
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
-    """Returns (a, b), each gathered as far as this rank's part of d needs it, but never along a k that ranks sum
-    over."""
+    """Returns (a, b), gathered as far as this rank's part of d needs it, but never along a k that ranks sum over."""
     if spec.distributions:
         return _gather_cyclic(spec, a, b, all_gather)
     if spec.group.nranks == 1:  # XLA would copy

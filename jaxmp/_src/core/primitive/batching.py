@@ -100,8 +100,7 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
 def _split_bias(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
-    """Computes the product without bias, so that batched weights fold into columns; then adds the bias and rounds
-    once."""
+    """Computes the product without bias, so that batched weights fold into columns; adds the bias and rounds once."""
     a, b, bias = args
     plain = spec.bilinear(out_dtype=accumulator(low_precision.operand_type(a.dtype, b.dtype)))
     if dims[1] is None:
@@ -223,9 +222,9 @@ def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulS
 def batched_batch_rule(
     operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int]]:
-    """Adds a new batch to a batch. If all operands have it, it becomes the first dimension of one equation and of the
-    results. Otherwise each index of the existing batch maps over the new one, which is the second dimension of the
-    results."""
+    """Maps a batch of products over a new batch. If all operands have the new one, it becomes the first dimension of
+    one equation and of the results. Otherwise each index of the old one maps over it, and it is the results' second
+    dimension."""
     batched = [dim for dim in dims if dim is not None]
     if len(batched) == len(operands):
         outputs = bind_operands(spec.replace(batch=spec.batch + 2), *map(_front, operands, dims))

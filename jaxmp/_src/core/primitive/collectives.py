@@ -162,8 +162,7 @@ def all_gather(
     x: jax.Array, axes: Dim, *, axis: int, to: str = "varying", source_line: str = "", narrow: Narrow = WIDE
 ) -> jax.Array:
     """Returns the tiled `lax.all_gather` along `axis`, by `collective_p` if `_is_ours`. `to`: "varying" or "invarying",
-    as in lax; without check_vma it is "varying". `source_line`: the call to name in messages. `narrow` is only
-    recorded."""
+    as in lax; "varying" without check_vma. `source_line`: the call to name in messages. `narrow` is only recorded."""
     to = to if jax_compat.is_vma_checked() else "varying"
     if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
@@ -186,8 +185,8 @@ def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") 
 @jax.named_scope("jaxmp_narrow_gather")
 def narrow_gather(axes: Dim, x: jax.Array, axis: int, source_line: str, to: str, *, narrow: Narrow) -> jax.Array:
     """Returns the tiled `lax.all_gather` of `x`, in its type. Each rank first rounds `x` to the type `narrow[0]`, by
-    blocks with a scale, unless this is None or there is a single rank. The gradient crosses in the type `narrow[1]` if
-    `to` is "varying" and this is not None."""
+    blocks with a scale, unless `narrow[0]` is None or there is a single rank. The gradient crosses in the type
+    `narrow[1]`, unless this is None or `to` is "invarying"."""
     (dtype, of_gradient), nranks = narrow, lax.axis_size(axes)
     gathered = functools.partial(all_gather, axes=axes, to=to, source_line=source_line, narrow=narrow)
 
@@ -260,8 +259,8 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 
 def cast_reduced(operands: Operands, axes: Collection[str] = ()) -> Operands:
-    """Returns the operands by name. If an operand is reduced over an axis that is in `axes`, or over one that any
-    operand varies over, the operand is made to vary over it."""
+    """Returns the operands by name. An operand that is reduced over an axis is made to vary over this axis, if the axis
+    is in `axes` or any operand varies over it."""
     reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
     if not any(reduced.values()):
         return dict(operands)

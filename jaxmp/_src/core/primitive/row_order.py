@@ -65,9 +65,9 @@ def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
     """Returns (call, left, right) of the all-reduced product that sums the local product `call` over the mesh axes
-    `summed`. In the global order, it sums over them in the order of `layout`. If ranks hold interleaved rows of left
-    and right, these are gathered, and each rank slices its contiguous part of them. In other orders left and right stay
-    as they are."""
+    `summed`. In the global order, it sums over them in the order of `layout`. If ranks hold interleaved rows, left and
+    right are gathered, and each rank slices its contiguous part of the rows. Otherwise left and right stay as they
+    are."""
     if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)

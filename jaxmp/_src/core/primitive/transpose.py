@@ -210,8 +210,8 @@ def _gradient_epilog(
 ) -> Epilog:
     """Returns the epilog with which the product of b's gradient also computes the bias gradient, or NONE if it cannot.
     The call must sum over exactly the ranks on which t differs and the bias does not. Under check_vma=False shard_map
-    sums the results of all ranks, so the forward call must gather or be local. NONE also unless the call
-    `completes_sums`, for a grid with b stored transposed, and for a grid under check_vma=False."""
+    sums the results of all ranks, so the forward call must gather or be local. NONE unless the call `completes_sums`. A
+    grid with b stored transposed has NONE, and every grid under check_vma=False."""
     if not completes_sums(call):
         return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
@@ -228,8 +228,7 @@ def _gradient_epilog(
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
     """Raises NotImplementedError if a gradient in the global order would be a sum over ranks outside our calls: under
-    check_vma=False on several ranks, and for an operand of a grid that is equal along the axes `summed`, if there are
-    any."""
+    check_vma=False on several ranks, and for an operand of a grid that is equal along axes (`summed` is not empty)."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise spec.level.mesh_refusal(
             "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",

@@ -104,8 +104,7 @@ def is_simple(*operands: Any) -> bool:
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
-    """Returns `call(*operands)`. An empty entry is filled with the jitted `call`, and a filled entry runs instead of
-    `call`."""
+    """Returns `call(*operands)`. Fills an empty entry with the jitted `call`. A filled entry runs instead of `call`."""
     if entry is None:
         return call(*operands)
     if not entry:

@@ -61,12 +61,9 @@ class Layers:
 
 def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
     """Plans both products. `first` has the `in_shardings` of x and both weights, and the hidden layer's sharding as its
-    `out_sharding`; `second` has no a yet. `axis_name`: an axis of the enclosing shard_map that gathers x and scatters
-    y, or None.
-
-    Raises ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and
-    float4 operands, if both x and the first weight are int8, and for an unreduced hidden layer.
-    """
+    `out_sharding`; `second` has no a yet. `axis_name`: a manual axis that gathers x and scatters y, or None. Raises
+    ValueError for a vector x and for `in_shardings` other than a triple, and NotImplementedError for float8 and float4
+    operands, if both x and the first weight are int8, and for an unreduced hidden layer."""
     (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")

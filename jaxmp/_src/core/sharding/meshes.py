@@ -67,8 +67,7 @@ def on_automatic_axes(
     run: Callable[[Operands], jax.Array], placement: Placement, dims: Dims
 ) -> Callable[[Operands], jax.Array]:
     """Wraps `run` so that explicit axes of the mesh are automatic inside, and XLA partitions over them. The result is
-    sharded as `placement.out_sharding`, or as `dims` if that is None. Returns `run` itself if the mesh has no explicit
-    axes."""
+    sharded as `placement.out_sharding`, or as `dims` if that is None. Returns `run` itself if no axis is explicit."""
     kinds = zip(placement.mesh.axis_names, placement.mesh.axis_types, strict=True)
     axes = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
     if not axes:

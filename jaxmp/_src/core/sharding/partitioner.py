@@ -151,8 +151,8 @@ def _place(
 
 def partitioned_rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
     """Returns a lowering rule. On shards, and for a settled spec, it is `on_shards`. Global arrays get a call that XLA
-    partitions by this `sharding_rule`. There are two exceptions: XLA itself multiplies batches for which no library is
-    asked, and symbolic extents. If a library is asked for symbolic extents, the rule raises NotImplementedError."""
+    partitions by this `sharding_rule`, with two exceptions: XLA itself multiplies batches (unless a library is asked
+    for) and symbolic extents. If a library is asked for symbolic extents, the rule raises NotImplementedError."""
 
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()

@@ -211,8 +211,8 @@ def _call_of(
     unreduced: Dim = (),
 ) -> tuple[RaggedCall, Dims]:
     """Returns the call without a frame, and the sharding of its result. `axes`: the axes that split each index.
-    `result`: the result's indices and wanted sharding. Raises as `check_order` does for all axes but `experts` and
-    those of deferred sums, and ValueError if the call has no sum over an `unreduced` axis."""
+    `result`: the result's indices and wanted sharding. Raises as `check_order` does, except for `experts` and axes of
+    deferred sums. Raises ValueError if the call has no sum over an `unreduced` axis."""
     experts = spec.experts
     split = dict.fromkeys(sum(axes.values(), ()))
     # A split of an index that the result does not have leaves terms: partial sums or, for g, zeros.

@@ -117,8 +117,8 @@ Results = jax.Array | tuple[jax.Array, Operands]
 def product(
     request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
 ) -> Results:
-    """Returns the result of `jaxmp.matmul`. If it has an `entry` of `eager_calls`, and the operands `given` by name, it
-    fills the entry."""
+    """Returns the result of `jaxmp.matmul`. If the call has an `entry` of `eager_calls`, fills it for the operands
+    `given`."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
@@ -313,9 +313,8 @@ def planned(
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
-    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b.
-    There is one exception: in a group every rank holds the whole of bgrada, or of bgradb if the call takes b as its
-    first operand."""
+    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b. Only
+    bgrada is whole on all ranks of a group, or bgradb if the call takes b as its first operand."""
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])
@@ -368,10 +367,9 @@ def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dty
 def _of_empty(
     call: ShardedCall, run: Callable[[Operands], Operands], operands: Operands
 ) -> tuple[Callable[[Operands], Operands], Operands]:
-    """Returns (body, operands) for a call with an empty d or nothing to contract. `run`: the body of other calls. XLA
+    """Returns (body, operands) of a call with an empty d or nothing to contract. `run`: the body of other calls. XLA
     cannot partition a body with only empty operands, nor the gradient of a body that uses only empty operands. So the
-    body makes an empty a or b itself. It returns zeros for an empty d, unless it also returns sums of operands that are
-    not empty."""
+    body makes an empty a or b itself. It returns zeros for an empty d, unless sums of operands are not empty."""
     mesh, layout = call.frame.mesh, call.plan.layout
     empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
 
