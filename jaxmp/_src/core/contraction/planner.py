@@ -72,8 +72,7 @@ def plan(
     """Returns the call for operands and a result that are sharded as in `given`: usually `as_given`. It is the
     `cheapest` if there is no such call, if that call gathers one operand along k, or if it is transposed without
     `shares_columns`. `terms` is called for the cheapest only; `gathers_k` and `shares_columns` (see `Terms`) replace
-    its values. `gathers_k` has an effect only for operands that are stored in order. Raises ValueError if there is no
-    call."""
+    its values. `gathers_k` has an effect only for operands that are stored in order. Raises as `cheapest` does."""
     gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than moving operands.
@@ -185,7 +184,8 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 def _is_sharded_for(given: Contraction, role: Role, have: Role) -> bool:
     """True if `have` shards the operands as a gather in a call with `role` needs them, so that they do not move before
-    it. In a grid this concerns the gathered operand, in an all-gather both. True for a role that gathers nothing."""
+    the call. In a grid this concerns the gathered operand, in an all-gather both. True for a role that gathers
+    nothing."""
     if not role.communicates or role.is_contracted:
         return True
     if given.is_grid_role(role):

@@ -226,8 +226,8 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capabilit
 
 
 def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Returns why the library does not have the spec's epilog (complex numbers, a grid, a fault). "" if it has, or for
-    NONE."""
+    """Returns why the library lacks the spec's epilog (complex numbers, a grid, a fault). "" if it has the epilog or
+    for NONE."""
     if spec.epilog == Epilog.NONE:
         return ""
     # From the table of types of cublasLtMatmul (cuBLAS 13 documentation), which computes the local products.

@@ -76,7 +76,7 @@ class Decision:
         "each" (one call per index) or "together" (collectives of the whole batch, and one local call per index). For
         groups of rows, "local", "shared" (ranks read each other's rows), "exchange" (processes exchange rows) or
         "gather" (ranks gather matrices, or scatter their sums).
-      transfers: the transfers that a rank receives per call.
+      transfers: the transfers that a rank receives per call, or per index of a batch.
       links: the same for devices that do not share memory.
       call: the resolved call of a product, or of one index of a batch; None for groups.
     """
@@ -89,8 +89,7 @@ class Decision:
     call: forms.ResolvedCall | None = None
 
     def facts(self) -> tuple[str, int]:
-        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 if hostmp makes no plan for
-        it."""
+        """Returns (the algorithm in words, the workspace bytes per rank). The bytes are 0 without a plan by hostmp."""
         if self.call is not None:
             return self.call.facts()
         if self.form == "groups":

@@ -88,7 +88,7 @@ def _cut(spec: MatmulSpec) -> tuple[str, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The product of `spec` in `count` chunks. `local`: the spec of a chunk. `is_conjugated`: conjugate (a, b)
+    """A product in `count` chunks. `spec`: of the product. `local`: of a chunk. `is_conjugated`: conjugate (a, b)
     first."""
 
     count: int

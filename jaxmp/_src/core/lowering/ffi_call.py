@@ -113,9 +113,9 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 def _aliases(spec: MatmulSpec) -> dict[int, int]:
     """Returns {place of C among the operands: place of D}: D gets the memory of C, so that a c that is donated, carried
     by a loop or not used again is updated in place. Empty if C is not read or has another type than D. If c is used
-    again or not donated, XLA copies it before the call. Without the alias, XLA copies D after the call if c was
-    donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which also saves
-    memory, is the better choice."""
+    again, or is an argument that is not donated, XLA copies it before the call. Without the alias, XLA copies D after
+    the call if c was donated. Either is one pass over D. Programs with a large C mostly accumulate, so the alias, which
+    also saves memory, is the better choice."""
     if not spec.has_c or spec.beta == 0:  # C is not read, so it is not worth a copy
         return {}
     if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it

@@ -65,6 +65,7 @@ _TRANSPOSED = {
 def _collective_abstract_eval(
     x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: Dim, dimensions: tuple[int, ...], **params: Any
 ) -> jax.core.ShapedArray:
+    """Returns the type of the result: its shape, and the axes that it varies over."""
     shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
     nranks = math.prod(sizes[axis] for axis in axis_name)
     if kind in ("reduce_scatter", "all_to_all"):
@@ -82,6 +83,8 @@ def _collective_abstract_eval(
 def _collective_transpose(
     ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimensions: tuple[int, ...], **params: Any
 ) -> list[Tangent]:
+    """Returns the cotangent of x by the collective of `_TRANSPOSED`. A psum without check_vma has a psum instead, and a
+    gather to a result that does not vary has the rank's own part of the cotangent."""
     if kind == "all_gather_invariant":
         return [own_part(ct, dimensions[0], axis_name)]
     # Without varying types, the cotangent of a psum's operand is the sum of the cotangents of all ranks.
@@ -108,6 +111,7 @@ reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 def _reshard_batch_rule(
     operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
 ) -> tuple[jax.Array, int]:
+    """Leaves the batch dimension whole on explicit axes, and unconstrained on others."""
     (x,), (batch,) = operands, dims
     free = None if is_explicit else P.UNCONSTRAINED
     with_batch = []

@@ -110,7 +110,7 @@ def grouped(spec: GroupedSpec, x: jax.Array, w: jax.Array, bounds: jax.Array) ->
 
 
 def type_of(x: Any, w: Any) -> np.dtype:
-    """Returns the common type of x and w in their product. A cotangent may have another type than its operand: that of
+    """Returns the common type of x and w in their product, because one that is a cotangent may have the type of
     sums."""
     if low_precision.is_mixed(x.dtype, w.dtype):
         return low_precision.operand_type(x.dtype, w.dtype)

@@ -151,8 +151,8 @@ def _zero_tangent(x: jax.Array) -> ad.Zero:
 def _preactivation_tangent(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, like: jax.Array
 ) -> jax.Array | None:
-    """Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias without zero terms; None if all are zero. `like`: has d's
-    type."""
+    """Returns alpha*dA@B + alpha*A@dB + beta*dc + dbias without zero terms; None if all are zero. `like`: the result
+    d."""
     (a, b, *_), (ta, tb, *rest) = primals, tangents
     textra = dict(zip(spec.operand_names, rest, strict=True))
     product = spec if spec.is_bilinear else spec.bilinear()

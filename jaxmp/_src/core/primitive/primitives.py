@@ -69,8 +69,8 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
 
 
 def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
-    """Returns a `jax.checkpoint` policy's answer about a primitive; products, except of groups, are shown as a
-    dot_general."""
+    """Returns a checkpoint policy's answer about a primitive; products, except of groups, are shown as
+    `lax.dot_general`."""
     if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
     front = params["spec"].batch
@@ -191,8 +191,7 @@ def is_own_jit(eqn: Any) -> bool:
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """Returns a rule: `one` for a product, `of_batch` for a batch. The latter gets the spec without the first batch
-    dimension."""
+    """Returns a rule: `one` for a product, `of_batch` for a batch, with a spec that has one batch dimension less."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
         return of_batch(*args, spec=spec.replace(batch=spec.batch - 1)) if spec.batch else one(*args, spec=spec)

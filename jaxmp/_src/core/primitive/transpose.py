@@ -99,9 +99,9 @@ def group_of_a(spec: MatmulSpec) -> Group:
 def cotangents_of_b_and_bias(
     ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the cotangents of b and of a bias that is added to the rows of d; the latter is None if the call of b's
-    cannot compute it, or if there is no bias. dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the gathered
-    rows of A or t."""
+    """Returns the cotangents of b and of a bias that is added to the rows of d. The latter is None if there is no bias,
+    or if the product of b's cotangent cannot sum it. dB = alpha * A^T @ t: a grid for a grid, otherwise local, on the
+    gathered rows of A or t."""
     product = spec.contraction
     group = spec.group if product.is_grid else spec.ungrouped().group
     if product.is_reduced:

@@ -53,9 +53,8 @@ def _ends(axes: Mapping[str, int]) -> list[int]:
 
 
 def _runs(tiles: np.ndarray) -> list[list[Run]]:
-    """Returns for each dimension the runs that may divide it, slowest first: (the distance between positions, the
-    distance after which they repeat). `tiles`: an array of the positions that hold each tile, along the last
-    dimension."""
+    """Returns the runs that may divide each dimension, slowest first: (distance between positions, distance after which
+    they repeat). `tiles`: an array of the positions that hold each tile, along the last dimension."""
     first = tiles.min(-1)
     return [_runs_of(np.moveaxis(first, i, -1).reshape(-1, n)[0].tolist()) for i, n in enumerate(first.shape)]
 

@@ -117,7 +117,7 @@ Results = jax.Array | tuple[jax.Array, Operands]
 def product(
     request: Request, entry: eager_calls.Entry | None = None, given: Mapping[str, Any] | None = None
 ) -> Results:
-    """Returns the result of `jaxmp.matmul`. If the call has an `entry` of `eager_calls`, fills it for the operands
+    """Returns the result of `jaxmp.matmul`. Fills the call's `entry` of `eager_calls` if there is one, for operands
     `given`."""
     conversion, of_call = converted(request)
     spec, operands, shape = validated(of_call)
@@ -276,8 +276,7 @@ def planned_call(
 
 
 def _takes_narrow(spec: MatmulSpec, operands: Operands) -> bool:
-    """True if b is to be rounded before it is gathered: `comm` asks for it, b has floats of 16 or 32 bits, and no
-    extent is symbolic."""
+    """True if `comm` asks to round b before its gather, b has floats of 16 or 32 bits, and no extent is symbolic."""
     extents = (*operands["a"].shape, *operands["b"].shape)
     is_wide = operands["b"].dtype.name in low_precision.WIDE and all(isinstance(extent, int) for extent in extents)
     return any(spec.comm.narrow) and is_wide
@@ -313,8 +312,8 @@ def planned(
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
-    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b. Only
-    bgrada is whole on all ranks of a group, or bgradb if the call takes b as its first operand."""
+    """Returns the sharding of an operand or result: the shardings of the dimensions that it shares with d, a or b.
+    Except that all ranks of a group hold the whole of bgrada, or of bgradb if the call takes b as its first operand."""
     found = spans(spec, name)
     if name in ("a", "b", "scale_a", "scale_b"):
         operand: Dims = getattr(plan.layout, name[-1])

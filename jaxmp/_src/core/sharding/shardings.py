@@ -91,8 +91,8 @@ def lying(
 
 
 def _default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
-    """Returns the default sharding of a result, as in `lax.dot_general`: the batch and the free dimensions of a and b
-    keep their shardings. Raises ShardingTypeError if the result is ambiguous."""
+    """Returns the default sharding of a result, as in `lax.dot_general`: the batch is sharded as in a, and the free
+    dimensions of a and b as in their operand. Raises ShardingTypeError if the result is ambiguous."""
     of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
     for index in product.batch:
         if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
